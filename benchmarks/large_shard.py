@@ -33,7 +33,7 @@ import lmdb
 import numpy as np
 import psutil
 
-from benchmarks.measure import Timing, in_turn, timing, write_results
+from benchmarks.measure import in_turn, restored, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.blocks import BlockCodec
@@ -400,15 +400,6 @@ def _command_lines(results: dict[str, Any]) -> Iterator[str]:
     yield from ("", "| command, nothing cached | time | own memory |", "|---|---|---|")
     for name, taken in [*results["commands"].items(), ("drop_table()", results["drop"])]:
         yield f"| {name} | {taken['seconds']:.1f} s | {_megabytes(taken['own_bytes'])} |"
-
-
-def restored(value: Any) -> Any:
-    """Restores timings that were written to a file."""
-    if isinstance(value, dict):
-        if "p50" in value:
-            return Timing(**value)
-        return {key: restored(item) for key, item in value.items()}
-    return [restored(item) for item in value] if isinstance(value, list) else value
 
 
 def main() -> None:

@@ -81,6 +81,15 @@ def timing(seconds: list[float]) -> Timing:
     return Timing(statistics.median(seconds), percentiles[9], percentiles[89], len(seconds), p99)
 
 
+def restored(value: Any) -> Any:
+    """Parsed JSON, with its timings restored."""
+    if isinstance(value, dict):
+        if "p50" in value:
+            return Timing(**value)
+        return {key: restored(item) for key, item in value.items()}
+    return [restored(item) for item in value] if isinstance(value, list) else value
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, versions, date and commit."""
     processor = next(

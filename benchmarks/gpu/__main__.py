@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.runs import RunFailedError, Runner, Start, start_processes
 from benchmarks.gpu.sections import SECTIONS, SIZES, Bench, scratch
-from benchmarks.measure import Timing, machine, save_results
+from benchmarks.measure import machine, restored, save_results
 
 _MINUTES = {"full": 30.0, "quick": 9.0, "toy": 3.0}
 _RUN_SECONDS = 240.0
@@ -93,19 +93,8 @@ def _measured_before(path: Path, facts: dict[str, Any], size: str) -> dict[str, 
     before: dict[str, Any] = json.loads(path.read_text())["results"]
     if before["size"] != size or before["gpus"] != facts:
         return fresh
-    before["sections"] = _with_timings(before["sections"])
+    before["sections"] = restored(before["sections"])
     return before
-
-
-def _with_timings(value: Any) -> Any:
-    """Parsed JSON, with its Timings restored."""
-    if isinstance(value, list):
-        return [_with_timings(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if "p50" in value:
-        return Timing(**value)
-    return {key: _with_timings(one) for key, one in value.items()}
 
 
 def table(results: dict[str, Any]) -> str:

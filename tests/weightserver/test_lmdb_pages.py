@@ -81,7 +81,7 @@ def test_a_write_asks_lmdb_whose_pages_are_not_in_the_file_yet(tmp_path: Path) -
 
 
 def test_a_file_of_a_machine_with_larger_pages_is_left_to_lmdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "PAGESIZE", 2_048)
+    monkeypatch.setattr(mmap, "PAGESIZE", mmap.PAGESIZE // 2)
     storage = LmdbStorage(tmp_path)
     with storage.write() as txn:
         txn.put_block(3, 0, b"block")
@@ -92,9 +92,10 @@ def test_a_file_of_a_machine_with_larger_pages_is_left_to_lmdb(tmp_path: Path, m
 def test_an_unsound_page_is_left_to_lmdb(tmp_path: Path, compiled: kernel.Kernel) -> None:
     """Every page of keys and nodes, changed byte by byte: what is found lies in the file, or nothing is."""
     storage = LmdbStorage(tmp_path)
+    nearly_a_page = storage._env.stat()["psize"] - 6
     with storage.write() as txn:
         for block in range(40):
-            txn.put_block(block, 0, bytes([1 + block]) * (4_090 if block % 2 else 50))
+            txn.put_block(block, 0, bytes([1 + block]) * (nearly_a_page if block % 2 else 50))
     with storage.read() as txn:
         assert txn._blocks.first()
         key, file = txn._blocks.key(), txn._file
@@ -119,7 +120,7 @@ def test_an_unsound_page_is_left_to_lmdb(tmp_path: Path, compiled: kernel.Kernel
     def num_found(at: int, value: int) -> int:
         changed = copy.copy()
         changed[at] = value
-        places, found = np.zeros((40, 2), np.int64), memoryview(changed)[at // 4_096 * 4_096 + 16 :][:12]
+        places, found = np.zeros((40, 2), np.int64), memoryview(changed)[page + 16 : page + 28]
         return compiled.find_blocks(memoryview(changed), file.page_bytes, file.num_pages, found, blocks, 0, 0, places)
 
     node = at - 8
@@ -155,14 +156,15 @@ def test_a_map_is_found_by_a_page_that_is_right(tmp_path: Path, bit: int, monkey
     storage = LmdbStorage(tmp_path, room_bytes=100_000)
     with storage.write() as txn:
         txn.put_block(3, 0, b"block" * 1_000)
+    page_bytes = storage._env.stat()["psize"]
     with storage._env.begin(buffers=True) as snapshot, snapshot.cursor() as cursor:
         cursor.first()
-        page = _address(cursor.key()) // 4_096
+        page = _address(cursor.key()) // page_bytes
     whole = ctypes.string_at
 
     def damaged(address: int, size: int) -> bytes:
         read = bytearray(whole(address, size))
-        if address // 4_096 == page:
+        if address // page_bytes == page:
             read[bit // 8] ^= 1 << bit % 8
         return bytes(read)
 

@@ -162,9 +162,14 @@ def check_rows(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> N
     Raises:
         DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
-    if kernel.compiled() is not None and kernel.checksum_address():
+    if kernel.compiled() is None:
+        _check_one_by_one(table, touched, blocks)
+    else:
         _look(table, touched, blocks, verify=True)
-        return
+
+
+def _check_one_by_one(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> None:
+    """As `check_rows`, without the kernel."""
     for run, block in zip(touched.runs(), blocks, strict=True):
         if block is not None:
             table.codec.check(run.block, block, run.slots)
@@ -175,7 +180,7 @@ def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify
     compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
     assert compiled is not None
     if verify and not checksum:
-        check_rows(table, touched, blocks)
+        _check_one_by_one(table, touched, blocks)
     last_step = np.empty(len(touched.rows), np.int64)
     bad, all_small = compiled.look(
         table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum
