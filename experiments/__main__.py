@@ -13,10 +13,12 @@ from pathlib import Path
 
 from experiments import page
 from experiments.cells import Table
+from experiments.defaults import check_defaults
 from experiments.quick import quick
 from experiments.runner import Runner
 from experiments.tables import TABLES
 from trainer.cores import usable_cores
+from weightserver.common.atomic_files import directory_lock
 from weightserver.common.logs import print_error
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,13 +26,16 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns 0, or 1 if a cell failed."""
+    """Runs one command; returns 0, 1 if a cell failed, or 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
         status: int = options.command(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print_error(f"experiments: {error}")
         return 1
+    except KeyboardInterrupt:
+        print_error("experiments: interrupted: repeat the command to resume")
+        return 128 + signal.SIGINT
     return status
 
 
@@ -65,7 +70,10 @@ def _run(options: argparse.Namespace) -> int:
         results=options.results,
         num_jobs=options.jobs,
     )
-    runner.run()
+    with directory_lock(options.directory):
+        check_defaults(options.directory)
+        check_defaults(options.results)
+        runner.run()
     for log in runner.failed.values():
         print_error(f"experiments: a run failed, repeat the command to resume it: {log}")
     return 1 if runner.failed else 0

@@ -89,6 +89,8 @@ class Claim:
     not_below: bool = False
     """Whether the claim is that nothing is lost, rather than that something is gained."""
     measure: str = LINEAR
+    tried: str = ""
+    """What was tried to find out why it does not hold, in sentences; shown while it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeGuard
 
 from experiments.cells import LOSS, Cell, Claim, Table
 from experiments.plots import ON_DARK, draw
-from experiments.results import Results, Verdict, load, verdict
+from experiments.results import CONFIDENCE, Outcome, Results, Verdict, load, verdict
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
 from trainer.schedule import learning_rates
@@ -26,8 +25,8 @@ _HEAD = """\
 The paper's tables, reproduced on Fashion-MNIST with the preset's small encoder, and its main effects on characters in
 colour. Numbers are top-1 accuracies in percent on the test images (10,000 of Fashion-MNIST), mean ± standard deviation
 over seeds: of a linear probe (linear) and of nearest neighbours (kNN) in the features of the images that the encoder
-was trained on; loss is that of the last batch. The paper's numbers are its linear accuracies on ImageNet, with
-ResNet-50: effects can be compared, levels cannot.
+was trained on; loss is that of the last batch. The paper's numbers are of ResNet-50, and unless a table says otherwise
+its linear accuracies on ImageNet: effects can be compared, levels cannot.
 
     make tables # runs what has not finished, one process a core, and writes this page
     make tables TABLES_FLAGS="--tables negatives,lengths --seeds 1"   # a part of it
@@ -36,19 +35,32 @@ ResNet-50: effects can be compared, levels cannot.
 Each cell is a run's directory in runs/tables, with its settings, records and encoder; what the cells measured is in
 [experiments/results](../experiments/results). A repeated command resumes what was interrupted.
 
-**What is kept equal.** A row that is not active moves by momentum and weight decay alone, so what its correction is
-worth depends on how far weight decay moves it in a run, not on λ; the other settings are compared by their proportions.
-Cells have these settings unless a table says otherwise:
+**What corresponds to what.** A row that is not active moves by momentum and weight decay alone, so what its correction
+is worth depends on how far weight decay moves it in a run, not on λ; the other settings are compared by their
+proportions. Cells have these settings unless a table says otherwise:
 
 """
-_RULE = """\
+_RULE = f"""\
 
-**How effects are judged.** An effect is a difference of means, ± its standard error from the spread between seeds of
-the cells that are compared, or, if these have fewer than four degrees of freedom, of five trials each of two runs, or,
-until these have been made, of the cells of all tables. A gain reproduces if it exceeds two standard errors; that
-nothing is lost reproduces unless a loss exceeds them. A cell has one seed where all effects that compare it exceed
-three times the spread, and otherwise up to three.
+**How effects are judged.** An effect is a weighted sum of means, ± its standard error. The spread between seeds is
+pooled over the cells that are compared and, if they train on the trials' images for about as long (half to twice as
+many images seen), over the trials too, five seeds each of two runs. An effect shows if zero lies outside its
+{CONFIDENCE:.0%} confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss shows"
+of comparisons that ask whether something is lost, and means that a loss is smaller than these runs can tell. One seed
+is enough where all effects that compare a cell exceed three times the spread; other cells get up to three. A mean
+without ± is of one seed.
 """
+_SAYS = {
+    Outcome.SHOWN: "shows",
+    Outcome.NOT_SHOWN: "does not show beyond the spread",
+    Outcome.REVERSED: "is reversed",
+    Outcome.NOT_JUDGED: "is not judged, as the spread is not known",
+}
+_SAYS_OF_LOSS = {
+    Outcome.SHOWN: "no loss shows",
+    Outcome.NO_LOSS: "no loss shows",
+    Outcome.REVERSED: "a loss shows",
+}
 
 
 def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
@@ -89,10 +101,26 @@ def _proportions() -> Iterator[str]:
     """The table of dimensionless numbers, of the paper's default run and ours."""
     _, paper = PRESETS["imagenet-1k"]
     base = Cell(row="", settings=BASE | WINDOW).config(0)
-    yield "| | the paper, 200 epochs | here |\n|---|---|---|\n"
+    yield "| | the paper, 200 epochs | here | why it differs |\n|---|---|---|---|\n"
     columns = [_numbers(paper, _PAPER_IMAGES), _numbers(base, base.num_images or 0)]
     for name in columns[0]:
-        yield f"| {name} | {columns[0][name]} | {columns[1][name]} |\n"
+        yield f"| {name} | {columns[0][name]} | {columns[1][name]} | {_REASONS.get(name, '')} |\n"
+
+
+_DECAY = "weight decay in the whole run, λ · Σ η"
+_TURN = "largest turn of a new row by its first visit, η / ((1 − m) τ B D σ²), radians"
+_REASONS = {
+    "images N": "a run of a few minutes on one core",
+    "epochs": "one of ours stands for five",
+    _DECAY: "λ = 0.01 would have it equal: see the table of weight decays",
+    "K / B": "with so few images, either K / N or K / B can be the paper's: see the table of negatives",
+    "passes of the window over the images": "there are as many fewer epochs",
+    "warm-up": "short runs begin at a high learning rate",
+    _TURN: (
+        "a smaller batch and a higher learning rate; D = 128 and σ = 0.01 in both, [which the paper does not "
+        "state](paper-to-code.md)"
+    ),
+}
 
 
 def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
@@ -105,14 +133,15 @@ def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
         "epochs": f"{config.epochs:g}",
         "batch B": f"{config.batch_size}",
         "steps": f"{steps:,}",
-        "weight decay in the whole run, λ · Σ η": f"{config.weight_decay * float(rates.sum(dtype=float)):.2f}",
+        _DECAY: f"{config.weight_decay * float(rates.sum(dtype=float)):.2f}",
         "negatives, K / N": f"{config.num_negatives / num_images:.3f}",
         "K / B": f"{config.num_negatives / config.batch_size:g}",
         "window, W / N": f"{config.window_size / num_images:.2f}",
         "stride, S / W": f"{stride:g}",
         "passes of the window over the images": f"{config.epochs * stride:g}",
+        "warm-up": f"{warmup / steps:.1%}",
         "temperature τ": f"{config.temperature:g}",
-        "largest turn of a new row by its first visit, η / ((1 − m) τ B D σ²), radians": f"{_first_turn(config):.2g}",
+        _TURN: f"{_first_turn(config):.2g}",
     }
 
 
@@ -123,25 +152,35 @@ def _first_turn(config: TrainConfig) -> float:
 
 
 def _summary(everything: Sequence[Results]) -> Iterator[str]:
-    """A line for each table with effects that are judged: how many reproduce, and which do not."""
+    """A line for each table with effects that are judged: how many of each kind hold, and which do not."""
     lines = []
     for results in everything:
-        judged = [(claim.text, found) for claim, found in _verdicts(results, everything) if _is_judged(found)]
-        others = [text for text, found in judged if not found.reproduces]
+        judged = [(claim, found) for claim, found in _verdicts(results, everything) if found and found.is_judged]
+        counts = [_count(found for claim, found in judged if _kind(claim, found) == kind) for kind in _KINDS]
+        others = [claim.text for claim, found in judged if not found.holds]
         if judged:
-            shown = f"{len(judged) - len(others)} of {len(judged)}"
-            lines.append(f"| {_titled(results.table)} | {shown} | {'; '.join(others)} |\n")
+            lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} | {'; '.join(others)} |\n")
     if lines:
-        yield "\n| | effects that reproduce | those that do not |\n|---|---|---|\n"
+        yield f"\n| | {' | '.join(_KINDS)} | what does not show, or is reversed |\n|---|{'---|' * len(_KINDS)}---|\n"
         yield from lines
+
+
+_OF_THE_PAPER, _NO_LOSS, _OTHER = _KINDS = ("the paper's gains", "nothing lost", "other effects")
+
+
+def _kind(claim: Claim, found: Verdict) -> str:
+    if claim.not_below:
+        return _NO_LOSS
+    return _OTHER if found.paper is None else _OF_THE_PAPER
+
+
+def _count(verdicts: Iterable[Verdict]) -> str:
+    holding = [found.holds for found in verdicts]
+    return f"{sum(holding)} of {len(holding)}" if holding else ""
 
 
 def _verdicts(results: Results, everything: Sequence[Results]) -> list[tuple[Claim, Verdict | None]]:
     return [(claim, verdict(claim, results, everything)) for claim in results.table.claims]
-
-
-def _is_judged(found: Verdict | None) -> TypeGuard[Verdict]:
-    return found is not None and not math.isnan(found.error)
 
 
 def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
@@ -151,23 +190,29 @@ def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
         yield f"{table.text}\n"
     yield from _grid(results) if table.is_grid else _rows(results)
     yield ""
-    verdicts = _verdicts(results, everything)
-    judged = [found for _, found in verdicts if _is_judged(found)]
-    if judged:
-        reproduced = sum(found.reproduces for found in judged)
-        yield f"**{reproduced} of {len(judged)} effects reproduce.**\n"
-    for claim, found in verdicts:
-        outcome = "not run yet" if found is None else _outcome(found)
-        yield f"- {claim.text[0].upper()}{claim.text[1:]}: {outcome}"
+    told: set[str] = set()
+    for claim, found in _verdicts(results, everything):
+        outcome = "not run yet" if found is None else _said(claim, found)
+        tried = claim.tried if found is not None and not found.holds and claim.tried not in told else ""
+        told.add(tried)
+        yield f"- {_capitalised(claim.text)}: {outcome}{tried and '. ' + tried}"
     if table.claims:
         yield ""
     yield f"![{table.title}]({PICTURES}/{table.name}.svg)"
 
 
-def _outcome(found: Verdict) -> str:
+def _capitalised(text: str) -> str:
+    """A sentence's beginning; symbols such as τ stay as they are."""
+    return text[0].upper() + text[1:] if text[0].isascii() else text
+
+
+def _said(claim: Claim, found: Verdict) -> str:
+    reproduces = found.outcome is Outcome.SHOWN and found.paper is not None
+    word = _SAYS_OF_LOSS.get(found.outcome) if claim.not_below else "reproduces" if reproduces else None
+    word = word or _SAYS[found.outcome]
     error = "" if math.isnan(found.error) else f" ± {found.error:.1f}"
     paper = "" if found.paper is None else f" (the paper {found.paper:+.1f})"
-    return f"**{found.word}**, {found.effect:+.1f}{error}{paper}".replace("-", "−")
+    return f"**{word}**, {found.effect:+.1f}{error}{paper}".replace("-", "−")
 
 
 def _grid(results: Results) -> Iterator[str]:

@@ -8,8 +8,11 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from scipy.special import stdtrit
 
 from experiments.cells import PIXELS, Cell, Claim, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
@@ -21,13 +24,10 @@ Run = Mapping[str, Any]
 """One run's record: its "id", its "measures", where and when it ran, and for tables over time its "curve"."""
 STEPS_SECONDS = "steps_seconds"
 """Measure of tables over time: what all steps took, without evaluations."""
-_STANDARD_ERRORS = 2.0
-"""Standard errors from which an effect counts as shown."""
-_REPRODUCES = "reproduces"
-_LEAST_FREEDOM = 4
-"""Degrees of freedom from which cells' own spread is used."""
-_CLEAR_ERRORS = 3.0 / math.sqrt(2)
-"""Standard errors from which an effect needs no further seeds."""
+CONFIDENCE = 0.95
+"""Of the interval around an effect outside which zero has to lie for the effect to count as shown."""
+_CLEAR_SPREADS = 3.0
+"""Spreads between seeds from which a difference of two cells needs no further seeds."""
 
 
 def finished(directory: Path, cell: Cell, seed: int) -> bool:
@@ -46,7 +46,7 @@ def read_run(directory: Path, cell: Cell, seed: int) -> Run:
         found = json.loads((path / EVALUATIONS / f"{evaluation.name}.json").read_text())
         measures |= _numbers(found, evaluation.name)
     cpu = path / CPU_FILE
-    seconds = float(cpu.read_text()) if cpu.exists() else measures.get("seconds", 0.0)
+    seconds = float(cpu.read_text()) if cpu.exists() else 0.0
     return run | {"id": cell.identity(seed), "core_seconds": seconds, "measures": measures}
 
 
@@ -82,28 +82,34 @@ class Results:
         found = self.runs.get(cell, {})
         return [found[seed]["measures"][measure] for seed in sorted(found) if measure in found[seed]["measures"]]
 
-    def groups(self, measure: str, cells: Collection[str] | None = None) -> dict[str, list[float]]:
-        """What the runs of the named cells, or all, measured, by the first run's id: the same for a cell that is in
-        several tables. Raw pixels are left out, which no seed changes."""
-        names = [cell.name for cell in self.table.cells if cell.method != PIXELS and (not cells or cell.name in cells)]
+    def groups(self, measure: str, cells: Collection[str]) -> dict[str, list[float]]:
+        """What the runs of the named cells measured, by the first run's id: the same for a cell that is in several
+        tables. Raw pixels are left out, which no seed changes."""
+        names = [cell.name for cell in self.table.cells if cell.method != PIXELS and cell.name in cells]
         found = {name: self.values(name, measure) for name in names}
         return {min(run["id"] for run in self.runs[name].values()): values for name, values in found.items() if values}
 
 
-def spread(
-    results: Results, everything: Sequence[Results], measure: str, cells: Collection[str] | None = None
-) -> float:
-    """Standard deviation between seeds of one cell, pooled over the named cells of a table, or all; NaN if unknown.
+def spread(results: Results, everything: Sequence[Results], measure: str, cells: Collection[str]) -> tuple[float, int]:
+    """Standard deviation between seeds of one cell, and its degrees of freedom; NaN and 0 if it is unknown.
 
-    If these have too few seeds, it is that of the table that gives the spread, or else of the cells of all tables.
+    It is pooled over the named cells of a table and, if all of these are runs of about that length on the same images,
+    over the trials, whose cells have many seeds.
     """
-    others = [each.groups(measure) for each in everything if each.table.gives_spread]
-    for groups in (results.groups(measure, cells), *others):
-        own, freedom = pooled(groups.values())
-        if freedom >= _LEAST_FREEDOM:
-            return own
-    every = {key: group for each in everything for key, group in each.groups(measure).items()}
-    return pooled(every.values())[0]
+    groups = results.groups(measure, cells)
+    compared = [cell for cell in results.table.cells if cell.name in cells]
+    for trials in (each for each in everything if each.table.gives_spread):
+        if all(_are_alike(cell, trial) for cell in compared for trial in trials.table.cells):
+            groups |= trials.groups(measure, [cell.name for cell in trials.table.cells])
+    return pooled(groups.values())
+
+
+def _are_alike(one: Cell, other: Cell) -> bool:
+    """Whether two cells train on as many images of the same data set, and see at most twice as many as each other."""
+    first, second = one.config(0), other.config(0)
+    ratio = (first.epochs * first.views) / (second.epochs * second.views)
+    same = (first.dataset, first.data_dir, first.num_images) == (second.dataset, second.data_dir, second.num_images)
+    return same and 0.5 <= ratio <= 2
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
@@ -162,6 +168,16 @@ def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
     return Results(table, runs)
 
 
+class Outcome(Enum):
+    """What follows from an effect and its standard error."""
+
+    SHOWN = "shown"
+    NO_LOSS = "no loss"
+    NOT_SHOWN = "not shown"
+    REVERSED = "reversed"
+    NOT_JUDGED = "not judged"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """A claim's effect as it was measured."""
@@ -169,20 +185,26 @@ class Verdict:
     effect: float
     error: float
     """Standard error; NaN if no spread is known."""
+    is_clear: bool
+    """Whether further seeds are not needed: the effect exceeds three spreads, if it is a difference of two cells."""
     paper: float | None
     """The effect in the paper's numbers; None if it does not have them all."""
-    word: str
-    """What follows from effect and error: "reproduces", "is reversed", ..."""
+    outcome: Outcome
 
     @property
-    def reproduces(self) -> bool:
-        return self.word == _REPRODUCES
+    def holds(self) -> bool:
+        """Whether the claim is not contradicted by what was measured."""
+        return self.outcome in (Outcome.SHOWN, Outcome.NO_LOSS)
+
+    @property
+    def is_judged(self) -> bool:
+        return self.outcome != Outcome.NOT_JUDGED
 
 
 def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Verdict | None:
-    """The effect of a claim, and whether it reproduces; None while a cell has no run.
+    """The effect of a claim, and what follows from it; None while a cell has no run.
 
-    A gain reproduces if it exceeds two standard errors. That nothing is lost reproduces unless a loss does.
+    A gain or a loss is shown if zero lies outside the effect's confidence interval, by Student's t.
 
     Args:
         everything: the results of all tables, for the spread between seeds.
@@ -191,37 +213,42 @@ def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Ve
     if not all(values.values()):
         return None
     effect = sum(weight * statistics.mean(values[name]) for name, weight in claim.weights.items())
-    error = spread(results, everything, claim.measure, claim.weights) * math.sqrt(
-        sum(weight**2 / len(values[name]) for name, weight in claim.weights.items())
-    )
+    deviation, freedom = spread(results, everything, claim.measure, claim.weights)
+    error = deviation * math.sqrt(sum(weight**2 / len(values[name]) for name, weight in claim.weights.items()))
+    clear = _CLEAR_SPREADS * deviation * math.sqrt(sum(weight**2 for weight in claim.weights.values()) / 2)
     papers = [results.table.paper.get(name, {}).get(claim.measure) for name in claim.weights]
     paper = None
     if None not in papers:
         paper = sum(weight * (number or 0) for weight, number in zip(claim.weights.values(), papers, strict=True))
-    return Verdict(effect=effect, error=error, paper=paper, word=_word(effect, error, not_below=claim.not_below))
+    return Verdict(
+        effect=effect,
+        error=error,
+        is_clear=abs(effect) >= clear,  # not if the spread is unknown
+        paper=paper,
+        outcome=_outcome(effect, error * _quantile(freedom), not_below=claim.not_below),
+    )
 
 
-def _word(effect: float, error: float, *, not_below: bool) -> str:
-    if math.isnan(error):
-        return "is not judged, as no cell has two seeds"
-    if not_below:
-        return _REPRODUCES if effect >= -_STANDARD_ERRORS * error else "does not reproduce"
-    if effect > _STANDARD_ERRORS * error:
-        return _REPRODUCES
-    return "is reversed" if effect < -_STANDARD_ERRORS * error else "does not show beyond the spread"
+def _quantile(freedom: int) -> float:
+    """Half the width of the confidence interval, in standard errors; NaN without degrees of freedom."""
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) if freedom else math.nan
+
+
+def _outcome(effect: float, half_width: float, *, not_below: bool) -> Outcome:
+    if math.isnan(half_width):
+        return Outcome.NOT_JUDGED
+    if abs(effect) > half_width:
+        return Outcome.SHOWN if effect > 0 else Outcome.REVERSED
+    return Outcome.NO_LOSS if not_below else Outcome.NOT_SHOWN
 
 
 def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:
-    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing.
-
-    An effect between two cells of one seed is clear if it is at least three spreads, others if they are as many
-    standard errors.
-    """
+    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing."""
     if not results.table.claims:
         return {cell.name for cell in results.table.cells}
     unclear: set[str] = set()
     for claim in results.table.claims:
         found = verdict(claim, results, everything)
-        if found is None or not abs(found.effect) >= _CLEAR_ERRORS * found.error:  # also if the error is not known
+        if found is None or not found.is_clear:
             unclear |= claim.weights.keys()
     return unclear

@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     (directory,) = map(Path, sys.argv[1:] if arguments is None else arguments)
     os.nice(_NICENESS)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal's Ctrl-C stops the runner, which stops this
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # while it evaluates
     torch.set_num_threads(1)
     keep_large_buffers()
     threading.Thread(target=_follow_parent, daemon=True).start()

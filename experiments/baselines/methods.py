@@ -72,10 +72,10 @@ class SimCLR(Method):
 class MoCoV2(Method):
     """Chen et al., 2003.04297: a queue of keys, by an encoder that follows the trained one.
 
-    Shuffled BatchNorm on one device (He et al., 1911.05722, section 3.3): keys are computed in shuffled parts of
-    `batch_norm_size`, the images of one of their GPUs, so that BatchNorm does not give away which key belongs to a
-    query. The queue holds at most half of the images, so that it seldom holds an image of the batch. Default queue and
-    momentum: those of the authors' demo on CIFAR-10, whose runs are short, too.
+    Shuffled BatchNorm on one device (He et al., 1911.05722, section 3.3): queries and keys are computed in parts of
+    `batch_norm_size`, the images of one of their GPUs, and keys are shuffled before, so that BatchNorm does not give
+    away which key belongs to a query. The queue holds at most half of the images, so that it seldom holds an image of
+    the batch. Default queue and momentum: those of the authors' demo on CIFAR-10, whose runs are short, too.
     """
 
     num_views = 2
@@ -103,7 +103,7 @@ class MoCoV2(Method):
         self.register_buffer("queue_position", self._loss.memory_bank.bank_ptr)
 
     def forward(self, views: Sequence[Tensor], images: Tensor) -> Tensor:
-        queries = self.model(views[0])  # (b, D)
+        queries = torch.cat([self.model(part) for part in _parts(views[0], self._batch_norm_size)])  # (b, D)
         with torch.no_grad():
             self._utils.update_momentum(self.model, self.key_model, self._momentum)
             shuffled, order = self._utils.batch_shuffle(views[1])

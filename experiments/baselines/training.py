@@ -62,14 +62,14 @@ def train_baseline(method: str, config: TrainConfig, output: Path, **options: fl
         OSError: another process is writing the directory.
         Interrupted: a signal ended the run, after a checkpoint.
     """
-    settings = _settings_of(method, options)
+    settings = settings_of(method, options)
     config = replace(config, output=output, rows="resident", servers=None, resume="auto")
     _check(config)
     with directory_lock(output):
         return _train_and_evaluate(method, settings, config)
 
 
-def _settings_of(method: str, options: dict[str, float]) -> dict[str, Any]:
+def settings_of(method: str, options: dict[str, float]) -> dict[str, Any]:
     """All of a method's own settings. Raises ValueError for an unknown method or option."""
     if method not in METHODS and method not in REFERENCES:
         raise ValueError(f"unknown baseline {method!r}: choose one of {', '.join([*METHODS, *REFERENCES])}")

@@ -166,6 +166,16 @@ def test_updates_count_views(views: int, expected: int) -> None:
     assert rates[0] == pytest.approx(config.base_learning_rate / 100)
 
 
+def test_moco_normalises_queries_and_keys_in_parts(task: Task) -> None:
+    views, images = batch(2)
+    method = MoCoV2(model_of(), task, batch_norm_size=B // 2)
+    seen: dict[Any, list[int]] = {method.model: [], method.key_model: []}
+    for network in seen:
+        network.register_forward_pre_hook(lambda network, inputs: seen[network].append(len(inputs[0])))
+    step(method, views, images)
+    assert list(seen.values()) == [[B // 2] * 2] * 2
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "options", "expected"),
     [

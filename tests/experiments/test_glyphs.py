@@ -125,4 +125,4 @@ def test_cells_name_no_place_and_find_what_was_rendered(
 def test_the_table_is_of_all_glyphs() -> None:
     assert {data.num_images(cell.config(0)) for cell in TABLES["glyphs"].cells} == {23_500}
     orders = [cell.config(0).window_size for cell in TABLES["glyphs"].cells if cell.row.startswith("epoch order")]
-    assert orders == [23_500] * 3
+    assert orders == [23_500] * 4

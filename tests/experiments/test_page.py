@@ -9,6 +9,7 @@ import pytest
 
 from experiments.__main__ import DOCS, RESULTS
 from experiments.cells import KNN, LINEAR, Cell, Claim, Table
+from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.page import PAGE, PICTURES, text_of, write
 from experiments.plots import draw, drawn, series
 from experiments.results import STEPS_SECONDS, Results, load, with_curve
@@ -32,7 +33,8 @@ def test_each_table_with_results_has_a_plot_of_its_numbers() -> None:
 
 def test_results_in_the_tree_are_of_cells_that_exist() -> None:
     """A changed cell must be run again, or its results removed."""
-    assert {path.stem for path in RESULTS.glob("*.json")} == WITH_RUNS.keys()
+    assert {path.name for path in RESULTS.glob("*.json")} == {DEFAULTS_FILE, *(f"{name}.json" for name in WITH_RUNS)}
+    check_defaults(RESULTS)
     for name, results in WITH_RUNS.items():
         stored = re.findall(r'"id": "([^"]+)"', (RESULTS / f"{name}.json").read_text())
         assert sorted(stored) == sorted(run["id"] for found in results.runs.values() for run in found.values())
@@ -51,7 +53,7 @@ LIST = Table(
     measures={LINEAR: "linear", KNN: "kNN"},
     paper={"first": {LINEAR: 66.2}, "second": {LINEAR: 60.0}},
     claims=(
-        Claim(text="the first is better", weights={"first": 1, "second": -1}),
+        Claim(text="the first is better", weights={"first": 1, "second": -1}, tried="Tried in vain."),
         Claim(text="nothing is lost", weights={"second": 1, "first": -1}, not_below=True),
     ),
 )
@@ -75,10 +77,12 @@ def test_a_list_has_a_line_for_each_cell_and_the_papers_number() -> None:
     assert "## A list (Table 9 of the paper)" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 70.0 | 60.0 | 1 | 60.0 |\n" in text
-    assert "| A list (Table 9 of the paper) | 1 of 2 | nothing is lost |\n" in text
-    assert "**1 of 2 effects reproduce.**\n" in text
-    assert "- The first is better: **reproduces**, +11.0 ± 1.7 (the paper +6.2)" in text
-    assert "- Nothing is lost: **does not reproduce**, −11.0 ± 1.7 (the paper −6.2)" in text
+    assert "| A list (Table 9 of the paper) | 0 of 1 | 1 of 1 |  | the first is better |\n" in text
+    assert (
+        "- The first is better: **does not show beyond the spread**, +11.0 ± 1.7 (the paper +6.2). Tried in vain.\n"
+        in text
+    )
+    assert "- Nothing is lost: **no loss shows**, −11.0 ± 1.7 (the paper −6.2)\n" in text
     assert "3 runs took 1.5 hours of one core (A processor), evaluations included." in text
 
 

@@ -15,12 +15,14 @@ import pytest
 from experiments.__main__ import main
 from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
 from experiments.data import SIMILAR_ORDER
+from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.files import LOG_FILE, RESULT_FILE
 from experiments.results import finished, load
 from experiments.run_cell import write_cell
 from experiments.runner import Runner
 from tests.helpers.watching import wait_until
 from trainer.run.checkpoint_file import checkpoint_name
+from weightserver.common.atomic_files import directory_lock
 
 ROOT = Path(__file__).parent.parent.parent
 TINY: dict[str, Any] = {
@@ -179,3 +181,50 @@ def test_bad_options_are_refused_in_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "runs"
+    check_defaults(directory)
+    check_defaults(directory)
+    file = directory / DEFAULTS_FILE
+    made = json.loads(file.read_text())
+    del made["pic"]["cutmix"]  # an option of today
+    file.write_text(json.dumps(made))
+    check_defaults(directory)
+    for setting in ("temperature", "encoder.width", "init_std"):
+        settings = json.loads(json.dumps(made))
+        *nested, name = setting.split(".")
+        of_pic = settings["pic"][nested[0]] if nested else settings["pic"]
+        of_pic[name] *= 2
+        file.write_text(json.dumps(settings))
+        assert main(["run", "--directory", str(directory), "--results", str(tmp_path / "results")]) == 1
+        error = capsys.readouterr().err
+        assert f"{directory} was made with the default pic.{setting} {of_pic[name]}" in error
+        assert error.count("\n") == 1
+
+
+def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "runs")
+    for arguments in (["run", "--directory", below], ["page", "--docs", below]):
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert "Not a directory" in error
+        assert error.count("\n") == 1
+    with directory_lock(tmp_path / "runs"):
+        assert main(["run", "--directory", str(tmp_path / "runs")]) == 1
+    assert "is being written by another process" in capsys.readouterr().err
+
+
+@pytest.mark.guard
+def test_a_cell_stopped_while_it_evaluates_keeps_its_time(tmp_path: Path) -> None:
+    """Its processor time is written at its end, whatever it was doing."""
+    path, process = start(tmp_path, Cell(row="short", settings=TINY | {"epochs": 1.0, "num_images": 4_096}))
+    wait_until((path / "encoder.safetensors").exists, seconds=120)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=120)
+    assert not (path / RESULT_FILE).exists(), "it had ended already"
+    assert process.returncode == 128 + signal.SIGTERM
+    assert float((path / "cpu_seconds.json").read_text()) > 0

@@ -15,7 +15,7 @@ from experiments.baselines import METHODS, REFERENCES
 from experiments.cells import AFTER, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
 from experiments.quick import quick
-from experiments.results import Results, collect, load, pooled, spread, unclear_cells, verdict
+from experiments.results import Outcome, Results, collect, load, pooled, spread, unclear_cells, verdict
 from experiments.runner import plan
 from experiments.tables import TABLES
 
@@ -112,10 +112,12 @@ def test_what_a_table_holds_is_not_run_again_unless_another_run_continues_it() -
 def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     made = table(
         Cell(row="a"),
-        Cell(row="b", settings={"epochs": 1.0}),
+        Cell(row="b", settings={"epochs": 5.0}),
         claims=(Claim(text="", weights={"a": 1, "b": -1}),),
     )
-    trials = Table(name="trials", title="", cells=(Cell(row="c", settings={"epochs": 2.0}),), seeds=3)
+    trials = Table(
+        name="trials", title="", cells=(Cell(row="c", settings={"epochs": 7.0}),), seeds=3, gives_spread=True
+    )
     of_trials = results(trials, c=[80.0, 81.0, 82.0])  # a standard deviation of 1
     for effect, seeds in ((3.1, set()), (-3.1, set()), (2.9, {1, 2})):
         found = results(made, a=[80.0 + effect], b=[80.0])
@@ -137,7 +139,7 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
 
 def test_only_cells_whose_effects_are_unclear_have_further_seeds() -> None:
     made = table(
-        *(Cell(row=name, settings={"epochs": float(number)}) for number, name in enumerate("abcd", 1)),
+        *(Cell(row=name, settings={"epochs": float(number)}) for number, name in enumerate("abcd", 5)),
         claims=(Claim(text="", weights={"a": 1, "b": -1}), Claim(text="", weights={"b": 1, "c": -1})),
     )
     trials = Table(name="trials", title="", cells=(Cell(row="t"),), seeds=3, gives_spread=True)
@@ -157,49 +159,53 @@ def test_the_spread_is_pooled_over_cells() -> None:
     assert math.isnan(pooled([[1.0], []])[0])
 
 
-def test_the_spread_is_that_of_all_tables_if_a_table_has_few_seeds() -> None:
-    few, many = table(Cell(row="a")), table(Cell(row="b"), Cell(row="c"))
-    of_few, of_many = results(few, a=[1.0, 3.0]), results(many, b=[1.0, 1.0, 4.0], c=[2.0, 2.0, 5.0])
-    assert spread(of_many, [of_few, of_many], LINEAR) == pytest.approx(math.sqrt(12 / 4))
-    assert spread(of_few, [of_few, of_many, of_many], LINEAR) == pytest.approx(math.sqrt(14 / 5)), "each run once"
-
-
-def test_the_spread_is_that_of_the_cells_compared_or_of_the_trials() -> None:
+def test_the_spread_is_that_of_the_cells_compared_and_of_trials_alike() -> None:
     """A cell of the same table whose runs fail differently changes no other comparison; raw pixels have no spread."""
-    made = table(Cell(row="a"), Cell(row="b"), Cell(row="wild"), Cell(row="few"), Cell(row="pixels", method=PIXELS))
-    found = results(
-        made, a=[1.0, 2.0, 3.0], b=[5.0, 6.0, 7.0], wild=[0.0, 50.0, 90.0], few=[4.0], pixels=[8.0, 8.0, 8.0]
+    made = table(
+        Cell(row="a"),
+        Cell(row="b", settings={"views": 2}),
+        Cell(row="short", settings={"epochs": 2.9}),
+        Cell(row="part", settings={"num_images": 1_000}),
+        Cell(row="wild"),
+        Cell(row="pixels", method=PIXELS),
     )
-    assert spread(found, [found], LINEAR, ["a", "b"]) == 1
-    trials = Table(name="trials", title="", cells=(Cell(row="c"),), gives_spread=True)
+    found = results(
+        made, a=[1.0, 2.0, 3.0], b=[6.0], short=[4.0], part=[4.0], wild=[0.0, 50.0, 90.0], pixels=[8.0, 8.0, 8.0]
+    )
+    assert spread(found, [found], LINEAR, ["a", "b"]) == (1, 2)
+    assert spread(found, [found], LINEAR, ["a", "pixels"]) == (1, 2)
+    trials = Table(name="trials", title="", cells=(Cell(row="c", settings={"epochs": 6.0}),), gives_spread=True)
     of_trials = results(trials, c=[1.0, 5.0, 5.0, 9.0, 5.0])
-    assert spread(found, [found, of_trials], LINEAR, ["a", "few"]) == pytest.approx(math.sqrt(8))
-    of_too_few = results(trials, c=[1.0, 5.0])
-    assert spread(found, [found, of_too_few], LINEAR, ["a", "few"]) > 20, "all cells of all tables"
-    assert pooled(found.groups(LINEAR, ["a", "pixels"]).values()) == (1, 2)
+    deviation, freedom = spread(found, [found, of_trials], LINEAR, ["a", "b"])
+    assert deviation == pytest.approx(math.sqrt((2 + 32) / 6))
+    assert freedom == 6
+    for other in ("short", "part"):
+        assert spread(found, [found, of_trials], LINEAR, ["a", other]) == (1, 2), "own spread only"
+        assert spread(found, [found, of_trials], LINEAR, [other])[1] == 0, "unknown"
 
 
 @pytest.mark.parametrize(
-    ("effect", "not_below", "word"),
+    ("effect", "not_below", "outcome"),
     [
-        (2.1, False, "reproduces"),
-        (1.9, False, "does not show beyond the spread"),
-        (-1.9, False, "does not show beyond the spread"),
-        (-2.1, False, "is reversed"),
-        (2.1, True, "reproduces"),
-        (-1.9, True, "reproduces"),
-        (-2.1, True, "does not reproduce"),
+        (2.8, False, Outcome.SHOWN),
+        (2.7, False, Outcome.NOT_SHOWN),
+        (-2.7, False, Outcome.NOT_SHOWN),
+        (-2.8, False, Outcome.REVERSED),
+        (2.8, True, Outcome.SHOWN),
+        (-2.7, True, Outcome.NO_LOSS),
+        (-2.8, True, Outcome.REVERSED),
     ],
 )
-def test_an_effect_is_compared_with_two_standard_errors(effect: float, not_below: bool, word: str) -> None:
+def test_an_effect_is_compared_with_students_t(effect: float, not_below: bool, outcome: Outcome) -> None:
+    """The 97.5 % quantile for four degrees of freedom is 2.776."""
     claim = Claim(text="", weights={"a": 1, "b": -1}, not_below=not_below)
     made = table(Cell(row="a"), Cell(row="b"), claims=(claim,), paper={"a": {LINEAR: 70.0}, "b": {LINEAR: 60.0}})
     deviations = [-1.0, 0.0, 1.0]  # a standard deviation of 1, so an error of √(2/3) for three seeds each
     shifted = [effect * math.sqrt(2 / 3) + each for each in deviations]
     found = verdict(claim, results(made, a=shifted, b=deviations), [])
     assert found is not None
-    assert found.word == word
-    assert found.reproduces == (word == "reproduces")
+    assert found.outcome is outcome
+    assert found.holds == (outcome in (Outcome.SHOWN, Outcome.NO_LOSS))
     assert found.error == pytest.approx(math.sqrt(2 / 3))
     assert found.paper == 10.0
 
@@ -210,8 +216,9 @@ def test_an_effect_without_its_runs_is_not_judged() -> None:
     assert verdict(claim, results(made, a=[1.0]), []) is None
     unknown = verdict(claim, results(made, a=[1.0], b=[0.0]), [])
     assert unknown is not None
-    assert not unknown.reproduces
-    assert "no cell has two seeds" in unknown.word
+    assert unknown.outcome is Outcome.NOT_JUDGED
+    assert not unknown.holds
+    assert not unknown.is_clear
 
 
 # ---- records

@@ -1,0 +1,51 @@
+"""Settings that cells leave to defaults: runs of tables are comparable only while these stay as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.baselines.training import METHODS, settings_of
+from experiments.cells import PIC
+from trainer.config import PRESETS, RESUMABLE
+from weightserver.common.atomic_files import atomic_write
+
+DEFAULTS_FILE = "defaults.json"
+"""In a folder of runs or results: the defaults that they were made with."""
+
+
+def defaults() -> dict[str, dict[str, Any]]:
+    """Method to name of a setting to its default, as in JSON; without settings of the trainer that change no number."""
+    _, preset = PRESETS["fashion-mnist"]
+    trainers = json.loads(preset.to_json())
+    changing = {name: value for name, value in trainers.items() if name not in RESUMABLE and name != "output"}
+    return {PIC: changing, **{method: settings_of(method, {}) for method in METHODS}}
+
+
+def check_defaults(folder: Path) -> None:
+    """Raises ValueError if the runs or results of a folder were made with other defaults; writes them if it has none.
+
+    A setting that did not exist then is taken to have changed nothing.
+    """
+    file, now = folder / DEFAULTS_FILE, defaults()
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(now, indent=1) + "\n"
+        atomic_write(file, lambda path: path.write_text(text))
+        return
+    for name, value in _flat(json.loads(file.read_text())).items():
+        if (today := _flat(now).get(name, value)) != value:
+            raise ValueError(
+                f"{folder} was made with the default {name} {value}, which is {today} now: give another folder, or "
+                "remove its runs or results"
+            )
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
