@@ -105,7 +105,9 @@ class Table:
     """What corresponds to what, in Markdown."""
     cells: tuple[Cell, ...]
     measures: Mapping[str, str] = field(default_factory=lambda: {LINEAR: "linear", KNN: "kNN", LOSS: "loss"})
-    """Measure to heading; the first is drawn."""
+    """Measure to heading; the first is drawn, unless `draws` says otherwise."""
+    draws: int = 1
+    """Number of measures that are drawn beside each other; 1 for tables with columns of cells."""
     paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Cell's name to measure to the paper's number."""
     claims: tuple[Claim, ...] = ()

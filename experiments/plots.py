@@ -31,11 +31,13 @@ _TEXT: Any = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", 
 _GREY = "#808890"
 """Reads on light and on dark pages."""
 ON_DARK = "#9198a1"
-_COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b")
+_COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b", "#1b9aaa", "#b08800", "#808890")
+_LETTERS_OF_A_LINE = 75
+"""Letters of a legend that have room in the width of one panel."""
 
 
 def draw(results: Results, path: Path, *, text_colour: str = _GREY) -> None:
-    """Draws the table's first measure into an SVG file, whose description holds the numbers drawn."""
+    """Draws what the table draws into an SVG file, whose description holds the numbers drawn."""
     measured, paper = series(results)
     with mpl.rc_context(_STYLE | dict.fromkeys(_TEXT, text_colour)):
         if results.table.over_time:
@@ -54,10 +56,12 @@ def _draw_panels(table: Table, measured: Series, paper: Series, path: Path) -> N
     for axis, (title, panel) in zip(axes[0], panels, strict=True):
         _draw_lines(axis, panel, table) if table.is_grid else _draw_points(axis, panel)
         axis.set_title(title, loc="left", fontsize=9)
-    axes[0][0].set_xlabel("" if table.is_grid else _heading(table))
+    axes[0][0].set_xlabel("" if table.is_grid or table.draws > 1 else _heading(table))
     axes[0][0].set_ylabel(_heading(table) if table.is_grid else "")
-    if table.is_grid and len(measured) > 1:
-        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    if len(labels) > 1:
+        columns = max(1, _LETTERS_OF_A_LINE * len(panels) // (max(map(len, labels)) + 8))
+        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), columns), frameon=False)
     _save(figure, path, [measured, paper])
 
 
@@ -68,7 +72,7 @@ def _draw_curves(curves: Series, path: Path) -> None:
         seconds, means = [float(column) for column in values], [statistics.mean(each) for each in values.values()]
         axis.plot(seconds, means, color=_COLOURS[number % len(_COLOURS)], marker="o", markersize=3, label=row)
     axis.set_xlabel("seconds of training on one core")
-    axis.set_ylabel("kNN top-1 of held-out training images (%)")
+    axis.set_ylabel("kNN top-1 of training images (%)")
     axis.legend(frameon=False, loc="lower right")
     _save(figure, path, [curves, {}])
 
@@ -89,17 +93,20 @@ def drawn(path: Path) -> list[Series]:
 
 
 def series(results: Results) -> tuple[Series, Series]:
-    """What was measured and the paper's numbers, of the table's first measure; over time, values by second."""
-    if results.table.over_time:
+    """What was measured and the paper's numbers, by column, or by heading if several measures are drawn; over time,
+    values by second."""
+    table = results.table
+    if table.over_time:
         return _curves(results), {}
-    measure = next(iter(results.table.measures))
     measured: Series = {}
     paper: Series = {}
-    for cell in results.table.cells:
-        if values := results.values(cell.name, measure):
-            measured.setdefault(cell.row, {})[cell.column] = values
-        if (number := results.table.paper.get(cell.name, {}).get(measure)) is not None:
-            paper.setdefault(cell.row, {})[cell.column] = [number]
+    for measure, heading in list(table.measures.items())[: table.draws]:
+        for cell in table.cells:
+            column = heading if table.draws > 1 else cell.column
+            if values := results.values(cell.name, measure):
+                measured.setdefault(cell.row, {})[column] = values
+            if (number := table.paper.get(cell.name, {}).get(measure)) is not None:
+                paper.setdefault(cell.row, {})[column] = [number]
     return measured, paper
 
 
@@ -135,11 +142,20 @@ def _draw_lines(axis: Axes, panel: Series, table: Table) -> None:
 
 
 def _draw_points(axis: Axes, panel: Series) -> None:
-    """A point for each row, the first at the top."""
+    """A point for each row and column, the first row at the top."""
     rows = list(panel)
-    values = [found for row in rows for found in panel[row].values()]
-    means, errors = [statistics.mean(found) for found in values], [_deviation(found) for found in values]
-    axis.errorbar(means, range(len(rows)), xerr=errors, fmt="o", capsize=3, color=_COLOURS[0])
+    columns = list(dict.fromkeys(column for values in panel.values() for column in values))
+    for column, colour in zip(columns, _COLOURS, strict=False):
+        found = {place: panel[row][column] for place, row in enumerate(rows) if column in panel[row]}
+        axis.errorbar(
+            [statistics.mean(values) for values in found.values()],
+            list(found),
+            xerr=[_deviation(values) for values in found.values()],
+            fmt="o",
+            capsize=3,
+            color=colour,
+            label=column,
+        )
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
     axis.margins(y=0.15)

@@ -51,11 +51,13 @@ def read_run(directory: Path, cell: Cell, seed: int) -> Run:
 
 
 def with_curve(run: Run, records: Sequence[Mapping[str, Any]]) -> Run:
-    """The record with [seconds of training, kNN top-1 of held-out training images] at each evaluation in `records`."""
+    """The record with [seconds of training, kNN top-1] at each evaluation during training, and before it."""
     seconds = list(itertools.accumulate(record["seconds"] for record in records))
     curve = [
         [round(at, 3), record["knn_top1"]] for at, record in zip(seconds, records, strict=True) if "knn_top1" in record
     ]
+    if "initial_knn_top1" in records[0]:
+        curve.insert(0, [0.0, records[0]["initial_knn_top1"]])
     return {**run, "curve": curve, "measures": run["measures"] | {STEPS_SECONDS: seconds[-1]}}
 
 

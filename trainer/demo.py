@@ -116,8 +116,8 @@ def demo_config(options: Options) -> TrainConfig:
         return parse_config(given)
     _, preset = PRESETS["fashion-mnist"]
     # A sixth of the images, so that rows leave the window and return several times within minutes; few classes a step
-    # and a strong decay, so that it matters where they return to. A falling temperature brought the best features of
-    # the options that were tried. docs/start-here.md says what comes of it.
+    # and a strong decay, so that it matters where they return to. The falling temperature had the best result of six
+    # variants, with one seed. docs/start-here.md says what comes of it.
     config = replace(
         preset,
         num_images=10_000,

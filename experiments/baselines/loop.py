@@ -60,6 +60,9 @@ def train_method(
     """Trains a method, from its newest checkpoint if there is one; returns its model and a summary."""
     with ExitStack() as stack:
         training = _build(build, settings, config, dataset, claim, stack)
+        if training.knn is not None and training.steps.start == 0:
+            with training.recorder.paused("kNN evaluation"):
+                training.knn.observe_beginning()
         for step in training.steps:
             loss = _update(training, step)
             last = step + 1 == training.steps.stop

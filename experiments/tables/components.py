@@ -91,6 +91,7 @@ SALIENCY = Table(
         "saliency.random": "random maps",
         "saliency.similarities.other_image": "another image's",
     },
+    draws=3,
     paper={"sliding window": {"saliency.similarity": 0.762, "saliency.random": 0.140}},
 )
 

@@ -149,6 +149,7 @@ SEMI_SUPERVISED = Table(
     ),
     cells=(*(_few(cell) for cell in METHODS.cells if cell.row in ("memory bank", "SimCLR", "PIC", "supervised")),),
     measures=_MEASURES,
+    draws=len(_MEASURES),
     paper={
         "memory bank": _papers_few(39.2, 77.4),
         "SimCLR": _papers_few(75.5, 87.8),

@@ -26,9 +26,9 @@ OVER_TIME = Table(
     name="over_time",
     title="kNN over the time of training",
     text=(
-        "As many images seen by each encoder; K = B. Drawn is the kNN accuracy of held-out training images during "
-        "training, over the time of the steps, each run alone on the machine with one core. A point is the share of "
-        "1,000 images, so that its standard error is about one."
+        "As many images seen by each encoder; K = B. Drawn is the kNN accuracy of the training images, each among all "
+        "others, over the time of the steps, of one seed; each run was alone on the machine, with one core. Labels "
+        "serve for this alone. A point is the share of 10,000 images, so that its standard error is below 0.4."
     ),
     cells=(
         _pic(_WHOLE),

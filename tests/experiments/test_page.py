@@ -120,10 +120,14 @@ CURVES = Table(
 
 
 def test_a_table_over_time_is_drawn_as_curves(tmp_path: Path) -> None:
-    records = [{"seconds": 1.5}, {"seconds": 2.0, "knn_top1": 60.0}, {"seconds": 0.25, "knn_top1": 61.0}]
+    records = [
+        {"seconds": 1.5, "initial_knn_top1": 50.0},
+        {"seconds": 2.0, "knn_top1": 60.0},
+        {"seconds": 0.25, "knn_top1": 61.0},
+    ]
     runs = {"fast": {0: with_curve(run("f-0", knn_top1=62.0), records)}}
     results = Results(CURVES, runs)
-    assert series(results) == ({"fast": {"3.5": [60.0], "3.75": [61.0]}}, {})
+    assert series(results) == ({"fast": {"0": [50.0], "3.5": [60.0], "3.75": [61.0]}}, {})
     draw(results, tmp_path / "curves.svg")
     assert drawn(tmp_path / "curves.svg") == list(series(results))
     assert "| fast | 62.0 | 3.8 | 1 |\n| slow | – | – | 0 |\n" in text_of([results])

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.data import Dataset
 from trainer.distributed import with_first_ranks_buffers
 from trainer.evaluate.features import encode
-from trainer.evaluate.knn import held_out_knn_top1
+from trainer.evaluate.knn import leave_one_out_knn_top1
 from trainer.model import PICModel
 from weightserver.torch import Ranks
 
@@ -82,7 +82,7 @@ class KnnProbe:
 
     def _evaluated(self) -> dict[str, float]:
         features = self._features()
-        top1 = held_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
+        top1 = leave_one_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
         self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
         return {"knn_top1": top1} if self._ranks.is_first else {}
 

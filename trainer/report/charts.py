@@ -92,7 +92,7 @@ def _accuracy(records: list[Record]) -> Chart:
         axes.plot(*_curve(points, ACCURACY_KEY), color=_BLUE, marker="o", markersize=4)
         axes.set_ylabel("top-1 (%)")
 
-    return _chart("kNN during training", "of held-out training images; labels are not used in training", draw)
+    return _chart("kNN during training", "of training images among the others; labels are not used in training", draw)
 
 
 def _line(records: list[Record], key: str, title: str, note: str, label: str) -> Chart:

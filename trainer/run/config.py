@@ -70,7 +70,8 @@ class ReportConfig(Settings):
     log_every: int = resumable(10)
     """Steps between records in metrics.jsonl."""
     knn_every: float = resumable(0.0)
-    """Epochs between kNN evaluations on held-out training images, of 10,000 balanced over classes; 0 for none."""
+    """Epochs between kNN evaluations, of each of 10,000 training images, balanced over classes, among the others; 0 for
+    none."""
     knn_fraction: float = resumable(0.05)
     """Time that kNN evaluations may take, as a fraction of the time of the steps: those that would take more are
     skipped. The first evaluation, and that of the last step, are always made."""

@@ -20,7 +20,7 @@ from trainer.config import parse_config
 from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
 from trainer.evaluate.features import encode
-from trainer.evaluate.knn import held_out_knn_top1
+from trainer.evaluate.knn import leave_one_out_knn_top1
 from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -104,7 +104,7 @@ def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.Monke
     assert encoder.training
     chosen = balanced_sample(dataset.train_labels, 200, seed=0)
     features = encode(encoder, dataset.train_images[chosen], None, MINUS_ONE_TO_ONE)
-    expected = {"knn_top1": held_out_knn_top1(features, dataset.train_labels[chosen])}
+    expected = {"knn_top1": leave_one_out_knn_top1(features, dataset.train_labels[chosen])}
     assert found == [expected] * 2, "the same images"
     assert probe.observe(1e6, due=False, last=False) == {}
 
@@ -134,7 +134,7 @@ def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypat
         time.sleep(0.25)
         return 50.0
 
-    monkeypatch.setattr(trainer.evaluate.knn_probe, "held_out_knn_top1", slow)
+    monkeypatch.setattr(trainer.evaluate.knn_probe, "leave_one_out_knn_top1", slow)
     records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e6)
     assert sum(record["seconds"] for record in records[1:]) < 7 * 0.25, "eight evaluations took 2 s"
     for record in records:

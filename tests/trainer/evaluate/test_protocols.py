@@ -18,7 +18,7 @@ from trainer.evaluate import (
     split_held_out,
     untrained_encoder,
 )
-from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, held_out_knn_top1
+from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, leave_one_out_knn_top1
 from trainer.evaluate.linear_cached import STRENGTHS
 from trainer.model import EncoderConfig
 
@@ -94,14 +94,27 @@ def test_knn_with_fewer_images_than_neighbours_to_choose_from() -> None:
     assert knn_top1(clusters(50, 20, noise=0.1)).top1 == 100
 
 
-def test_online_knn_is_knn_on_the_held_out_part() -> None:
-    features = clusters(1_000, 10, noise=2.0)
-    fitted, held_out = split_held_out(1_000)
-    similarity = F.normalize(features.train[held_out]) @ F.normalize(features.train[fitted]).T
-    expected = 100 * (features.train_labels[fitted][similarity.argmax(1)] == features.train_labels[held_out])
-    assert held_out_knn_top1(features.train, features.train_labels, k=1) == pytest.approx(
-        expected.float().mean().item()
-    )
+@pytest.mark.parametrize("k", [1, 10])
+def test_knn_during_training_leaves_each_image_out_of_its_neighbours(k: int) -> None:
+    features = clusters(300, 10, noise=2.0)
+    images, labels = features.train, features.train_labels
+    similarity = F.normalize(images) @ F.normalize(images).T
+    similarity.fill_diagonal_(-2)
+    values, index = similarity.topk(k)
+    votes = torch.zeros(300, 5).scatter_add_(1, labels[index], torch.exp(values / VOTE_TEMPERATURE))
+    expected = 100 * (votes.argmax(1) == labels).double().mean().item()
+    assert leave_one_out_knn_top1(images, labels, k=k) == pytest.approx(expected)
+    assert 20 < expected < 100
+
+
+def test_equal_images_are_neighbours_of_each_other() -> None:
+    """However many there are: an image's own place among them does not matter."""
+    images = torch.ones(30, 4)
+    assert leave_one_out_knn_top1(images, torch.zeros(30, dtype=torch.int64), k=3) == 100
+    pairs = torch.eye(6).repeat_interleave(2, dim=0)
+    assert leave_one_out_knn_top1(pairs, torch.arange(12) // 2, k=1) == 100
+    assert leave_one_out_knn_top1(pairs, torch.arange(12), k=1) == 0
+    assert leave_one_out_knn_top1(pairs[:2], torch.zeros(2, dtype=torch.int64)) == 100, "fewer than k others"
 
 
 def test_linear_probe_ignores_scale_shift_and_constant_features() -> None:
