@@ -22,7 +22,7 @@ _HEAD = """\
 
 # Results
 
-The paper's tables, reproduced on Fashion-MNIST with the preset's small encoder, and its main effects on characters in
+The paper's tables, repeated on Fashion-MNIST with the preset's small encoder, and its main effects on characters in
 colour. Numbers are top-1 accuracies in percent on the test images (10,000 of Fashion-MNIST), mean ± standard deviation
 over seeds: of a linear probe (linear) and of nearest neighbours (kNN) in the features of the images that the encoder
 was trained on; loss is that of the last batch. The paper's numbers are of ResNet-50, and unless a table says otherwise
@@ -45,7 +45,7 @@ _RULE = f"""\
 **How effects are judged.** An effect is a weighted sum of means, ± its standard error. The spread between seeds is
 pooled over the cells that are compared and, if they train on the trials' images for about as long (half to twice as
 many images seen), over the trials too, five seeds each of two runs. An effect shows if zero lies outside its
-{CONFIDENCE:.0%} confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss shows"
+{100 * CONFIDENCE:.0f} % confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss shows"
 of comparisons that ask whether something is lost, and means that a loss is smaller than these runs can tell. One seed
 is enough where all effects that compare a cell exceed three times the spread; other cells get up to three. A mean
 without ± is of one seed.
@@ -115,7 +115,7 @@ _REASONS = {
     _DECAY: "λ = 0.01 would have it equal: see the table of weight decays",
     "K / B": "with so few images, either K / N or K / B can be the paper's: see the table of negatives",
     "passes of the window over the images": "there are as many fewer epochs",
-    "warm-up": "short runs begin at a high learning rate",
+    "warm-up, share of the steps": "short runs begin at a high learning rate",
     _TURN: (
         "a smaller batch and a higher learning rate; D = 128 and σ = 0.01 in both, [which the paper does not "
         "state](paper-to-code.md)"
@@ -139,7 +139,7 @@ def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
         "window, W / N": f"{config.window_size / num_images:.2f}",
         "stride, S / W": f"{stride:g}",
         "passes of the window over the images": f"{config.epochs * stride:g}",
-        "warm-up": f"{warmup / steps:.1%}",
+        "warm-up, share of the steps": f"{warmup / steps:.3f}",
         "temperature τ": f"{config.temperature:g}",
         _TURN: f"{_first_turn(config):.2g}",
     }
@@ -152,16 +152,15 @@ def _first_turn(config: TrainConfig) -> float:
 
 
 def _summary(everything: Sequence[Results]) -> Iterator[str]:
-    """A line for each table with effects that are judged: how many of each kind hold, and which do not."""
+    """A line for each table with effects that are judged: how many of each kind hold."""
     lines = []
     for results in everything:
         judged = [(claim, found) for claim, found in _verdicts(results, everything) if found and found.is_judged]
         counts = [_count(found for claim, found in judged if _kind(claim, found) == kind) for kind in _KINDS]
-        others = [claim.text for claim, found in judged if not found.holds]
         if judged:
-            lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} | {'; '.join(others)} |\n")
+            lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} |\n")
     if lines:
-        yield f"\n| | {' | '.join(_KINDS)} | what does not show, or is reversed |\n|---|{'---|' * len(_KINDS)}---|\n"
+        yield f"\n| how many hold | {' | '.join(_KINDS)} |\n|---|{'---|' * len(_KINDS)}\n"
         yield from lines
 
 
