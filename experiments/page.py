@@ -45,9 +45,9 @@ _RULE = f"""\
 **How effects are judged.** An effect is a weighted sum of means, ± its standard error. The spread between seeds is
 pooled over the cells that are compared and, if they train on the trials' images for about as long (half to twice as
 many images seen), over the trials too, five seeds each of two runs. An effect shows if zero lies outside its
-{100 * CONFIDENCE:.0f} % confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss shows"
-of comparisons that ask whether something is lost, and means that a loss is smaller than these runs can tell. One seed
-is enough where all effects that compare a cell exceed three times the spread; other cells get up to three. A mean
+{100 * CONFIDENCE:.0f} % confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss
+shows" of comparisons that ask whether something is lost, and means that a loss is smaller than these runs can tell. One
+seed is enough where all effects that compare a cell exceed three times the spread; other cells get up to three. A mean
 without ± is of one seed.
 """
 _SAYS = {

@@ -280,6 +280,7 @@ def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
         records = [json.loads(line) for line in (tmp_path / method / "metrics.jsonl").read_text().splitlines()]
         assert len(records) == summary["steps"] == (48 if method == "supervised" else 24)
         assert sum("knn_top1" in record for record in records) == 4  # 12.8 epochs, and the last step
+        assert "initial_knn_top1" in records[0]
         assert all(record["seconds"] > 0 for record in records)
         assert (tmp_path / method / "encoder.safetensors").exists()
     losses_of = losses(tmp_path / "supervised")
