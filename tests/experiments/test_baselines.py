@@ -166,6 +166,8 @@ def test_updates_count_views(views: int, expected: int) -> None:
     assert rates[0] == pytest.approx(config.base_learning_rate / 100)
 
 
+@LIGHTLY
+@pytest.mark.guard
 def test_moco_normalises_queries_and_keys_in_parts(task: Task) -> None:
     views, images = batch(2)
     method = MoCoV2(model_of(), task, batch_norm_size=B // 2)
