@@ -30,13 +30,14 @@ def check_defaults(folder: Path) -> None:
     A setting that did not exist then is taken to have changed nothing.
     """
     file, now = folder / DEFAULTS_FILE, defaults()
+    of_today = _flat(now)
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(now, indent=1) + "\n"
         atomic_write(file, lambda path: path.write_text(text))
         return
     for name, value in _flat(json.loads(file.read_text())).items():
-        if (today := _flat(now).get(name, value)) != value:
+        if (today := of_today.get(name, value)) != value:
             raise ValueError(
                 f"{folder} was made with the default {name} {value}, which is {today} now: give another folder, or "
                 "remove its runs or results"
