@@ -56,10 +56,14 @@ _SAYS = {
     Outcome.REVERSED: "is reversed",
     Outcome.NOT_JUDGED: "is not judged, as the spread is not known",
 }
-_SAYS_OF_LOSS = {
-    Outcome.SHOWN: "no loss shows",
-    Outcome.NO_LOSS: "no loss shows",
-    Outcome.REVERSED: "a loss shows",
+_OF_THE_PAPER, _NO_LOSS, _OTHER = _KINDS = ("the paper's gains", "nothing lost", "other effects")
+_SAYS_OF_KIND = {
+    _OF_THE_PAPER: {Outcome.SHOWN: "reproduces"},
+    _NO_LOSS: {
+        Outcome.SHOWN: "no loss shows",
+        Outcome.NO_LOSS: "no loss shows",
+        Outcome.REVERSED: "a loss shows",
+    },
 }
 
 
@@ -164,9 +168,6 @@ def _summary(everything: Sequence[Results]) -> Iterator[str]:
         yield from lines
 
 
-_OF_THE_PAPER, _NO_LOSS, _OTHER = _KINDS = ("the paper's gains", "nothing lost", "other effects")
-
-
 def _kind(claim: Claim, found: Verdict) -> str:
     if claim.not_below:
         return _NO_LOSS
@@ -206,9 +207,7 @@ def _capitalised(text: str) -> str:
 
 
 def _said(claim: Claim, found: Verdict) -> str:
-    reproduces = found.outcome is Outcome.SHOWN and found.paper is not None
-    word = _SAYS_OF_LOSS.get(found.outcome) if claim.not_below else "reproduces" if reproduces else None
-    word = word or _SAYS[found.outcome]
+    word = (_SAYS | _SAYS_OF_KIND.get(_kind(claim, found), {}))[found.outcome]
     error = "" if math.isnan(found.error) else f" ± {found.error:.1f}"
     paper = "" if found.paper is None else f" (the paper {found.paper:+.1f})"
     return f"**{word}**, {found.effect:+.1f}{error}{paper}".replace("-", "−")
