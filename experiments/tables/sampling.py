@@ -19,6 +19,15 @@ _MANY = (
 )
 
 
+def _gain(column: str, correct: str = _CORRECTIONS["exact"], without: str = _CORRECTIONS["none"]) -> dict[str, float]:
+    return {f"{correct}, {column}": 1, f"{without}, {column}": -1}
+
+
+def _gains_more(column: str, other: str, **rows: str) -> dict[str, float]:
+    """The weights of what the correction gains in a column less what it gains in another."""
+    return _gain(column, **rows) | {name: -weight for name, weight in _gain(other, **rows).items()}
+
+
 def _with_and_without(num_negatives: int) -> tuple[Cell, ...]:
     return tuple(
         in_epoch_order(row, f"K = {num_negatives:,}", num_negatives=num_negatives, correction=correction)
@@ -74,10 +83,17 @@ NEGATIVES = Table(
         *(
             Claim(
                 text=f"the correction raises accuracy at K = {number:,}",
-                weights={f"with correction, K = {number:,}": 1, f"without correction, K = {number:,}": -1},
+                weights=_gain(f"K = {number:,}"),
                 tried=_MANY if number == 4_096 else "",
             )
             for number in (128, 512, 1_024, 4_096)
+        ),
+        *(
+            Claim(
+                text=f"the correction gains more at K = 128 than at K = {number:,}",
+                weights=_gains_more("K = 128", f"K = {number:,}"),
+            )
+            for number in (512, 1_024)
         ),
         Claim(
             text="with rows that begin ten times as long, K = B loses nothing against all images",
@@ -86,17 +102,12 @@ NEGATIVES = Table(
         ),
         Claim(
             text="with rows that begin ten times as long, the correction raises accuracy at K = 4,096",
-            weights={f"{_LONGER}, K = 4,096": 1, f"{_LONGER_WITHOUT}, K = 4,096": -1},
+            weights=_gain("K = 4,096", _LONGER, _LONGER_WITHOUT),
             tried=_MANY,
         ),
         Claim(
             text="with rows that begin ten times as long, the correction gains more at K = B than at K = 4,096",
-            weights={
-                f"{_LONGER}, K = 128": 1,
-                f"{_LONGER_WITHOUT}, K = 128": -1,
-                f"{_LONGER}, K = 4,096": -1,
-                f"{_LONGER_WITHOUT}, K = 4,096": 1,
-            },
+            weights=_gains_more("K = 128", "K = 4,096", correct=_LONGER, without=_LONGER_WITHOUT),
         ),
         *(
             Claim(
@@ -124,12 +135,7 @@ DECAY = Table(
     claims=(
         Claim(
             text="the correction gains more at λ = 0.01 than at λ = 0.0001",
-            weights={
-                "with correction, λ = 0.01": 1,
-                "without correction, λ = 0.01": -1,
-                "with correction, λ = 0.0001": -1,
-                "without correction, λ = 0.0001": 1,
-            },
+            weights=_gains_more("λ = 0.01", "λ = 0.0001"),
         ),
     ),
 )
