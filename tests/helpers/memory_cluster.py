@@ -194,6 +194,9 @@ class Threads(Workers):
                 run.num_waits += 1
                 self._interrupt(run, run.num_waits - 1)
                 if not self.ready:
+                    if timeout is None and self.in_others:  # for one of the threads below it on this one stack
+                        run.interrupt = run.num_waits - 1
+                        raise KeyboardInterrupt
                     assert timeout is not None, "the caller waits for ever"
                     return False
                 self.go_on(self.ready[0])

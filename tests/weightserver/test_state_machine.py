@@ -203,6 +203,8 @@ class Writer:
     """Of its session; 0 without one."""
     failed: list[Made] = field(default_factory=list)
     """Pushes and state writes whose last run failed, oldest first; the caller may repeat them."""
+    repeated: list[Made] = field(default_factory=list)
+    """Those that are being repeated."""
     num_running: int = 0
     num_moved: int = 0
     """How often it joined another session, or another client's replaced its own, on any shard."""
@@ -220,6 +222,9 @@ class Made:
     writer: Writer
     gives_up: frozenset[int] = frozenset()
     """In a rollback: calls that must not be applied after it."""
+    beside: list[Made] = field(default_factory=list)
+    """In a rollback: repetitions under way when it was called. If it is not refused, none of them had taken up its
+    numbers yet, and each is a new write after it."""
     failed_at: tuple[int, int, int] | None = None
     """Of its writer: `num_moved` and `num_failures` when it last failed and was not forgotten, and `num_writes` when it
     first failed, since a repetition keeps its numbers."""
@@ -396,6 +401,8 @@ class Machine(RuleBasedStateMachine):
         num_moved = writer.num_moved
         run.knew = self.cluster.known_to(writer.name)
         writer.num_running += 1
+        if action.kind == "repeat":
+            writer.repeated.append(made)
         told: BaseException | None = None
         try:
             with self.cluster.running(run):
@@ -404,6 +411,7 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.num_running -= 1
+            writer.repeated = [other for other in writer.repeated if other is not made]
         if writer.client._shards._connections is None:  # one that could not connect to all shards has met none
             self.cluster.forget(writer.name)
         self.catch_up()
@@ -422,7 +430,7 @@ class Machine(RuleBasedStateMachine):
             case "repeat":
                 if not writer.failed:
                     return None, lambda: None
-                made = writer.failed.pop(action.number % len(writer.failed))
+                made = replace(writer.failed.pop(action.number % len(writer.failed)))
                 return made, functools.partial(getattr(client, made.call.kind), **made.call.arguments)
             case "push":
                 gradients = np.full((len(rows), SPEC.dim), 1 + self.num_calls / 16, np.float32)
@@ -447,6 +455,7 @@ class Machine(RuleBasedStateMachine):
                     return None, lambda: None
                 made, method = self.make(writer, client.rollback, name=common[action.number % len(common)])
                 made.gives_up = frozenset(failed.call.number for failed in writer.failed)
+                made.beside = writer.repeated[:]
                 return made, method
             case "join_session":
                 return self.make(writer, client.open_session, name="run", join=self.newest_epoch)
@@ -471,9 +480,16 @@ class Machine(RuleBasedStateMachine):
 
     def make(self, writer: Writer, method: Callable[..., Any], **arguments: Any) -> tuple[Made, Callable[[], Any]]:
         """A new call."""
-        call = Call(self.num_calls, writer.name, method.__name__, writer.epoch, arguments)
-        self.num_calls += 1
+        call = Call(self.next_number(), writer.name, method.__name__, writer.epoch, arguments)
         return Made(call, writer), functools.partial(method, **arguments)
+
+    def next_number(self) -> int:
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def make_anew(self, repeated: Made) -> None:
+        """A rollback came before the repetition had taken up its numbers."""
+        repeated.call, repeated.failed_at = replace(repeated.call, number=self.next_number()), None
 
     def remember(self, made: Made, told: BaseException | None, num_moved: int) -> None:
         """Records the outcome of a call; `num_moved` is its writer's at the beginning of the call."""
@@ -655,6 +671,9 @@ class Machine(RuleBasedStateMachine):
                 self.check_rates(message)
             shard.state = done
             shard.applied |= {call.number}
+            while made.beside:
+                made.gives_up |= {made.beside[-1].call.number}
+                self.make_anew(made.beside.pop())
             shard.given_up |= made.gives_up
             if call.kind in ("checkpoint", "rollback"):
                 shard.peers = message.run.knew
@@ -981,4 +1000,40 @@ def test_rows_do_not_move_while_learning_rates_are_half_changed(machine: Machine
     assert machine.shards[1].applied == frozenset()
     machine.perform(writer, Action("extend_schedule", number=2))
     machine.perform(writer, Action("repeat"))
+    machine.same()
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> None:
+    """Its repetition first waits for the table, and the rollback is over when it goes on: it is a new write, and no
+    request of its first run is applied, although the checkpoint has the row as that wrote it."""
+    (writer,) = machine.writers
+    machine.perform(writer, Action("write", (0, 2)), Plan((Fate.UNHEARD, Fate.LATE), False, (), None))
+    (late,) = [message for message in machine.cluster.messages if message.method == "WriteState" and message.shard]
+    machine.perform(writer, Action("checkpoint", name="a"))
+    lost = Plan((Fate.ANSWERED, Fate.ANSWERED, Fate.LOST), False, (), None)
+    machine.perform(writer, Action("extend_schedule", number=1), lost)  # the client reads the table anew
+    machine.cluster.threads.start(lambda: machine.perform(writer, Action("rollback"), beside=True))
+    machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
+    machine.threads_go_on()
+    if arrives:
+        with contextlib.suppress(CallFailed), machine.cluster.running(Run()):
+            machine.cluster.arrive(late)
+        machine.catch_up()
+    assert not writer.failed
+    assert [len(shard.given_up) for shard in machine.shards] == [1, 1]
+    machine.same()
+
+
+def test_a_thread_that_waits_for_another_may_be_interrupted(machine: Machine) -> None:
+    """The shards' window is full, since its oldest write is being sent again."""
+    (writer,) = machine.writers
+    machine.perform(writer, PUSH, Plan((Fate.LOST, Fate.LOST), False, (), None))
+    for _ in range(WINDOW - 1):
+        machine.perform(writer, PUSH)
+    machine.cluster.threads.start(lambda: machine.perform(writer, PUSH, beside=True))
+    machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
+    assert len(writer.failed) == 1
+    machine.perform(writer, Action("repeat"))
+    assert not writer.failed
     machine.same()

@@ -435,7 +435,8 @@ class WeightClient(Closing):
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.
 
-        Writes of this client that failed are abandoned: none of them is applied later. Other writers of the session
+        Writes of this client that failed are abandoned: none of them is applied later; a call that repeats one after
+        the rollback, or beside it in another thread, is refused or makes a new write. Other writers of the session
         must have stopped; those of older sessions are fenced anyway. If the rollback fails on one of several shards,
         this client writes nothing else until it has been repeated.
 
