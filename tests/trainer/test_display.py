@@ -292,7 +292,11 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     ids=lambda command: " ".join(command[:2]),
 )
 def test_every_command_says_that_it_loads_libraries(command: list[str], tmp_path: Path) -> None:
-    terminal, pressed = Terminal([sys.executable, "-m", *command], cwd=tmp_path), list[bool]()
+    slow = tmp_path / "slow"  # all commands load PyTorch, some so fast that they end before the key is pressed
+    slow.mkdir()
+    (slow / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    terminal = Terminal([sys.executable, "-m", *command], cwd=tmp_path, environment={"PYTHONPATH": str(slow)})
+    pressed = list[bool]()
 
     def on_screen(text: str) -> None:
         if not pressed and "loading libraries" in text:
