@@ -37,6 +37,8 @@ def _group_norm(width: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(width, 8), width)
 
 
+_FULL_BLOCK = 16
+"""Channels that oneDNN computes at a time: 16, or 8 without AVX-512."""
 _Norm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
 _NORMS: dict[str, _Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 
@@ -290,12 +292,26 @@ class _BasicBlock(nn.Module):
         self.norm2 = norm(out_width)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_width != out_width:
-            self.shortcut = nn.Sequential(nn.Conv2d(in_width, out_width, 1, stride, bias=False), norm(out_width))
+            convolution = nn.Conv2d if in_width >= _FULL_BLOCK else _StridedPointwise
+            self.shortcut = nn.Sequential(convolution(in_width, out_width, 1, stride, bias=False), norm(out_width))
 
     def forward(self, maps: Tensor) -> Tensor:
         out = torch.relu_(self.norm1(self.conv1(maps)))
         out = self.norm2(self.conv2(out))
         return torch.relu_(out + self.shortcut(maps))
+
+
+class _StridedPointwise(nn.Conv2d):
+    """A 1×1 convolution, for few channels.
+
+    It takes each stride-th pixel by itself: where oneDNN does so, the gradient of the weights reads and writes beyond
+    its buffer if pixels have fewer channels than a block and lie in the order channels_last, which is wrong, or a
+    crash, on processors without AVX-512 (oneDNN's issue 6035).
+    """
+
+    def forward(self, maps: Tensor) -> Tensor:
+        down, across = self.stride
+        return F.conv2d(maps[:, :, ::down, ::across], self.weight)
 
 
 class _FewPixels(nn.Module):

@@ -231,6 +231,27 @@ def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, s
         assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("width", [2, 4, 7, 8, 12, 16, 32])
+def test_gradients_of_narrow_encoders(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(20, 1, 14, 14, generator=generator)
+    upstream = torch.randn(20, 4 * width, generator=generator)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        encoder = build_model(EncoderConfig(width=width, norm="group"), seed=0).encoder
+        encoder = encoder.double().to(memory_format=memory_format)  # type: ignore[call-overload]
+        exact = _gradients(encoder, images.double(), upstream.double())
+        for name, gradient in _gradients(encoder.float(), images, upstream).items():
+            # rounding of sums of up to 20 · 14² products in a dozen layers
+            assert (gradient - exact[name]).norm() <= 1e-4 * exact[name].norm() + 1e-7, (name, memory_format)
+
+
+def _gradients(encoder: torch.nn.Module, images: torch.Tensor, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Float64, of all parameters."""
+    encoder.zero_grad()
+    encoder(images).backward(upstream)
+    return {name: value.grad.double() for name, value in encoder.named_parameters() if value.grad is not None}
+
+
 def test_tf32_is_used_only_on_request() -> None:
     backends: Any = torch.backends
     parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
