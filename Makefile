@@ -36,8 +36,8 @@ tables: $(EXPERIMENTS) fashion-mnist
 # The same with tiny cells, in build/tables-quick: shows in ten minutes of two cores that every table runs.
 tables-quick: $(EXPERIMENTS) fashion-mnist
 	rm -rf build/tables-quick
-	$(BIN)/python -m experiments run --quick --seeds 1 --directory build/tables-quick/runs --results build/tables-quick/results $(TABLES_FLAGS)
-	$(BIN)/python -m experiments page --quick --results build/tables-quick/results --docs build/tables-quick
+	$(BIN)/python -m experiments run --quick --seeds 1 $(TABLES_FLAGS)
+	$(BIN)/python -m experiments page --quick
 
 # Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
 test: $(INSTALLED) fashion-mnist

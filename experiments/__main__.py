@@ -1,7 +1,7 @@
 """The tables' command line: run cells, write the page.
 
 python -m experiments run [--tables a,b] [--seeds 3] [--directory runs/tables] [--jobs N] [--quick]
-python -m experiments page
+python -m experiments page [--quick]
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from weightserver.common.logs import print_error
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
+QUICK = Path("build/tables-quick")
+"""Where tiny cells have their runs, results and page."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,37 +48,44 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
     run.add_argument("--seeds", type=int, default=3, help="most seeds, for effects that one does not show (default 3)")
     run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
-    run.add_argument("--quick", action="store_true", help="tiny cells that show only that everything works")
+    run.add_argument("--quick", action="store_true", help=f"tiny cells, in {QUICK}, to show that everything works")
     run.set_defaults(command=_run)
     writing = commands.add_parser("page", help="write docs/results.md and its plots from the results")
-    writing.add_argument("--docs", type=Path, default=DOCS, help="folder of the page (default: docs)")
+    writing.add_argument("--docs", type=Path, help="folder of the page (default: docs)")
     writing.add_argument("--quick", action="store_true", help="results of tiny cells")
     writing.set_defaults(command=_page)
-    run.add_argument("--directory", type=Path, default=Path("runs/tables"), help="where the runs are kept")
+    run.add_argument("--directory", type=Path, help="where the runs are kept (default: runs/tables)")
     for command in (run, writing):
-        command.add_argument("--results", type=Path, default=RESULTS, help="folder of NAME.json of each table")
+        command.add_argument("--results", type=Path, help="folder of NAME.json of each table")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     if min(options.seeds, options.jobs) < 1:
         raise ValueError(f"--seeds is {options.seeds} and --jobs is {options.jobs}: give at least 1")
+    directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/tables"))
+    results = _results(options)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     runner = Runner(
         tables=_tables(options.tables, is_quick=options.quick),
         others=[table for table in _tables(None, is_quick=options.quick) if table.gives_spread],
         most_seeds=options.seeds,
-        directory=options.directory,
-        results=options.results,
+        directory=directory,
+        results=results,
         num_jobs=options.jobs,
     )
-    with directory_lock(options.directory):
-        check_defaults(options.directory)
-        check_defaults(options.results)
+    with directory_lock(directory):
+        check_defaults(directory)
+        check_defaults(results)
         runner.run()
     for log in runner.failed.values():
         print_error(f"experiments: a run failed, repeat the command to resume it: {log}")
     return 1 if runner.failed else 0
+
+
+def _results(options: argparse.Namespace) -> Path:
+    """The folder of results: quick ones are not mixed with others, unless somebody says so."""
+    return options.results or (QUICK / "results" if options.quick else RESULTS)
 
 
 def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
@@ -88,7 +97,8 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
 
 
 def _page(options: argparse.Namespace) -> int:
-    page.write(_tables(None, is_quick=options.quick), options.results, options.docs)
+    docs = options.docs or (QUICK if options.quick else DOCS)
+    page.write(_tables(None, is_quick=options.quick), _results(options), docs)
     return 0
 
 

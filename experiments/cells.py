@@ -88,6 +88,8 @@ class Claim:
     """Cell's name to weight."""
     not_below: bool = False
     """Whether the claim is that nothing is lost, rather than that something is gained."""
+    margin: float = 0.5
+    """Points that may be lost if nothing is to be lost."""
     measure: str = LINEAR
     tried: str = ""
     """What was tried to find out why it does not hold, in sentences; shown while it does not."""
@@ -110,6 +112,10 @@ class Table:
     """Number of measures that are drawn beside each other; 1 for tables with columns of cells."""
     paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Cell's name to measure to the paper's number."""
+    drawn_from: float | None = None
+    """Lowest value of a plot with columns; lower ones are named at its edge."""
+    papers_columns: Mapping[str, str] = field(default_factory=dict)
+    """What the paper has in place of a column, if it differs."""
     claims: tuple[Claim, ...] = ()
     seeds: int = 1
     """Number of seeds to run whatever the effects are."""

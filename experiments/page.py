@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from experiments.cells import LOSS, Cell, Claim, Table
+from experiments.effects import CLEAR_SPREADS, CONFIDENCE, NEAR, Outcome, Verdict, verdict
 from experiments.plots import ON_DARK, draw
-from experiments.results import CONFIDENCE, Outcome, Results, Verdict, load, verdict
+from experiments.results import Results, load
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
 from trainer.schedule import learning_rates
@@ -42,34 +43,29 @@ proportions. Cells have these settings unless a table says otherwise:
 """
 _RULE = f"""\
 
-**How effects are judged.** An effect is a weighted sum of means, ± its standard error. The spread between seeds is
-pooled over the cells that are compared and, if they train on the trials' images for about as long (half to twice as
-many images seen), over the trials too, five seeds each of two runs. An effect shows if zero lies outside its
-{100 * CONFIDENCE:.0f} % confidence interval, by Student's t. "Reproduces" is said of the paper's effects only; "no loss
-shows" of comparisons that ask whether something is lost, and means that a loss is smaller than these runs can tell. One
-seed is enough where all effects that compare a cell exceed three times the spread; other cells get up to three. A mean
-without ± is of one seed.
+**How effects are judged.** An effect is a weighted sum of means, ± half of its {100 * CONFIDENCE:.0f} % confidence
+interval, by Student's t (Welch's where spreads differ). It shows if zero lies outside the interval; "reproduces" is
+said of the paper's gains only. Where nothing is to be lost, a comparison holds within x points if the interval lies
+above −x, and is undecided if it reaches lower but has zero in it. The spread between seeds is pooled over the compared
+cells whose accuracies are at most {NEAR:g} points apart and, if they train on the trials' images for about as long
+(half to twice as many images seen), over the trials, five seeds each of two runs. Cells further off, such as runs that
+collapse, have a spread of their own, which one seed does not tell. One seed is enough where all effects that compare a
+cell show and exceed {CLEAR_SPREADS:g} times the spread; other cells get up to three. A mean without ± is of one seed.
 """
-_SAYS = {
+_GAINS = {
     Outcome.SHOWN: "shows",
     Outcome.NOT_SHOWN: "does not show beyond the spread",
     Outcome.REVERSED: "is reversed",
-    Outcome.NOT_JUDGED: "is not judged, as the spread is not known",
 }
+_LOSSES = {Outcome.NOT_SHOWN: "is undecided", Outcome.REVERSED: "a loss shows"}
 _OF_THE_PAPER, _NO_LOSS, _OTHER = _KINDS = ("the paper's gains", "nothing lost", "other effects")
-_SAYS_OF_KIND = {
-    _OF_THE_PAPER: {Outcome.SHOWN: "reproduces"},
-    _NO_LOSS: {
-        Outcome.SHOWN: "no loss shows",
-        Outcome.NO_LOSS: "no loss shows",
-        Outcome.REVERSED: "a loss shows",
-    },
-}
 
 
 def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
-    """Writes the page, and a plot of each table that has results."""
+    """Writes the page, and a plot of each table that has results; raises ValueError if none has."""
     everything = [load(results / f"{table.name}.json", table) for table in tables]
+    if not any(map(_has_runs, everything)):
+        raise ValueError(f"{results} has no results of these tables: run python -m experiments run first")
     pictures = docs / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     (docs / PAGE).write_text(text_of(everything))
@@ -112,17 +108,17 @@ def _proportions() -> Iterator[str]:
 
 
 _DECAY = "weight decay in the whole run, λ · Σ η"
-_TURN = "largest turn of a new row by its first visit, η / ((1 − m) τ B D σ²), radians"
+_TURN = "largest turn of a new row by its first visit in epoch order, η / ((1 − m) τ B D σ²), radians"
 _REASONS = {
     "images N": "a run of a few minutes on one core",
     "epochs": "one of ours stands for five",
-    _DECAY: "λ = 0.01 would have it equal: see the table of weight decays",
+    _DECAY: "λ = 0.01 would have it equal, but is too much for so few steps: see the table of weight decays",
     "K / B": "with so few images, either K / N or K / B can be the paper's: see the table of negatives",
     "passes of the window over the images": "there are as many fewer epochs",
     "warm-up, share of the steps": "short runs begin at a high learning rate",
     _TURN: (
-        "a smaller batch and a higher learning rate; D = 128 and σ = 0.01 in both, [which the paper does not "
-        "state](paper-to-code.md)"
+        "a smaller batch and a higher learning rate, η of the first epoch; D = 128 and σ = 0.01 in both, [which the "
+        "paper does not state](paper-to-code.md)"
     ),
 }
 
@@ -145,27 +141,33 @@ def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
         "passes of the window over the images": f"{config.epochs * stride:g}",
         "warm-up, share of the steps": f"{warmup / steps:.3f}",
         "temperature τ": f"{config.temperature:g}",
-        _TURN: f"{_first_turn(config):.2g}",
+        _TURN: f"{_first_turn(config, float(rates[: num_images // config.batch_size].max())):.2g}",
     }
 
 
-def _first_turn(config: TrainConfig) -> float:
+def _first_turn(config: TrainConfig, learning_rate: float) -> float:
     """How far the gradient of its own image moves a new row, as a multiple of the row's length."""
-    step = config.base_learning_rate / (1 - config.momentum)
+    step = learning_rate / (1 - config.momentum)
     return step / (config.temperature * config.batch_size * config.dim * config.init_std**2)
 
 
 def _summary(everything: Sequence[Results]) -> Iterator[str]:
     """A line for each table with effects that are judged: how many of each kind hold."""
-    lines = []
+    lines, num_judged = [], 0
     for results in everything:
         judged = [(claim, found) for claim, found in _verdicts(results, everything) if found and found.is_judged]
         counts = [_count(found for claim, found in judged if _kind(claim, found) == kind) for kind in _KINDS]
+        num_judged += len(judged)
         if judged:
             lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} |\n")
     if lines:
         yield f"\n| how many hold | {' | '.join(_KINDS)} |\n|---|{'---|' * len(_KINDS)}\n"
         yield from lines
+        yield (
+            f"\n{num_judged} effects are judged, each by itself: of those that do not exist, one in "
+            f"{1 / (1 - CONFIDENCE):.0f} shows by chance, or more,\nsince seeds are added where an effect is unclear. "
+            "Effects that compare with the same cell err together.\n"
+        )
 
 
 def _kind(claim: Claim, found: Verdict) -> str:
@@ -207,10 +209,18 @@ def _capitalised(text: str) -> str:
 
 
 def _said(claim: Claim, found: Verdict) -> str:
-    word = (_SAYS | _SAYS_OF_KIND.get(_kind(claim, found), {}))[found.outcome]
-    error = "" if math.isnan(found.error) else f" ± {found.error:.1f}"
+    width = "" if math.isnan(found.half_width) else f" ± {found.half_width:.1f}"
     paper = "" if found.paper is None else f" (the paper {found.paper:+.1f})"
-    return f"**{word}**, {found.effect:+.1f}{error}{paper}".replace("-", "−")
+    return f"**{_word(claim, found)}**, {found.effect:+.1f}{width}{paper}".replace("-", "−")
+
+
+def _word(claim: Claim, found: Verdict) -> str:
+    kind = _kind(claim, found)
+    if found.outcome is Outcome.NOT_JUDGED:
+        return "is not judged, as the spread is not known"
+    if kind == _NO_LOSS:
+        return f"holds within {claim.margin:g}" if found.holds else _LOSSES[found.outcome]
+    return "reproduces" if found.holds and kind == _OF_THE_PAPER else _GAINS[found.outcome]
 
 
 def _grid(results: Results) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -32,6 +36,7 @@ _GREY = "#808890"
 """Reads on light and on dark pages."""
 ON_DARK = "#9198a1"
 _COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b", "#1b9aaa", "#b08800", "#808890")
+_LETTERS_OF_A_ROW = 44
 _LETTERS_OF_A_LINE = 75
 """Letters of a legend that have room in the width of one panel."""
 
@@ -49,13 +54,25 @@ def draw(results: Results, path: Path, *, text_colour: str = _GREY) -> None:
 def _draw_panels(table: Table, measured: Series, paper: Series, path: Path) -> None:
     """Draws what was measured, and the paper's numbers beside it."""
     panels = [("here", measured)] + ([("paper", paper)] if paper else [])
-    height = 2.8 if table.is_grid else 0.9 + 0.3 * len(measured)
+    height = 2.8 if table.is_grid else 0.8 + 0.34 * len(measured)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.4 * len(panels), height), squeeze=False, layout="constrained"
+        1,
+        len(panels),
+        figsize=(4.4 * len(panels), height),
+        squeeze=False,
+        layout="constrained",
+        sharey=not table.is_grid,  # the same rows beside each other
     )
     for axis, (title, panel) in zip(axes[0], panels, strict=True):
-        _draw_lines(axis, panel, table) if table.is_grid else _draw_points(axis, panel)
+        if table.is_grid:
+            _draw_lines(axis, panel, table, table.papers_columns if panel is paper else {})
+            if panel is measured and table.drawn_from is not None:
+                _cut(axis, table.drawn_from)
+        else:
+            _draw_points(axis, panel, list(measured), marks_single=panel is measured)
         axis.set_title(title, loc="left", fontsize=9)
+    if not table.is_grid:
+        axes[0][0].set_ylim(len(measured) - 0.4, -0.6)
     axes[0][0].set_xlabel("" if table.is_grid or table.draws > 1 else _heading(table))
     axes[0][0].set_ylabel(_heading(table) if table.is_grid else "")
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -124,11 +141,13 @@ def _heading(table: Table) -> str:
     return {"linear": "linear, top-1 (%)"}.get(heading, heading)
 
 
-def _draw_lines(axis: Axes, panel: Series, table: Table) -> None:
-    """A line for each row over the columns."""
-    columns = list(dict.fromkeys(cell.column for cell in table.cells))
+def _draw_lines(axis: Axes, panel: Series, table: Table, other_names: Mapping[str, str]) -> None:
+    """A line for each row over the columns that have values, which may have other names in the paper."""
+    present = {column for values in panel.values() for column in values}
+    columns = [column for column in dict.fromkeys(cell.column for cell in table.cells) if column in present]
     rows = list(dict.fromkeys(cell.row for cell in table.cells))
     for row, values in panel.items():
+        colour = _COLOURS[rows.index(row) % len(_COLOURS)]
         axis.errorbar(
             [columns.index(column) for column in values],
             [statistics.mean(found) for found in values.values()],
@@ -136,29 +155,51 @@ def _draw_lines(axis: Axes, panel: Series, table: Table) -> None:
             marker="o",
             capsize=3,
             label=row,
-            color=_COLOURS[rows.index(row) % len(_COLOURS)],
+            color=colour,
         )
-    axis.set_xticks(range(len(columns)), columns)
+    axis.set_xticks(range(len(columns)), [other_names.get(column, column) for column in columns])
+    axis.margins(x=0.08)
 
 
-def _draw_points(axis: Axes, panel: Series) -> None:
-    """A point for each row and column, the first row at the top."""
-    rows = list(panel)
+def _draw_points(axis: Axes, panel: Series, rows: Sequence[str], *, marks_single: bool) -> None:
+    """A point for each row and column, the first of `rows` at the top; hollow ones are of one value."""
     columns = list(dict.fromkeys(column for values in panel.values() for column in values))
     for column, colour in zip(columns, _COLOURS, strict=False):
-        found = {place: panel[row][column] for place, row in enumerate(rows) if column in panel[row]}
+        found = {place: panel[row][column] for place, row in enumerate(rows) if column in panel.get(row, {})}
         axis.errorbar(
             [statistics.mean(values) for values in found.values()],
             list(found),
-            xerr=[_deviation(values) for values in found.values()],
-            fmt="o",
+            xerr=[_deviation(values) or math.nan for values in found.values()],
+            fmt="none",
             capsize=3,
-            color=colour,
+            ecolor=colour,
+        )
+        axis.scatter(
+            [statistics.mean(values) for values in found.values()],
+            list(found),
+            s=36,
+            edgecolors=colour,
+            facecolors=["none" if marks_single and len(values) == 1 else colour for values in found.values()],
             label=column,
         )
-    axis.set_yticks(range(len(rows)), rows)
-    axis.invert_yaxis()
-    axis.margins(y=0.15)
+    axis.set_yticks(range(len(rows)), [textwrap.fill(row, _LETTERS_OF_A_ROW) for row in rows])
+
+
+def _cut(axis: Axes, lowest: float) -> None:
+    """Ends an axis at `lowest`, and names the points below it at the edge."""
+    for line in axis.get_lines():
+        for x, y in np.asarray(line.get_xydata()):
+            if line.get_marker() == "o" and y < lowest:
+                axis.annotate(
+                    f"{y:.1f} ↓",
+                    (x, lowest),
+                    xytext=(-3, 2 + 10 * (axis.get_lines().index(line) % 2)),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8,
+                    color=line.get_color(),
+                )
+    axis.set_ylim(bottom=lowest)
 
 
 def _deviation(values: list[float]) -> float:

@@ -1,20 +1,14 @@
-"""What the cells have measured: read from their directories, kept as JSON, and summarised over seeds."""
+"""What the cells have measured: read from their directories, and kept as JSON."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scipy.special import stdtrit
-
-from experiments.cells import PIXELS, Cell, Claim, Table
+from experiments.cells import Cell, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.run.directory import METRICS_FILE
 from trainer.run.plot import read_metrics
@@ -24,10 +18,6 @@ Run = Mapping[str, Any]
 """One run's record: its "id", its "measures", where and when it ran, and for tables over time its "curve"."""
 STEPS_SECONDS = "steps_seconds"
 """Measure of tables over time: what all steps took, without evaluations."""
-CONFIDENCE = 0.95
-"""Of the interval around an effect outside which zero has to lie for the effect to count as shown."""
-_CLEAR_SPREADS = 3.0
-"""Spreads between seeds from which a difference of two cells needs no further seeds."""
 
 
 def finished(directory: Path, cell: Cell, seed: int) -> bool:
@@ -84,59 +74,43 @@ class Results:
         found = self.runs.get(cell, {})
         return [found[seed]["measures"][measure] for seed in sorted(found) if measure in found[seed]["measures"]]
 
-    def groups(self, measure: str, cells: Collection[str]) -> dict[str, list[float]]:
-        """What the runs of the named cells measured, by the first run's id: the same for a cell that is in several
-        tables. Raw pixels are left out, which no seed changes."""
-        names = [cell.name for cell in self.table.cells if cell.method != PIXELS and cell.name in cells]
-        found = {name: self.values(name, measure) for name in names}
-        return {min(run["id"] for run in self.runs[name].values()): values for name, values in found.items() if values}
-
-
-def spread(results: Results, everything: Sequence[Results], measure: str, cells: Collection[str]) -> tuple[float, int]:
-    """Standard deviation between seeds of one cell, and its degrees of freedom; NaN and 0 if it is unknown.
-
-    It is pooled over the named cells of a table and, if all of these are runs of about that length on the same images,
-    over the trials, whose cells have many seeds.
-    """
-    groups = results.groups(measure, cells)
-    compared = [cell for cell in results.table.cells if cell.name in cells]
-    for trials in (each for each in everything if each.table.gives_spread):
-        if all(_are_alike(cell, trial) for cell in compared for trial in trials.table.cells):
-            groups |= trials.groups(measure, [cell.name for cell in trials.table.cells])
-    return pooled(groups.values())
-
-
-def _are_alike(one: Cell, other: Cell) -> bool:
-    """Whether two cells train on as many images of the same data set, and see at most twice as many as each other."""
-    first, second = one.config(0), other.config(0)
-    ratio = (first.epochs * first.views) / (second.epochs * second.views)
-    same = (first.dataset, first.data_dir, first.num_images) == (second.dataset, second.data_dir, second.num_images)
-    return same and 0.5 <= ratio <= 2
-
-
-def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Standard deviation within groups, and its degrees of freedom; NaN and 0 if no group has two values."""
-    several = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in several)
-    if not freedom:
-        return math.nan, 0
-    squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
-    return math.sqrt(squares / freedom), freedom
+    def first_id(self, cell: str) -> str:
+        """The same for a cell that is in several tables."""
+        return min(str(run["id"]) for run in self.runs[cell].values())
 
 
 def load(file: Path, table: Table) -> Results:
-    """The records in a table's JSON; those of cells that it no longer has, or has changed, are dropped."""
-    cells = {cell.name: cell for cell in table.cells}
-    stored = json.loads(file.read_text())["cells"] if file.exists() else {}
-    runs = {
-        name: {
-            int(seed): run
-            for seed, run in stored.get(name, {}).items()
-            if run["id"] == cell.identity(int(seed)) and _complete(cell, run)
-        }
-        for name, cell in cells.items()
-    }
+    """The records in a table's JSON; those of cells that it no longer has, or has changed, are dropped.
+
+    Raises ValueError if it is no such file.
+    """
+    runs: dict[str, dict[int, Run]] = {cell.name: {} for cell in table.cells}
+    for cell, seed, run in _of_cells(file, table):
+        if cell is not None and _complete(cell, run):
+            runs[cell.name][seed] = run
     return Results(table, runs)
+
+
+def check_results(file: Path, table: Table) -> None:
+    """Raises ValueError if a table's JSON has records of cells that the table lacks: they would be dropped."""
+    if dropped := sorted({run["id"] for cell, _, run in _of_cells(file, table) if cell is None}):
+        raise ValueError(
+            f"{file} has {len(dropped)} runs of other cells than table {table.name} ({dropped[0]}), which would be "
+            "lost: remove them from the file, or give another --results"
+        )
+
+
+def _of_cells(file: Path, table: Table) -> Iterator[tuple[Cell | None, int, Run]]:
+    """The records in a table's JSON with their seeds and cells, None for those of cells that the table lacks."""
+    cells = {cell.name: cell for cell in table.cells}
+    try:
+        stored = json.loads(file.read_text())["cells"] if file.exists() else {}
+        found = [(name, int(seed), run, run["id"]) for name, runs in stored.items() for seed, run in runs.items()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is not a table's results ({error!r}): restore it, or remove it") from error
+    for name, seed, run, identity in found:
+        cell = cells.get(name)
+        yield cell if cell is not None and cell.identity(seed) == identity else None, seed, run
 
 
 def _complete(cell: Cell, run: Run) -> bool:
@@ -168,89 +142,3 @@ def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, lambda path: path.write_text(text))
     return Results(table, runs)
-
-
-class Outcome(Enum):
-    """What follows from an effect and its standard error."""
-
-    SHOWN = "shown"
-    NO_LOSS = "no loss"
-    NOT_SHOWN = "not shown"
-    REVERSED = "reversed"
-    NOT_JUDGED = "not judged"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A claim's effect as it was measured."""
-
-    effect: float
-    error: float
-    """Standard error; NaN if no spread is known."""
-    is_clear: bool
-    """Whether further seeds are not needed: the effect exceeds three spreads, if it is a difference of two cells."""
-    paper: float | None
-    """The effect in the paper's numbers; None if it does not have them all."""
-    outcome: Outcome
-
-    @property
-    def holds(self) -> bool:
-        """Whether the claim is not contradicted by what was measured."""
-        return self.outcome in (Outcome.SHOWN, Outcome.NO_LOSS)
-
-    @property
-    def is_judged(self) -> bool:
-        return self.outcome != Outcome.NOT_JUDGED
-
-
-def verdict(claim: Claim, results: Results, everything: Sequence[Results]) -> Verdict | None:
-    """The effect of a claim, and what follows from it; None while a cell has no run.
-
-    A gain or a loss is shown if zero lies outside the effect's confidence interval, by Student's t.
-
-    Args:
-        everything: the results of all tables, for the spread between seeds.
-    """
-    values = {name: results.values(name, claim.measure) for name in claim.weights}
-    if not all(values.values()):
-        return None
-    effect = sum(weight * statistics.mean(values[name]) for name, weight in claim.weights.items())
-    deviation, freedom = spread(results, everything, claim.measure, claim.weights)
-    error = deviation * math.sqrt(sum(weight**2 / len(values[name]) for name, weight in claim.weights.items()))
-    clear = _CLEAR_SPREADS * deviation * math.sqrt(sum(weight**2 for weight in claim.weights.values()) / 2)
-    papers = [results.table.paper.get(name, {}).get(claim.measure) for name in claim.weights]
-    paper = None
-    if None not in papers:
-        paper = sum(weight * (number or 0) for weight, number in zip(claim.weights.values(), papers, strict=True))
-    return Verdict(
-        effect=effect,
-        error=error,
-        is_clear=abs(effect) >= clear,  # not if the spread is unknown
-        paper=paper,
-        outcome=_outcome(effect, error * _quantile(freedom), not_below=claim.not_below),
-    )
-
-
-def _quantile(freedom: int) -> float:
-    """Half the width of the confidence interval, in standard errors; NaN without degrees of freedom."""
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) if freedom else math.nan
-
-
-def _outcome(effect: float, half_width: float, *, not_below: bool) -> Outcome:
-    if math.isnan(half_width):
-        return Outcome.NOT_JUDGED
-    if abs(effect) > half_width:
-        return Outcome.SHOWN if effect > 0 else Outcome.REVERSED
-    return Outcome.NO_LOSS if not_below else Outcome.NOT_SHOWN
-
-
-def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:
-    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing."""
-    if not results.table.claims:
-        return {cell.name for cell in results.table.cells}
-    unclear: set[str] = set()
-    for claim in results.table.claims:
-        found = verdict(claim, results, everything)
-        if found is None or not found.is_clear:
-            unclear |= claim.weights.keys()
-    return unclear

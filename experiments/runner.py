@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.cells import Cell, Table
+from experiments.effects import unclear_cells
 from experiments.files import LOG_FILE
-from experiments.results import Results, collect, finished, load, unclear_cells
+from experiments.results import Results, check_results, collect, finished, load
 from experiments.run_cell import write_cell
 
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -86,7 +87,12 @@ class Runner:
     _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> None:
-        """Runs until nothing is left; if this process is interrupted, the cells stop after a checkpoint."""
+        """Runs until nothing is left; if this process is interrupted, the cells stop after a checkpoint.
+
+        Raises ValueError, before anything is written, if results would be lost.
+        """
+        for table in self.tables:
+            check_results(self._file(table), table)
         try:
             self._collect()
             while True:

@@ -117,7 +117,7 @@ def demo_config(options: Options) -> TrainConfig:
     _, preset = PRESETS["fashion-mnist"]
     # A sixth of the images, so that rows leave the window and return several times within minutes; few classes a step
     # and a strong decay, so that it matters where they return to. The falling temperature had the best result of six
-    # variants, with one seed. docs/start-here.md says what comes of it.
+    # variants, with one seed; docs/results.md has more seeds of it. docs/start-here.md says what comes of the run.
     config = replace(
         preset,
         num_images=10_000,

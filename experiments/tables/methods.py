@@ -78,9 +78,13 @@ VIEWS = Table(
             for other in _CONTRASTIVE
             for added in _WEIGHT_DECAYS
         ),
-        Claim(
-            text="PIC gains from one view and twice the epochs",
-            weights={"PIC, 1 × 40": 1, "PIC, 2 × 20": -1},
+        *(
+            Claim(
+                text=f"PIC with one view is better than {other} with two for {epochs} epochs",
+                weights={f"PIC, 1 × {2 * epochs}": 1, f"{other}, 2 × {epochs}": -1},
+            )
+            for epochs in (20, 40)
+            for other in (*_CONTRASTIVE, "PIC")
         ),
     ),
 )
@@ -99,9 +103,11 @@ METHODS = Table(
     source="Table 6",
     text=(
         "At 40 epochs of one view or 20 of two. The paper compares runs of different lengths on ImageNet; its "
-        "supervised number is that of its section 5. All methods have PIC's augmentation and SGD (DIET's authors use "
-        "AdamW), the memory bank its head. Baselines are also shown with other weight decays. At PIC's learning "
-        "rate, 0.1, the loss of DIET stays near chance; at ten times that it learns, at a hundred times it does not."
+        "supervised number is that of its section 5. All methods have PIC's augmentation, encoder, learning rate and "
+        "SGD (DIET's authors use AdamW), the memory bank its head. They are tuned less than PIC: of the baselines only "
+        "the weight decay was varied, and DIET's learning rate (0.1 and 1), while PIC's weight decay is the best of "
+        "four by the same test images. A run of two views has half as many updates, of twice as many views. At PIC's "
+        "learning rate, 0.1, the loss of DIET stays near chance; at ten times that it learns."
     ),
     cells=(
         Cell(row="raw pixels", method=PIXELS, settings=BASE | EPOCH_ORDER),
@@ -123,7 +129,7 @@ METHODS = Table(
             )
             for added, _ in _decays("memory-bank")
         ),
-        Claim(text="PIC is better than DIET at its own learning rate", weights={"PIC": 1, _DIET: -1}),
+        Claim(text="PIC is better than DIET at the better of two learning rates", weights={"PIC": 1, _DIET: -1}),
         Claim(text="PIC is better than an untrained encoder", weights={"PIC": 1, "untrained encoder": -1}),
         Claim(text="training on the labels is better than PIC", weights={"supervised": 1, "PIC": -1}),
     ),
@@ -160,9 +166,8 @@ SEMI_SUPERVISED = Table(
     },
     claims=tuple(
         Claim(
-            text=f"PIC is at least as good as {other} with {heading}",
+            text=f"PIC is better than {other} with {heading}",
             weights={"PIC": 1, other: -1},
-            not_below=True,
             measure=measure,
         )
         for measure, heading in _MEASURES.items()

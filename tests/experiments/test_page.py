@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ LIST = Table(
 )
 LIST_RUNS = {
     "first": {0: run("a-0", linear_top1=80.0, knn_top1=70.0), 1: run("a-1", linear_top1=82.0, knn_top1=70.0)},
-    "second": {0: run("b-0", linear_top1=70.0, knn_top1=60.0)},
+    "second": {0: run("b-0", linear_top1=80.0, knn_top1=60.0)},
 }
 GRID = Table(
     name="grid",
@@ -76,13 +77,14 @@ def test_a_list_has_a_line_for_each_cell_and_the_papers_number() -> None:
     text = text_of([Results(LIST, LIST_RUNS)])
     assert "## A list (Table 9 of the paper)" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
-    assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 70.0 | 60.0 | 1 | 60.0 |\n" in text
-    assert "| A list (Table 9 of the paper) | 0 of 1 | 1 of 1 |  |\n" in text
+    assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
+    assert "| A list (Table 9 of the paper) | 0 of 1 | 0 of 1 |  |\n" in text
+    assert "2 effects are judged" in text
     assert (
-        "- The first is better: **does not show beyond the spread**, +11.0 ± 1.7 (the paper +6.2). Tried in vain.\n"
+        "- The first is better: **does not show beyond the spread**, +1.0 ± 22.0 (the paper +6.2). Tried in vain.\n"
         in text
     )
-    assert "- Nothing is lost: **no loss shows**, −11.0 ± 1.7 (the paper −6.2)\n" in text
+    assert "- Nothing is lost: **is undecided**, −1.0 ± 22.0 (the paper −6.2)\n" in text
     assert "3 runs took 1.5 hours of one core (A processor), evaluations included." in text
 
 
@@ -110,6 +112,15 @@ def test_a_plot_is_the_same_whenever_it_is_drawn(
     assert drawn(tmp_path / "first.svg") == list(series(results))
 
 
+def test_a_plot_names_what_lies_below_its_edge_and_the_papers_columns(tmp_path: Path) -> None:
+    cut = replace(GRID, drawn_from=79.5, papers_columns={"K = 1": "all images"})
+    draw(Results(cut, GRID_RUNS), tmp_path / "cut.svg")
+    text = (tmp_path / "cut.svg").read_text()
+    assert "79.0 ↓" in text
+    assert "80.0 ↓" not in text
+    assert "all images" in text
+
+
 CURVES = Table(
     name="curves",
     title="Curves",
@@ -133,8 +144,7 @@ def test_a_table_over_time_is_drawn_as_curves(tmp_path: Path) -> None:
     assert "| fast | 62.0 | 3.8 | 1 |\n| slow | – | – | 0 |\n" in text_of([results])
 
 
-def test_a_page_without_results_says_what_is_missing(tmp_path: Path) -> None:
-    write(list(TABLES.values()), tmp_path / "none", tmp_path)
-    text = (tmp_path / PAGE).read_text()
-    assert text.count("\n- ") == len(TABLES)
-    assert list((tmp_path / PICTURES).iterdir()) == []
+def test_a_page_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none has no results of these tables"):
+        write(list(TABLES.values()), tmp_path / "none", tmp_path / "docs")
+    assert not (tmp_path / "docs").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.__main__ import main
+from experiments.__main__ import RESULTS, main
 from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
 from experiments.data import SIMILAR_ORDER
 from experiments.defaults import DEFAULTS_FILE, check_defaults
@@ -202,6 +203,24 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
         error = capsys.readouterr().err
         assert f"{directory} was made with the default pic.{setting} {of_pic[name]}" in error
         assert error.count("\n") == 1
+
+
+def test_tiny_cells_touch_no_other_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS, results)
+    before = (results / "negatives.json").read_bytes()
+    given = ["--directory", str(tmp_path / "runs"), "--results", str(results)]
+    assert main(["run", "--quick", "--tables", "negatives", *given]) == 1
+    error = capsys.readouterr().err
+    assert f"{results}/negatives.json has" in error
+    assert "would be lost" in error
+    assert error.count("\n") == 1
+    assert (results / "negatives.json").read_bytes() == before
+    monkeypatch.chdir(tmp_path)
+    assert main(["page", "--quick"]) == 1
+    assert "build/tables-quick/results has no results of these tables" in capsys.readouterr().err
 
 
 def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

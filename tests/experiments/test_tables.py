@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import ttest_ind
 
 from experiments.baselines import METHODS, REFERENCES
 from experiments.cells import AFTER, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
+from experiments.effects import Outcome, pooled, spreads, unclear_cells, verdict
 from experiments.quick import quick
-from experiments.results import Outcome, Results, collect, load, pooled, spread, unclear_cells, verdict
+from experiments.results import Results, check_results, collect, load
 from experiments.runner import plan
 from experiments.tables import TABLES
 
@@ -118,22 +121,24 @@ def test_a_table_whose_effects_are_clear_has_no_further_seeds() -> None:
     trials = Table(
         name="trials", title="", cells=(Cell(row="c", settings={"epochs": 7.0}),), seeds=3, gives_spread=True
     )
-    of_trials = results(trials, c=[80.0, 81.0, 82.0])  # a standard deviation of 1
-    for effect, seeds in ((3.1, set()), (-3.1, set()), (2.9, {1, 2})):
+    of_trials = results(trials, c=[80.0, 80.1, 80.2])  # a standard deviation of 0.1: half an interval is 0.61
+    for effect, seeds in ((0.62, set()), (-0.62, set()), (0.6, {1, 2})):
         found = results(made, a=[80.0 + effect], b=[80.0])
         assert unclear_cells(found, [found, of_trials]) == ({"a", "b"} if seeds else set())
         jobs = plan([found, of_trials], 3)
         assert {job.seed for job in jobs if job.cell.row == "a"} == seeds
-    assert unclear_cells(results(made, a=[90.0], b=[80.0]), []) == {"a", "b"}, "no spread is known"
-    clear = results(made, a=[83.1], b=[80.0])
+    assert unclear_cells(results(made, a=[82.0], b=[80.0]), []) == {"a", "b"}, "no spread is known"
+    assert unclear_cells(results(made, a=[90.0], b=[80.0]), [of_trials]) == {"a", "b"}, "that of a is not known"
+    clear = results(made, a=[80.7], b=[80.0])
     assert {job.seed for job in plan([clear], 3, [of_trials]) if job.cell.row == "a"} == set(), "of a table not run"
     four = table(
         *(Cell(row=name) for name in "abcd"),
         claims=(Claim(text="", weights={"a": 1, "b": -1, "c": -1, "d": 1}),),
     )
-    for effect, expected in ((4.1, False), (4.3, True)):  # 3 · √2 spreads
-        found = results(four, a=[80.0 + effect], b=[80.0], c=[80.0], d=[80.0])
-        assert (not unclear_cells(found, [of_trials])) == expected
+    many = results(trials, c=[79.0, 81.0] * 10)  # a standard deviation of 1.03, 19 degrees of freedom
+    for effect, expected in ((4.2, False), (4.5, True)):  # an interval of 4.3; 3 · √2 spreads are 4.35
+        found = results(four, a=[80.0 + effect / 2], b=[80.0], c=[80.0], d=[80.0 + effect / 2])
+        assert (not unclear_cells(found, [many])) == expected
     assert unclear_cells(results(made, a=[90.0]), [of_trials]) == {"a", "b"}, "a cell has not run"
 
 
@@ -143,8 +148,8 @@ def test_only_cells_whose_effects_are_unclear_have_further_seeds() -> None:
         claims=(Claim(text="", weights={"a": 1, "b": -1}), Claim(text="", weights={"b": 1, "c": -1})),
     )
     trials = Table(name="trials", title="", cells=(Cell(row="t"),), seeds=3, gives_spread=True)
-    of_trials = results(trials, t=[80.0, 81.0, 82.0])
-    found = results(made, a=[90.0], b=[80.0], c=[79.9], d=[70.0])
+    of_trials = results(trials, t=[80.0, 80.1, 80.2])
+    found = results(made, a=[82.0], b=[80.0], c=[79.9], d=[70.0])
     assert [(job.cell.row, job.seed) for job in plan([found], 2, [of_trials])] == [("b", 1), ("c", 1)]
     assert unclear_cells(results(table(Cell(row="a")), a=[80.0]), [of_trials]) == {"a"}, "nothing is claimed"
 
@@ -170,18 +175,27 @@ def test_the_spread_is_that_of_the_cells_compared_and_of_trials_alike() -> None:
         Cell(row="pixels", method=PIXELS),
     )
     found = results(
-        made, a=[1.0, 2.0, 3.0], b=[6.0], short=[4.0], part=[4.0], wild=[0.0, 50.0, 90.0], pixels=[8.0, 8.0, 8.0]
+        made, a=[1.0, 2.0, 3.0], b=[5.0], short=[4.0], part=[4.0], wild=[0.0, 50.0, 90.0], pixels=[8.0, 8.0, 8.0]
     )
-    assert spread(found, [found], LINEAR, ["a", "b"]) == (1, 2)
-    assert spread(found, [found], LINEAR, ["a", "pixels"]) == (1, 2)
+    (near,) = spreads(found, [found], LINEAR, ["a", "b"])
+    assert (set(near.cells), near.deviation, near.freedom) == ({"a", "b"}, 1, 2)
+    (alone,) = spreads(found, [found], LINEAR, ["a", "pixels"])
+    assert (alone.cells, alone.deviation, alone.freedom) == (("a",), 1, 2)
+    low, high = spreads(found, [found], LINEAR, ["a", "b", "wild"])
+    assert (set(low.cells), low.deviation, low.freedom) == ({"a", "b"}, 1, 2)
+    assert (high.cells, high.freedom) == (("wild",), 2)
+    assert high.deviation == pytest.approx(statistics.stdev([0.0, 50.0, 90.0]))
     trials = Table(name="trials", title="", cells=(Cell(row="c", settings={"epochs": 6.0}),), gives_spread=True)
     of_trials = results(trials, c=[1.0, 5.0, 5.0, 9.0, 5.0])
-    deviation, freedom = spread(found, [found, of_trials], LINEAR, ["a", "b"])
-    assert deviation == pytest.approx(math.sqrt((2 + 32) / 6))
-    assert freedom == 6
+    (with_trials,) = spreads(found, [found, of_trials], LINEAR, ["a", "b"])
+    assert with_trials.deviation == pytest.approx(math.sqrt((2 + 32) / 6))
+    assert with_trials.freedom == 6
     for other in ("short", "part"):
-        assert spread(found, [found, of_trials], LINEAR, ["a", other]) == (1, 2), "own spread only"
-        assert spread(found, [found, of_trials], LINEAR, [other])[1] == 0, "unknown"
+        (own,) = spreads(found, [found, of_trials], LINEAR, ["a", other])
+        assert (own.deviation, own.freedom) == (1, 2), "own spread only"
+        assert [each.freedom for each in spreads(found, [found, of_trials], LINEAR, [other])] == [0], "unknown"
+    far = results(trials, c=[11.0, 15.0, 19.0])
+    assert [each.freedom for each in spreads(found, [found, far], LINEAR, ["a", "b"])] == [2], "of other accuracies"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +206,8 @@ def test_the_spread_is_that_of_the_cells_compared_and_of_trials_alike() -> None:
         (-2.7, False, Outcome.NOT_SHOWN),
         (-2.8, False, Outcome.REVERSED),
         (2.8, True, Outcome.SHOWN),
-        (-2.7, True, Outcome.NO_LOSS),
+        (-2.7, True, Outcome.NOT_SHOWN),
+        (2.7, True, Outcome.NO_LOSS),
         (-2.8, True, Outcome.REVERSED),
     ],
 )
@@ -206,8 +221,41 @@ def test_an_effect_is_compared_with_students_t(effect: float, not_below: bool, o
     assert found is not None
     assert found.outcome is outcome
     assert found.holds == (outcome in (Outcome.SHOWN, Outcome.NO_LOSS))
-    assert found.error == pytest.approx(math.sqrt(2 / 3))
+    assert found.half_width == pytest.approx(2.776 * math.sqrt(2 / 3), rel=1e-3)
     assert found.paper == 10.0
+
+
+def test_a_loss_smaller_than_the_margin_counts_as_none() -> None:
+    made = table(Cell(row="a"), Cell(row="b"))
+    found = results(made, a=[79.9, 80.1, 80.0], b=[80.1, 80.2, 80.3])  # -0.2 ± 0.23
+    for margin, outcome in ((0.5, Outcome.NO_LOSS), (0.4, Outcome.NOT_SHOWN)):
+        claim = Claim(text="", weights={"a": 1, "b": -1}, not_below=True, margin=margin)
+        judged = verdict(claim, found, [])
+        assert judged is not None
+        assert judged.outcome is outcome
+        assert judged.half_width == pytest.approx(0.2267, abs=1e-3)
+
+
+def test_cells_far_apart_are_compared_by_welchs_t() -> None:
+    """As scipy.stats.ttest_ind(equal_var=False) has it."""
+    made = table(Cell(row="a"), Cell(row="b"), Cell(row="pixels", method=PIXELS))
+    a, b = [88.0, 88.2, 88.1], [70.0, 75.0, 82.0]
+    found = results(made, a=a, b=b, pixels=[60.0])
+    judged = verdict(Claim(text="", weights={"a": 1, "b": -1}), found, [])
+    interval = ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert judged is not None
+    assert judged.half_width == pytest.approx((interval.high - interval.low) / 2)
+    exact = verdict(Claim(text="", weights={"a": 1, "pixels": -1}), found, [])
+    assert exact is not None
+    assert exact.half_width == pytest.approx(4.3027 * statistics.stdev(a) / math.sqrt(3), rel=1e-4)
+
+
+def test_a_cell_of_one_seed_far_from_the_others_is_not_judged() -> None:
+    made = table(Cell(row="a"), Cell(row="b"))
+    claim = Claim(text="", weights={"a": 1, "b": -1})
+    judged = verdict(claim, results(made, a=[88.0, 88.2, 88.1], b=[70.0]), [])
+    assert judged is not None
+    assert judged.outcome is Outcome.NOT_JUDGED
 
 
 def test_an_effect_without_its_runs_is_not_judged() -> None:
@@ -247,6 +295,21 @@ def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_pa
     assert load(file, made).runs == found.runs
     again = load(file, table(kept, replace(changed, settings={"epochs": 2.0})))
     assert (again.values("kept", LINEAR), again.values("changed", LINEAR)) == ([80.0], [])
+
+
+def test_results_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    cell = Cell(row="a")
+    file = tmp_path / "made.json"
+    finished_run(tmp_path / "one", cell, 0, linear_top1=80.0)
+    collect(tmp_path / "one", file, table(cell), seeds=1)
+    check_results(file, table(cell, Cell(row="b")))
+    for changed in (table(Cell(row="b")), table(replace(cell, settings={"epochs": 2.0}))):
+        with pytest.raises(ValueError, match=r"made.json has 1 runs of other cells than table made .*: remove them"):
+            check_results(file, changed)
+    for text in ("{", '{"table": "made"}', '{"cells": {"a": {"0": {}}}}', '{"cells": []}', "[]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"made.json is not a table's results \(.*\): restore it"):
+            load(file, table(cell))
 
 
 def test_runs_of_other_machines_are_kept(tmp_path: Path) -> None:
