@@ -114,19 +114,10 @@ def demo_config(options: Options) -> TrainConfig:
         given += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
         given += ["--log-format", options.log_format]
         return parse_config(given)
-    _, preset = PRESETS["fashion-mnist"]
-    # A sixth of the images, so that rows leave the window and return several times within minutes; few classes a step
-    # and a strong decay, so that it matters where they return to. The falling temperature had the best result of six
-    # variants, with one seed; docs/results.md has more seeds of it. docs/start-here.md says what comes of the run.
+    _, preset = PRESETS["demo"]
     config = replace(
         preset,
-        num_images=10_000,
-        num_negatives=128,
-        window_size=1024,
-        window_stride=128,
-        weight_decay=3e-3,
-        final_temperature=0.1,
-        epochs=32.0 if options.epochs is None else options.epochs,
+        epochs=preset.epochs if options.epochs is None else options.epochs,
         correction=options.correction,
         seed=options.seed,
         order_seed=options.seed,
