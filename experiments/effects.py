@@ -118,7 +118,10 @@ def _outcome(effect: float, half_width: float, claim: Claim) -> Outcome:
 
 
 def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:
-    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing."""
+    """Names of the cells whose claims cannot be judged without further seeds; all cells if the table claims nothing.
+
+    Raw pixels, which no seed changes, are not among them.
+    """
     if not results.table.claims:
         return {cell.name for cell in results.table.cells}
     unclear: set[str] = set()
@@ -126,7 +129,7 @@ def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:
         found = verdict(claim, results, everything)
         if found is None or not found.is_clear:
             unclear |= claim.weights.keys()
-    return unclear
+    return unclear - {cell.name for cell in results.table.cells if cell.method == PIXELS}
 
 
 def spreads(results: Results, everything: Sequence[Results], measure: str, cells: Collection[str]) -> list[Spread]:

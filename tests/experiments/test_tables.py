@@ -152,6 +152,8 @@ def test_only_cells_whose_effects_are_unclear_have_further_seeds() -> None:
     found = results(made, a=[82.0], b=[80.0], c=[79.9], d=[70.0])
     assert [(job.cell.row, job.seed) for job in plan([found], 2, [of_trials])] == [("b", 1), ("c", 1)]
     assert unclear_cells(results(table(Cell(row="a")), a=[80.0]), [of_trials]) == {"a"}, "nothing is claimed"
+    pixels = table(Cell(row="a"), Cell(row="p", method=PIXELS), claims=(Claim(text="", weights={"a": 1, "p": -1}),))
+    assert unclear_cells(results(pixels, a=[80.0], p=[79.9]), [of_trials]) == {"a"}
 
 
 # ---- statistics
