@@ -715,6 +715,7 @@ def test_rows_follow_sgd_or_are_refused(case: Case, single_rate: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_200)
 @settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), single_rate=st.booleans())
 def test_many_rows_follow_sgd_or_are_refused(case: Case, single_rate: bool) -> None:
