@@ -86,7 +86,7 @@ def test_a_companion_is_stopped_once(companions: dict[str, Companion], tmp_path:
     with companions["stops"] as companion:
         companion.start()
         companion.start()
-        wait_for(tmp_path / "log", "ready")
+        wait_for(tmp_path / "log", "ready\n")
     assert (tmp_path / "log").read_text() == "ready\nstopped\n"
 
 
@@ -102,7 +102,7 @@ def test_a_companion_says_why_it_failed(name: str, failure: str, companions: dic
 def test_a_companion_ends_with_the_process_that_started_it(companions: dict[str, Companion], tmp_path: Path) -> None:
     with companions["follows"] as companion:
         companion.start()
-        wait_for(tmp_path / "log", "ready")
+        wait_for(tmp_path / "log", "ready\n")
         process = companion._process
         assert process is not None
         assert process.stdin is not None
