@@ -228,7 +228,7 @@ _DEMO = replace(
 )
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "fashion-mnist": ("Fashion-MNIST, 60,000 images of 28×28: minutes on a CPU", _FASHION_MNIST),
-    "demo": ("the first 10,000 images of Fashion-MNIST, with the settings of `make demo`", _DEMO),
+    "demo": ("10,000 images of Fashion-MNIST, with the settings of `make demo`", _DEMO),
     "imagenet-1k": (
         "packed ImageNet-1K, as in the paper: ResNet-50, 512 images a step, 200 epochs; give --data-dir",
         _IMAGENET,
