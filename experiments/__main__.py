@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     writing.set_defaults(command=_page)
     run.add_argument("--directory", type=Path, help="where the runs are kept (default: runs/tables)")
     for command in (run, writing):
-        command.add_argument("--results", type=Path, help="folder of NAME.json of each table")
+        command.add_argument(
+            "--results", type=Path, help="folder of NAME.json of each table (default: experiments/results)"
+        )
     return parser
 
 

@@ -7,12 +7,11 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -37,6 +36,7 @@ _GREY = "#808890"
 ON_DARK = "#9198a1"
 _COLOURS = ("#2f81f7", "#d1690e", "#3fa45b", "#a371f7", "#e5534b", "#1b9aaa", "#b08800", "#808890")
 _LETTERS_OF_A_ROW = 44
+"""Letters of a row's name in one line."""
 _LETTERS_OF_A_LINE = 75
 """Letters of a legend that have room in the width of one panel."""
 
@@ -65,9 +65,7 @@ def _draw_panels(table: Table, measured: Series, paper: Series, path: Path) -> N
     )
     for axis, (title, panel) in zip(axes[0], panels, strict=True):
         if table.is_grid:
-            _draw_lines(axis, panel, table, table.papers_columns if panel is paper else {})
-            if panel is measured and table.drawn_from is not None:
-                _cut(axis, table.drawn_from)
+            _draw_lines(axis, panel, table, is_papers=panel is paper)
         else:
             _draw_points(axis, panel, list(measured), marks_single=panel is measured)
         axis.set_title(title, loc="left", fontsize=9)
@@ -141,23 +139,40 @@ def _heading(table: Table) -> str:
     return {"linear": "linear, top-1 (%)"}.get(heading, heading)
 
 
-def _draw_lines(axis: Axes, panel: Series, table: Table, other_names: Mapping[str, str]) -> None:
-    """A line for each row over the columns that have values, which may have other names in the paper."""
+def _draw_lines(axis: Axes, panel: Series, table: Table, *, is_papers: bool) -> None:
+    """A line for each row over the columns that have values; points below the edge of our panel are named there."""
     present = {column for values in panel.values() for column in values}
     columns = [column for column in dict.fromkeys(cell.column for cell in table.cells) if column in present]
     rows = list(dict.fromkeys(cell.row for cell in table.cells))
+    lowest = None if is_papers else table.drawn_from
     for row, values in panel.items():
-        colour = _COLOURS[rows.index(row) % len(_COLOURS)]
+        number = rows.index(row)
+        colour = _COLOURS[number % len(_COLOURS)]
+        means = {columns.index(column): statistics.mean(found) for column, found in values.items()}
         axis.errorbar(
-            [columns.index(column) for column in values],
-            [statistics.mean(found) for found in values.values()],
+            list(means),
+            list(means.values()),
             yerr=[_deviation(found) for found in values.values()],
             marker="o",
             capsize=3,
             label=row,
             color=colour,
         )
-    axis.set_xticks(range(len(columns)), [other_names.get(column, column) for column in columns])
+        for place, mean in means.items():
+            if lowest is not None and mean < lowest:
+                axis.annotate(
+                    f"{mean:.1f} ↓",
+                    (place, lowest),
+                    xytext=(-3, 2 + 10 * (number % 2)),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8,
+                    color=colour,
+                )
+    axis.set_xticks(
+        range(len(columns)), [table.papers_columns.get(name, name) if is_papers else name for name in columns]
+    )
+    axis.set_ylim(bottom=lowest)
     axis.margins(x=0.08)
 
 
@@ -183,23 +198,6 @@ def _draw_points(axis: Axes, panel: Series, rows: Sequence[str], *, marks_single
             label=column,
         )
     axis.set_yticks(range(len(rows)), [textwrap.fill(row, _LETTERS_OF_A_ROW) for row in rows])
-
-
-def _cut(axis: Axes, lowest: float) -> None:
-    """Ends an axis at `lowest`, and names the points below it at the edge."""
-    for line in axis.get_lines():
-        for x, y in np.asarray(line.get_xydata()):
-            if line.get_marker() == "o" and y < lowest:
-                axis.annotate(
-                    f"{y:.1f} ↓",
-                    (x, lowest),
-                    xytext=(-3, 2 + 10 * (axis.get_lines().index(line) % 2)),
-                    textcoords="offset points",
-                    ha="right",
-                    fontsize=8,
-                    color=line.get_color(),
-                )
-    axis.set_ylim(bottom=lowest)
 
 
 def _deviation(values: list[float]) -> float:

@@ -255,13 +255,17 @@ def test_changes_of_many_at_once(client: WeightClient, cluster: LocalCluster) ->
                 except FencedError as error:
                     outcomes.append(str(error))
 
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(change, number) for number in range(4)]:
-            future.result(60)
-    assert len(outcomes) == 32
+    for turns in range(1, 11):  # clients that give up each other's changes may all be refused on a busy machine
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(change, number) for number in range(4)]:
+                future.result(60)
+        assert len(outcomes) == 32 * turns
+        if "changed" in outcomes:
+            break
+    assert "changed" in outcomes
     assert all("call extend_schedule() again" in outcome for outcome in outcomes if outcome != "changed"), outcomes
     change(4)
-    assert outcomes[32:] == ["changed"] * 8, "by itself"
+    assert outcomes[-8:] == ["changed"] * 8, "by itself"
     client.extend_schedule(0, OLD[:1])
     assert_have(cluster, client.learning_rates())
     assert_goes_on(client, client.learning_rates())
