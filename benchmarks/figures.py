@@ -93,7 +93,7 @@ def front_page() -> Iterator[Row]:
         ms(push["push"]),
         f"LMDB's commit: {ms(_commit(push)[1])}",
     )
-    yield _demo_step()
+    yield _preset_step()
     yield _training_step()
     yield _checkpoint()
 
@@ -149,7 +149,7 @@ def training() -> Iterator[Row]:
         f"{ms(four['ours'])}, {rounded(moved / _median(four['ours']))} GiB/s; one client: {ms(one['ours'])}",
         f"as many bare gRPC streams: {ms(four['bare'])}",
     )
-    yield _demo_step()
+    yield _preset_step()
     yield _training_step()
     head = results("head")
     dense, parts = head["ImageNet-1K"], head["a step of K resident rows"]["512 images, K = 65536"]
@@ -194,11 +194,11 @@ def _wire() -> Iterator[Row]:
     yield row("– the rows' part of such a step", lambda store: ms(store["step_seconds"]))
 
 
-def _demo_step() -> Row:
+def _preset_step() -> Row:
     steps = results("steps")
     step, waiting = steps["step"], steps["row_wait_share"]["resident"]
     return Row(
-        "a step of the demo, with the shards on the same two cores",
+        "a step of the preset `fashion-mnist`, with the shards on the same two cores",
         f"{ms(step['resident'])}, {100 * waiting:.2g} % of it waiting for rows",
         f"all rows in memory: {ms(step['dense'])}; remote: {ms(step['remote'])}",
     )

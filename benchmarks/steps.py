@@ -1,4 +1,4 @@
-"""Measures a step of the demo with each row store, with the weight servers on the same cores as the trainer.
+"""Measures a step of the preset fashion-mnist with each row store, with the weight servers on the trainer's cores.
 
 python -m benchmarks.steps [--rounds 3] [--steps 200] [--output benchmarks/results]
 
@@ -39,7 +39,7 @@ def draw(seconds: dict[str, list[float]], path: Path) -> None:
     for name, values in seconds.items():
         ordered = sorted(values)
         axes.plot([1e3 * value for value in ordered], [i / len(ordered) for i in range(len(ordered))], label=name)
-    axes.set(xlabel="time of a step (ms)", ylabel="part of the steps", title="Steps of the demo, by row store")
+    axes.set(xlabel="time of a step (ms)", ylabel="part of the steps", title="Steps of fashion-mnist, by row store")
     axes.set_xlim(left=0, right=1e3 * 1.5 * max(sorted(values)[len(values) // 2] for values in seconds.values()))
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -70,7 +70,7 @@ def main() -> None:
         "steps",
         f"python -m benchmarks.steps --rounds {arguments.rounds} --steps {arguments.steps}",
         {"step": times, "row_wait_share": waits},
-        "\n".join(lines) + "\n\n![Steps of the demo, by row store](steps.png)",
+        "\n".join(lines) + "\n\n![Steps of fashion-mnist, by row store](steps.png)",
     )
     draw(seconds, arguments.output / "steps.png")
 
