@@ -222,8 +222,8 @@ _DEMO = replace(
     num_images=10_000,
     epochs=32.0,
     num_negatives=128,
-    window_size=1024,
-    window_stride=128,
+    window_size=2048,
+    window_stride=256,
     weight_decay=3e-3,
 )
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
