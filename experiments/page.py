@@ -65,7 +65,8 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
     """Writes the page, and a plot of each table that has results; raises ValueError if none has."""
     everything = [load(results / f"{table.name}.json", table) for table in tables]
     if not any(map(_has_runs, everything)):
-        raise ValueError(f"{results} has no results of these tables: run python -m experiments run first")
+        cells = "python -m experiments run, with the same options"
+        raise ValueError(f"{results} has no results of these tables: first run their cells ({cells})")
     pictures = docs / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
     (docs / PAGE).write_text(text_of(everything))

@@ -220,7 +220,9 @@ def test_tiny_cells_touch_no_other_results(
     assert (results / "negatives.json").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     assert main(["page", "--quick"]) == 1
-    assert "build/tables-quick/results has no results of these tables" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "build/tables-quick/results has no results of these tables" in error
+    assert "(python -m experiments run, with the same options)" in error
 
 
 def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
