@@ -21,11 +21,12 @@ from typing import Literal
 import torch
 
 from trainer.companion import Companion, stop_with_parent
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import PRESETS, TrainConfig
 from trainer.display import loaded, shown, stage
 from trainer.ending import finish
 from trainer.loop import train
 from trainer.run.directory import CONFIG_FILE
+from trainer.run.resume import run_settings
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser
@@ -45,11 +46,13 @@ class Options:
 
     output: Path
     epochs: float | None = None
-    seed: int = 0
+    seed: int | None = None
     data_dir: Path | None = None
     resume: bool = False
     correction: Literal["exact", "none"] = "exact"
     log_format: LogFormat = "text"
+    stop_with_parent: bool = False
+    """Whether this is the run beside another demo, which shows the results of both."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     loaded()
     parser = CommandParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the demo's)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default 0)")
+    parser.add_argument("--seed", type=int, help="seed of everything random (default 0)")
     parser.add_argument(
         "--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: search the usual places)"
     )
@@ -79,9 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     keep_large_buffers()
     if given["log_format"] == "json" or not sys.stderr.isatty():
         log_events(given["log_format"])  # a terminal shows the progress
-    if given.pop("stop_with_parent"):
+    if given["stop_with_parent"]:
         stop_with_parent()
     with exit_on_error("demo"):
+        if given["epochs"] is not None and not given["epochs"] > 0:  # nor NaN
+            raise ValueError(f"--epochs is {given['epochs']}: give a number above 0")
         output = given.pop("output") or _output(resume=given["resume"])
         run(Options(output, **given))
     return 0
@@ -91,7 +96,9 @@ def run(options: Options) -> None:
     """Trains, and prints and draws the results."""
     config = demo_config(options)
     if options.correction == "none":
-        train(config)
+        result = train(config)
+        if not options.stop_with_parent:
+            finish(result)
         return
     with _sharing_threads() as threads, _without_correction(options, config, threads) as companion:
         result = train(config, on_step=lambda step: companion.start())  # the directory is claimed by then
@@ -107,22 +114,26 @@ def run(options: Options) -> None:
 
 
 def demo_config(options: Options) -> TrainConfig:
-    """The settings of the demo's run; those of the run in the output directory if it is to be resumed."""
-    if options.resume:
-        given = ["--resume", "--output", str(options.output)]
-        given += ["--epochs", str(options.epochs)] if options.epochs is not None else []
-        given += ["--data-dir", str(options.data_dir)] if options.data_dir is not None else []
-        given += ["--log-format", options.log_format]
-        return parse_config(given)
+    """The settings of the demo's run. One that is resumed keeps its length, seed and images unless others are given.
+
+    Raises ValueError if there is no run to resume. A run with other settings is refused when it is resumed.
+    """
     _, preset = PRESETS["demo"]
+    begun = preset
+    if options.resume:
+        if not (options.output / CONFIG_FILE).exists():
+            raise ValueError(f"{options.output} holds no demo to resume: start one without --resume")
+        begun = run_settings(options.output)
+    seed = begun.seed if options.seed is None else options.seed
     config = replace(
         preset,
-        epochs=preset.epochs if options.epochs is None else options.epochs,
+        epochs=begun.epochs if options.epochs is None else options.epochs,
         correction=options.correction,
-        seed=options.seed,
-        order_seed=options.seed,
-        data_dir=options.data_dir,
+        seed=seed,
+        order_seed=seed,
+        data_dir=begun.data_dir if options.data_dir is None else options.data_dir,
         output=options.output,
+        resume=options.resume,
         log_format=options.log_format,
     )
     return replace(config, knn_every=config.epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes

@@ -10,14 +10,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainer.companion import Companion
 from trainer.coverage import coverage_warnings
-from trainer.demo import Options, demo_config, run
+from trainer.demo import Options, demo_config, main, run
+from trainer.model import EncoderConfig
 from trainer.run.checkpoint_file import saved_steps
-from trainer.run.resume import run_settings
+from trainer.run.resume import check_same_run, run_settings
 from trainer.stopping import Interrupted
 from weightserver.common.atomic_files import atomic_write
 
@@ -42,12 +44,70 @@ def test_the_run_without_correction_differs_in_nothing_else(tmp_path: Path) -> N
     assert replace(without, correction="exact") == demo_config(options)
 
 
+def begin(options: Options, **changes: Any) -> None:
+    """Writes the settings of a demo, or of another run."""
+    config = replace(demo_config(options), **changes)
+    atomic_write(options.output / "config.json", lambda path: path.write_text(config.to_json()))
+
+
 def test_a_resumed_demo_has_the_settings_of_its_run(tmp_path: Path) -> None:
-    config = demo_config(Options(tmp_path, epochs=0.5, seed=3))
-    atomic_write(tmp_path / "config.json", lambda path: path.write_text(config.to_json()))
+    begin(Options(tmp_path, epochs=0.5, seed=3))
     resumed = demo_config(Options(tmp_path, resume=True))
-    assert (resumed.resume, resumed.epochs, resumed.seed, resumed.num_images) == (True, 0.5, 3, config.num_images)
-    assert demo_config(Options(tmp_path, resume=True, epochs=0.75)).epochs == 0.75
+    assert (resumed.resume, resumed.epochs, resumed.seed, resumed.order_seed) == (True, 0.5, 3, 3)
+    check_same_run(resumed)
+    longer = demo_config(Options(tmp_path, resume=True, epochs=0.75))
+    assert longer.epochs == 0.75
+    check_same_run(longer)
+
+
+@pytest.mark.parametrize(
+    ("begun", "given", "message"),
+    [
+        ({"weight_decay": 1e-4}, {}, "whose weight_decay is 0.0001, not 0.003"),
+        ({"encoder": EncoderConfig()}, {}, r"whose encoder.blocks is \[1, 1, 1\], not \[1, 1\]"),
+        ({}, {"seed": 5}, "whose order_seed is 3, not 5"),
+        ({}, {"epochs": 0.25}, "whose epochs is 0.5, not 0.25"),
+        ({}, {"correction": "none"}, "whose correction is exact, not none"),
+        ({"correction": "none"}, {}, "whose correction is none, not exact"),
+    ],
+)
+def test_a_demo_resumes_no_other_run(
+    begun: dict[str, Any], given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Both runs of a demo have its settings, so that the comparison is of the correction alone."""
+    begin(Options(tmp_path, epochs=0.5, seed=3), **begun)
+    with pytest.raises(ValueError, match=message):
+        check_same_run(demo_config(Options(tmp_path, resume=True, **given)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "demo: {output} holds no demo to resume: start one without --resume"),
+        (["--epochs", "nan"], "demo: --epochs is nan: give a number above 0"),
+        (["--epochs=-1"], "demo: --epochs is -1.0: give a number above 0"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "demo"
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--output", str(output)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == message.format(output=output) + "\n"
+    assert not output.exists()
+
+
+@pytest.mark.slow  # a minute or two of evaluations
+@pytest.mark.timeout(900)
+def test_a_run_without_correction_alone_has_a_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.demo", "--correction", "none", "--epochs", "0.1"]
+    ended = subprocess.run([*command, "--output", str(tmp_path / "demo")], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "trained encoder" in ended.stdout
+    assert "raw pixels" in ended.stdout
+    assert "without correction" not in ended.stdout
 
 
 PROGRAMS = {

@@ -24,7 +24,7 @@ from trainer.run.checkpoint_file import (
     saved_steps,
     steps_on_both,
 )
-from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run.directory import CONFIG_FILE, flat, read_settings
 from trainer.run.earlier import in_todays_terms
 from trainer.settings import flag, settings_of
 from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
@@ -94,10 +94,12 @@ def check_same_run(config: TrainConfig) -> None:
     starts = not saved_steps(config.output / "checkpoints")  # it was killed before its first
     _check_length(config, stored, wanted)
     free = RESUMABLE | LENGTH | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
-    for name in sorted(wanted.keys() - free):
-        if stored[name] != wanted[name]:
+    had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
+    had, given = flat(had), flat(given)
+    for name in sorted(had.keys() | given.keys()):
+        if had.get(name) != given.get(name):
             raise ValueError(
-                f"--resume resumes the run in {config.output}, whose {name} is {stored[name]}, not {wanted[name]}: "
+                f"--resume resumes the run in {config.output}, whose {name} is {had.get(name)}, not {given.get(name)}: "
                 "give the same settings"
             )
 
