@@ -15,6 +15,7 @@ from experiments import page
 from experiments.cells import Table
 from experiments.defaults import check_defaults
 from experiments.quick import quick
+from experiments.results import check_results
 from experiments.runner import Runner
 from experiments.tables import TABLES
 from trainer.cores import usable_cores
@@ -100,7 +101,12 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
 
 def _page(options: argparse.Namespace) -> int:
     docs = options.docs or (QUICK if options.quick else DOCS)
-    page.write(_tables(None, is_quick=options.quick), _results(options), docs)
+    tables, results = _tables(None, is_quick=options.quick), _results(options)
+    if results.exists():
+        check_defaults(results)
+    for table in tables:
+        check_results(results / f"{table.name}.json", table)
+    page.write(tables, results, docs)
     return 0
 
 

@@ -16,6 +16,8 @@ PIXELS = "pixels"
 """The method of cells that evaluate the images themselves, the same for every seed."""
 LINEAR, KNN, LOSS = "linear_top1", "knn_top1", "loss"
 """Names of the measures in a run's summary."""
+LESS = " − "
+"""Between two measures: the difference of both is a measure, too."""
 AFTER = "{after}"
 """In settings and arguments: the directory of the cell that must finish first."""
 

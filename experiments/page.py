@@ -14,6 +14,7 @@ from experiments.results import Results, load
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
 from trainer.schedule import learning_rates
+from weightserver.common.atomic_files import atomic_write
 
 PAGE, PICTURES = "results.md", "images/tables"
 _PAPER_IMAGES = 1_281_167
@@ -69,7 +70,8 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
         raise ValueError(f"{results} has no results of these tables: first run their cells ({cells})")
     pictures = docs / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
-    (docs / PAGE).write_text(text_of(everything))
+    text = text_of(everything)
+    atomic_write(docs / PAGE, lambda path: path.write_text(text))
     for found in everything:
         if _has_runs(found):
             draw(found, pictures / f"{found.table.name}.svg")
@@ -210,9 +212,10 @@ def _capitalised(text: str) -> str:
 
 
 def _said(claim: Claim, found: Verdict) -> str:
-    width = "" if math.isnan(found.half_width) else f" ± {found.half_width:.1f}"
-    paper = "" if found.paper is None else f" (the paper {found.paper:+.1f})"
-    return f"**{_word(claim, found)}**, {found.effect:+.1f}{width}{paper}".replace("-", "−")
+    digits = _digits(claim.measure)
+    width = "" if math.isnan(found.half_width) else f" ± {found.half_width:.{digits}f}"
+    paper = "" if found.paper is None else f" (the paper {found.paper:+.{digits}f})"
+    return f"**{_word(claim, found)}**, {found.effect:+.{digits}f}{width}{paper}".replace("-", "−")
 
 
 def _word(claim: Claim, found: Verdict) -> str:
@@ -269,12 +272,16 @@ def _papers_measures(table: Table) -> dict[str, str]:
 
 def shown(results: Results, cell: str, measure: str) -> str:
     """Mean ± standard deviation; a dash without runs."""
-    values = results.values(cell, measure)
-    digits = 2 if measure == LOSS else 3 if measure.startswith("saliency.") else 1
+    values, digits = results.values(cell, measure), _digits(measure)
     if not values:
         return "–"
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _digits(measure: str) -> int:
+    """Digits after the point."""
+    return 2 if measure == LOSS else 3 if measure.startswith("saliency.") else 1
 
 
 def _hours(everything: Sequence[Results]) -> Iterator[str]:
@@ -284,4 +291,4 @@ def _hours(everything: Sequence[Results]) -> Iterator[str]:
     processors = sorted({run.get("processor", "") for run in runs.values()} - {""})
     yield "## Time\n"
     on = f" ({', '.join(processors)})" if processors else ""
-    yield f"{len(runs)} runs took {hours:.1f} hours of one core{on}, evaluations included."
+    yield f"{len(runs)} runs took at least {hours:.1f} hours of one core{on}, evaluations included."

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments.cells import Table
 from experiments.results import Results
+from weightserver.common.atomic_files import atomic_write
 
 Series = dict[str, dict[str, list[float]]]
 """Row to column to values; a table without columns has one, ""."""
@@ -94,7 +95,7 @@ def _draw_curves(curves: Series, path: Path) -> None:
 
 def _save(figure: Figure, path: Path, numbers: list[Series]) -> None:
     metadata = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
-    figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+    atomic_write(path, lambda partial: figure.savefig(partial, format="svg", transparent=True, metadata=metadata))
     plt.close(figure)
 
 

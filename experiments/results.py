@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Cell, Table
+from experiments.cells import LESS, Cell, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
 from trainer.run.directory import METRICS_FILE
 from trainer.run.plot import read_metrics
@@ -28,16 +28,31 @@ def finished(directory: Path, cell: Cell, seed: int) -> bool:
 
 
 def read_run(directory: Path, cell: Cell, seed: int) -> Run:
-    """The record of a run that has finished."""
+    """The record of a run that has finished. Raises ValueError if a file of it is damaged."""
     path = directory / cell.identity(seed)
-    run: dict[str, Any] = json.loads((path / RESULT_FILE).read_text())
+    run = _read(path / RESULT_FILE)
     measures = {name: value for name, value in run["measures"].items() if isinstance(value, int | float)}
     for evaluation in cell.evaluations:
-        found = json.loads((path / EVALUATIONS / f"{evaluation.name}.json").read_text())
-        measures |= _numbers(found, evaluation.name)
-    cpu = path / CPU_FILE
-    seconds = float(cpu.read_text()) if cpu.exists() else 0.0
+        measures |= _numbers(_read(path / EVALUATIONS / f"{evaluation.name}.json"), evaluation.name)
+    seconds = read_cpu_seconds(path)
     return run | {"id": cell.identity(seed), "core_seconds": seconds, "measures": measures}
+
+
+def read_cpu_seconds(run: Path) -> float:
+    """Processor time that a run has taken so far, in seconds: 0 if it is unknown."""
+    try:
+        return float((run / CPU_FILE).read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        content.get("measures", {}).items()
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): remove it, and the cell runs again from there") from error
+    return content
 
 
 def with_curve(run: Run, records: Sequence[Mapping[str, Any]]) -> Run:
@@ -71,8 +86,9 @@ class Results:
 
     def values(self, cell: str, measure: str) -> list[float]:
         """What the cell's runs measured, in the order of their seeds."""
-        found = self.runs.get(cell, {})
-        return [found[seed]["measures"][measure] for seed in sorted(found) if measure in found[seed]["measures"]]
+        name, _, less = measure.partition(LESS)
+        measured = [run["measures"] for _, run in sorted(self.runs.get(cell, {}).items())]
+        return [each[name] - each.get(less, 0) for each in measured if name in each and (not less or less in each)]
 
     def first_id(self, cell: str) -> str:
         """The same for a cell that is in several tables."""
@@ -106,6 +122,9 @@ def _of_cells(file: Path, table: Table) -> Iterator[tuple[Cell | None, int, Run]
     try:
         stored = json.loads(file.read_text())["cells"] if file.exists() else {}
         found = [(name, int(seed), run, run["id"]) for name, runs in stored.items() for seed, run in runs.items()]
+        for *_, run, identity in found:
+            if not all(isinstance(number, int | float) for number in [run["core_seconds"], *run["measures"].values()]):
+                raise ValueError(f"run {identity} has measures that are no numbers")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a table's results ({error!r}): restore it, or remove it") from error
     for name, seed, run, identity in found:
@@ -120,12 +139,15 @@ def _complete(cell: Cell, run: Run) -> bool:
 def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
     """Adds the runs in `directory` that have finished to a table's JSON."""
 
+    known = load(file, table).runs
+
     def record(cell: Cell, seed: int) -> Run:
-        run = read_run(directory, cell, seed)
+        run: Run = read_run(directory, cell, seed)
+        if before := known[cell.name].get(seed):  # whose time may have been lost since
+            run = {**run, "core_seconds": max(run["core_seconds"], before["core_seconds"])}
         records = read_metrics(directory / cell.identity(seed) / METRICS_FILE) if table.over_time else []
         return with_curve(run, records) if records else run
 
-    known = load(file, table).runs
     runs = {
         cell.name: {
             **known[cell.name],

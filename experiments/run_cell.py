@@ -26,6 +26,7 @@ from experiments.baselines import METHODS, train_baseline
 from experiments.cells import AFTER, PIC, PIXELS, Cell, Evaluation
 from experiments.data import with_data, with_order
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
+from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
 from trainer.evaluate import (
     FeatureSet,
@@ -49,6 +50,7 @@ from weightserver.torch import Ranks
 
 _NICENESS = 10
 _CHECKPOINT_STEPS = 200
+_CPU_SECONDS = 60.0
 
 
 def write_cell(directory: Path, cell: Cell, seed: int, after: Path | None) -> None:
@@ -161,15 +163,29 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _counting_cpu(directory: Path) -> Iterator[None]:
-    """Adds this process's processor time, and that of its weight servers, to the time of earlier ones."""
-    path = directory / CPU_FILE
-    before = float(json.loads(path.read_text())) if path.exists() else 0.0
+    """Adds this process's processor time, and that of its weight servers, to the time of earlier ones.
+
+    It is saved once a minute, as a process that is killed saves nothing more.
+    """
+    before, ended = read_cpu_seconds(directory), threading.Event()
+
+    def save() -> None:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = before + sum(each.ru_utime + each.ru_stime for each in used)
+        atomic_write(directory / CPU_FILE, lambda partial: partial.write_text(f"{total:.1f}\n"))
+
+    def save_often() -> None:
+        while not ended.wait(_CPU_SECONDS):
+            save()
+
+    saving = threading.Thread(target=save_often, daemon=True)
+    saving.start()
     try:
         yield
     finally:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        total = before + sum(each.ru_utime + each.ru_stime for each in used)
-        atomic_write(path, lambda partial: partial.write_text(f"{total:.1f}\n"))
+        ended.set()
+        saving.join()
+        save()
 
 
 def _follow_parent() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from experiments.cells import AFTER, Cell, Claim, Evaluation, Table
+from experiments.cells import AFTER, LESS, Cell, Claim, Evaluation, Table
 from experiments.tables.common import BASE, EPOCH_ORDER, IMAGES, SUPERVISED, in_epoch_order, in_windows, papers
 
 _ALL = "all three"
@@ -92,6 +92,18 @@ SALIENCY = Table(
         "saliency.similarities.other_image": "another image's",
     },
     draws=3,
+    claims=(
+        Claim(
+            text="maps are more similar to those of the same image than to those of another one",
+            weights={"sliding window": 1},
+            measure=f"saliency.similarity{LESS}saliency.similarities.other_image",
+        ),
+        Claim(
+            text="maps are more similar to those of the encoder trained on labels than random maps are",
+            weights={"sliding window": 1},
+            measure=f"saliency.similarity{LESS}saliency.random",
+        ),
+    ),
     paper={"sliding window": {"saliency.similarity": 0.762, "saliency.random": 0.140}},
 )
 

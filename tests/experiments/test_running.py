@@ -225,6 +225,22 @@ def test_tiny_cells_touch_no_other_results(
     assert "(python -m experiments run, with the same options)" in error
 
 
+def test_a_page_is_not_written_from_other_settings_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    shutil.copytree(RESULTS, results)
+    defaults = json.loads((results / "defaults.json").read_text())
+    defaults["pic"]["temperature"] *= 2
+    (results / "defaults.json").write_text(json.dumps(defaults))
+    given = ["page", "--results", str(results), "--docs", str(docs)]
+    assert main(given) == 1
+    assert "was made with the default pic.temperature" in capsys.readouterr().err
+    shutil.copy(RESULTS / "defaults.json", results)
+    shutil.copy(results / "trials.json", results / "negatives.json")  # runs of other cells
+    assert main(given) == 1
+    assert "negatives.json has 10 runs of other cells than table negatives" in capsys.readouterr().err
+    assert not docs.exists()
+
+
 def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     below = str(tmp_path / "file" / "runs")

@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import ttest_ind
 
 from experiments.baselines import METHODS, REFERENCES
-from experiments.cells import AFTER, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
+from experiments.cells import AFTER, LESS, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
 from experiments.effects import Outcome, pooled, spreads, unclear_cells, verdict
 from experiments.quick import quick
@@ -299,6 +299,28 @@ def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_pa
     assert (again.values("kept", LINEAR), again.values("changed", LINEAR)) == ([80.0], [])
 
 
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
+    cell = Cell(row="a")
+    finished_run(tmp_path, cell, 0, linear_top1=80.0)
+    for text in ("", "[]", '{"measures": 3}'):
+        (tmp_path / cell.identity(0) / "result.json").write_text(text)
+        with pytest.raises(ValueError, match=r"-0/result.json is damaged .*: remove it, and the cell runs again"):
+            collect(tmp_path, tmp_path / "made.json", table(cell), seeds=1)
+
+
+def test_a_lost_processor_time_does_not_replace_the_known_one(tmp_path: Path) -> None:
+    cell, file = Cell(row="a"), tmp_path / "made.json"
+    finished_run(tmp_path, cell, 0, linear_top1=80.0)
+    for text, seconds in (("12.5", 12.5), ("", 12.5), ("20.0", 20.0)):
+        (tmp_path / cell.identity(0) / "cpu_seconds.json").write_text(text)
+        assert collect(tmp_path, file, table(cell), seeds=1).runs["a"][0]["core_seconds"] == seconds
+
+
+def test_a_measure_may_be_a_difference() -> None:
+    runs = {"a": {0: {"measures": {"one": 0.9, "other": 0.6}}, 1: {"measures": {"one": 0.8}}}}
+    assert Results(table(Cell(row="a")), runs).values("a", f"one{LESS}other") == [pytest.approx(0.3)]
+
+
 def test_results_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     cell = Cell(row="a")
     file = tmp_path / "made.json"
@@ -308,7 +330,9 @@ def test_results_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     for changed in (table(Cell(row="b")), table(replace(cell, settings={"epochs": 2.0}))):
         with pytest.raises(ValueError, match=r"made.json has 1 runs of other cells than table made .*: remove them"):
             check_results(file, changed)
-    for text in ("{", '{"table": "made"}', '{"cells": {"a": {"0": {}}}}', '{"cells": []}', "[]"):
+    known = '{"cells": {"a": {"0": {"id": "x", "core_seconds": 1.0%s}}}}'
+    damaged = ("{", '{"table": "made"}', '{"cells": {"a": {"0": {}}}}', '{"cells": []}', "[]")
+    for text in (*damaged, known % "", known % ', "measures": {"loss": null}', known % ', "measures": [1]'):
         file.write_text(text)
         with pytest.raises(ValueError, match=r"made.json is not a table's results \(.*\): restore it"):
             load(file, table(cell))
