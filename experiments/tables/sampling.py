@@ -43,13 +43,14 @@ NEGATIVES = Table(
         "In epoch order. Columns stand beside the paper's with the same K / N: K = 128 and 512 beside 2¹⁴ and 2¹⁶, and "
         "all images beside all images. By K / B, K = B would correspond to the paper's 512, where the correction gains "
         "8.7. K = 4,096 lies between the paper's 2¹⁸, where the correction gains 0.6, and all images: rows need no "
-        "correction while they are active, which is 41 % of the time there. The paper's formula has one learning rate "
-        "for all steps of a gap; the paper reports one line with correction. With K far above B the encoder "
-        "collapses for most of such short runs: its embeddings become one direction, which turns away from the newest "
-        "rows. A visit turns our short rows much further than the paper's (see the table above), so that all rows of "
-        "the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by a hundredth of that. "
-        "Large K is therefore compared with such rows, too. Even so, the paper's equal accuracies from K = 2¹⁶ to all "
-        "images do not reproduce: more negatives lower ours, and only that few lose nothing is judged."
+        f"correction while they are active, which is {100 * 4_096 / IMAGES:.0f} % of the time there. The paper's "
+        "formula has one learning rate for all steps of a gap; the paper reports one line with correction. With K far "
+        "above B the encoder collapses for most of such short runs: its embeddings become one direction, which turns "
+        "away from the newest rows. A visit turns our short rows much further than the paper's (see the table above), "
+        "so that all rows of the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by "
+        "a hundredth of that. Large K is therefore compared with such rows, too. Even so, the paper's equal "
+        "accuracies from K = 2¹⁶ to all images do not reproduce: more negatives lower ours, and only that few lose "
+        "nothing is judged."
     ),
     cells=(
         *_with_and_without(128),
