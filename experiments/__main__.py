@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import page
 from experiments.cells import Table
-from experiments.defaults import check_defaults
+from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
 from experiments.results import check_results
 from experiments.runner import Runner
@@ -102,7 +102,7 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
 def _page(options: argparse.Namespace) -> int:
     docs = options.docs or (QUICK if options.quick else DOCS)
     tables, results = _tables(None, is_quick=options.quick), _results(options)
-    if results.exists():
+    if (results / DEFAULTS_FILE).exists():  # where it does not, `check_defaults` would write it
         check_defaults(results)
     for table in tables:
         check_results(results / f"{table.name}.json", table)

@@ -31,7 +31,9 @@ def read_run(directory: Path, cell: Cell, seed: int) -> Run:
     """The record of a run that has finished. Raises ValueError if a file of it is damaged."""
     path = directory / cell.identity(seed)
     run = _read(path / RESULT_FILE)
-    measures = {name: value for name, value in run["measures"].items() if isinstance(value, int | float)}
+    if not isinstance(found := run.get("measures"), dict):
+        raise _damaged(path / RESULT_FILE, "no measures")
+    measures = {name: value for name, value in found.items() if isinstance(value, int | float)}
     for evaluation in cell.evaluations:
         measures |= _numbers(_read(path / EVALUATIONS / f"{evaluation.name}.json"), evaluation.name)
     seconds = read_cpu_seconds(path)
@@ -47,12 +49,18 @@ def read_cpu_seconds(run: Path) -> float:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
-        content.get("measures", {}).items()
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error}): remove it, and the cell runs again from there") from error
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise _damaged(file, str(error)) from error
+    if not isinstance(content, dict):
+        raise _damaged(file, "not an object")
     return content
+
+
+def _damaged(file: Path, why: str) -> ValueError:
+    return ValueError(f"{file} is damaged ({why}): remove it, and the cell runs again from there")
 
 
 def with_curve(run: Run, records: Sequence[Mapping[str, Any]]) -> Run:

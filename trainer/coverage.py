@@ -8,12 +8,23 @@ from trainer.config import TrainConfig
 from weightserver.common.logs import Remark
 
 
+def window_moves(config: TrainConfig, num_images: int) -> int:
+    """How often the window moves in a run."""
+    visits = config.num_steps(num_images) * config.batch_size
+    return max(0, math.ceil(visits / config.window_size) - 1)
+
+
+def images_reached(config: TrainConfig, num_images: int) -> int:
+    """Images that the window reaches in a run, counted again in each pass over them."""
+    visits = config.num_steps(num_images) * config.batch_size
+    return min(config.window_size, visits) + window_moves(config, num_images) * config.window_stride
+
+
 def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
     window, stride = config.window_size, config.window_stride
     visits = config.num_steps(num_images) * config.batch_size
-    moves = max(0, math.ceil(visits / window) - 1)
-    reached = min(window, visits) + moves * stride
+    moves, reached = window_moves(config, num_images), images_reached(config, num_images)
     values = {"visits": visits, "windows": moves + 1, "window": window, "stride": stride}
     values |= {"images": num_images, "reached": reached}
     length = f"{visits:,} visits fill {moves + 1:,} windows of {window:,} images that move by {stride:,}"

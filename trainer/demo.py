@@ -85,8 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
     if given["stop_with_parent"]:
         stop_with_parent()
     with exit_on_error("demo"):
-        if given["epochs"] is not None and not given["epochs"] > 0:  # nor NaN
-            raise ValueError(f"--epochs is {given['epochs']}: give a number above 0")
         output = given.pop("output") or _output(resume=given["resume"])
         run(Options(output, **given))
     return 0
@@ -116,7 +114,8 @@ def run(options: Options) -> None:
 def demo_config(options: Options) -> TrainConfig:
     """The settings of the demo's run. One that is resumed keeps its length, seed and images unless others are given.
 
-    Raises ValueError if there is no run to resume. A run with other settings is refused when it is resumed.
+    Raises ValueError for a wrong setting, or if there is no run to resume. A run with other settings is refused when
+    it is resumed.
     """
     _, preset = PRESETS["demo"]
     begun = preset
@@ -136,6 +135,7 @@ def demo_config(options: Options) -> TrainConfig:
         resume=options.resume,
         log_format=options.log_format,
     )
+    config.check()  # before anything is derived from a wrong length
     return replace(config, knn_every=config.epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes
 
 

@@ -41,8 +41,7 @@ VIEWS = Table(
     source="Table 5",
     text=(
         "Views of an image in a step × epochs; an epoch stands for five of the paper's. Equal numbers of views are "
-        "equal numbers of images seen by the encoder. The baselines are also shown with other weight decays, of which "
-        "PIC's is the best for them."
+        "equal numbers of images seen by the encoder. The baselines are also shown with other weight decays."
     ),
     cells=(
         *(

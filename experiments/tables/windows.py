@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from experiments.cells import Cell, Claim, Table
 from experiments.tables.common import BASE, EPOCH_ORDER, WINDOW, in_epoch_order, in_windows, papers
 from trainer.config import TrainConfig
+from trainer.coverage import images_reached
 
 _LENGTHS = {10: (53.3, 60.4), 20: (62.7, 64.8), 40: (66.2, 67.3), 80: (68.5, 69.0), 320: (70.4, 70.8)}
 """Epochs to the paper's numbers in epoch order and in windows, for five times as many epochs."""
@@ -189,10 +189,8 @@ def _larger(row: str, epochs: int) -> Cell:
 
 
 def _passes(epochs: int) -> float:
-    """How often the window has moved over all images."""
-    moves = math.ceil(epochs * _ALL / WINDOW["window_size"]) - 1
-    reached: int = WINDOW["window_size"] + moves * WINDOW["window_stride"]
-    return reached / _ALL
+    """How often the window moves over all images."""
+    return images_reached(_larger("sliding window", epochs).config(0), _ALL) / _ALL
 
 
 LARGER = Table(

@@ -302,7 +302,7 @@ def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_pa
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     cell = Cell(row="a")
     finished_run(tmp_path, cell, 0, linear_top1=80.0)
-    for text in ("", "[]", '{"measures": 3}'):
+    for text in ("", "[]", "{}", '{"measures": 3}'):
         (tmp_path / cell.identity(0) / "result.json").write_text(text)
         with pytest.raises(ValueError, match=r"-0/result.json is damaged .*: remove it, and the cell runs again"):
             collect(tmp_path, tmp_path / "made.json", table(cell), seeds=1)

@@ -84,8 +84,9 @@ def test_a_demo_resumes_no_other_run(
     ("arguments", "message"),
     [
         (["--resume"], "demo: {output} holds no demo to resume: start one without --resume"),
-        (["--epochs", "nan"], "demo: --epochs is nan: give a number above 0"),
-        (["--epochs=-1"], "demo: --epochs is -1.0: give a number above 0"),
+        (["--epochs", "nan"], "demo: --epochs must be positive and finite, got nan"),
+        (["--epochs=-1"], "demo: --epochs must be positive and finite, got -1.0"),
+        (["--epochs", "inf"], "demo: --epochs must be positive and finite, got inf"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(

@@ -398,7 +398,7 @@ class Machine(RuleBasedStateMachine):
         if made is None:
             return
         run = Run(made, writer.name, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
-        num_moved = writer.num_moved
+        num_moved, num_schedules = writer.num_moved, self.num_schedules
         run.knew = self.cluster.known_to(writer.name)
         writer.num_running += 1
         if action.kind == "repeat":
@@ -419,7 +419,8 @@ class Machine(RuleBasedStateMachine):
         if told is None:
             self.check_done(made, answer, beside=beside)
         else:
-            assert self.can_be_told(made, run, told, beside=beside), (made.call, run, told)
+            changed = self.num_schedules > num_schedules
+            assert self.can_be_told(made, run, told, beside=beside, rates_changed=changed), (made.call, run, told)
         self.told = told
         self.remember(made, told, num_moved)
 
@@ -554,7 +555,7 @@ class Machine(RuleBasedStateMachine):
                 if "rows" not in call.arguments or any(self.shard_of(row) == shard for row in call.arguments["rows"]):
                     assert call.number in self.shards[shard].applied, (call, f"is not there on shard {shard}")
 
-    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool) -> bool:
+    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool, rates_changed: bool) -> bool:
         call, writer = made.call, made.writer
         if isinstance(error, KeyboardInterrupt):
             return run.interrupt is not None
@@ -577,7 +578,7 @@ class Machine(RuleBasedStateMachine):
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
                 )
             case FencedError():  # of two changes at once, one may find the other's on a shard that it asks later
-                return not writer.epoch or (call.kind == "extend_schedule" and beside)
+                return not writer.epoch or (call.kind == "extend_schedule" and rates_changed)
             case NoTableError():
                 name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
