@@ -30,8 +30,7 @@ APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-
 # The paper's tables: runs the cells that have not finished, one a core, and writes docs/results.md. TABLES_FLAGS="--tables
 # negatives,lengths --seeds 1" runs a part; the whole takes about half a day of one core for each seed.
 tables: $(EXPERIMENTS) fashion-mnist
-	$(BIN)/python -m experiments run $(TABLES_FLAGS)
-	$(BIN)/python -m experiments page
+	failed=0; $(BIN)/python -m experiments run $(TABLES_FLAGS) || failed=$$?; $(BIN)/python -m experiments page && exit $$failed
 
 # The same with tiny cells, in build/tables-quick: shows in ten minutes of two cores that every table runs.
 tables-quick: $(EXPERIMENTS) fashion-mnist

@@ -16,7 +16,7 @@ from experiments.cells import Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
 from experiments.results import check_results
-from experiments.runner import Runner
+from experiments.runner import MOST_SEEDS, Runner
 from experiments.tables import TABLES
 from trainer.cores import usable_cores
 from weightserver.common.atomic_files import directory_lock
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{run,page}")
     run = commands.add_parser("run", help="run the cells that have not finished, and write what they measured")
     run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
-    run.add_argument("--seeds", type=int, default=3, help="most seeds, for effects that one does not show (default 3)")
+    run.add_argument("--seeds", type=int, default=MOST_SEEDS, help="most seeds, for effects that one does not show")
     run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
     run.add_argument("--quick", action="store_true", help=f"tiny cells, in {QUICK}, to show that everything works")
     run.set_defaults(command=_run)

@@ -112,9 +112,11 @@ def _half_width(variances: Sequence[tuple[float, int]]) -> float:
 def _outcome(effect: float, half_width: float, claim: Claim) -> Outcome:
     if math.isnan(half_width):
         return Outcome.NOT_JUDGED
-    if abs(effect) > half_width:
-        return Outcome.SHOWN if effect > 0 else Outcome.REVERSED
-    return Outcome.NO_LOSS if claim.not_below and effect - half_width > -claim.margin else Outcome.NOT_SHOWN
+    if effect > half_width:
+        return Outcome.SHOWN
+    if claim.not_below and effect - half_width > -claim.margin:
+        return Outcome.NO_LOSS
+    return Outcome.REVERSED if effect < -half_width else Outcome.NOT_SHOWN
 
 
 def unclear_cells(results: Results, everything: Sequence[Results]) -> set[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from experiments.cells import LOSS, Cell, Claim, Table
 from experiments.effects import CLEAR_SPREADS, CONFIDENCE, NEAR, Outcome, Verdict, verdict
 from experiments.plots import ON_DARK, draw
 from experiments.results import Results, load
+from experiments.runner import MOST_SEEDS, plan
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
 from trainer.schedule import learning_rates
@@ -155,22 +156,35 @@ def _first_turn(config: TrainConfig, learning_rate: float) -> float:
 
 
 def _summary(everything: Sequence[Results]) -> Iterator[str]:
-    """A line for each table with effects that are judged: how many of each kind hold."""
-    lines, num_judged = [], 0
+    """A line for each table with effects: how many of each kind hold, and how many cannot be judged yet."""
+    lines, num_judged, counted = [], 0, set[tuple[Hashable, ...]]()
     for results in everything:
-        judged = [(claim, found) for claim, found in _verdicts(results, everything) if found and found.is_judged]
+        judged = []
+        for claim, found in _verdicts(results, everything):
+            if found is not None and (what := _compared(claim, results)) not in counted:
+                counted.add(what)
+                judged.append((claim, found))
         counts = [_count(found for claim, found in judged if _kind(claim, found) == kind) for kind in _KINDS]
-        num_judged += len(judged)
+        unjudged = sum(not found.is_judged for _, found in judged)
+        num_judged += len(judged) - unjudged
         if judged:
-            lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} |\n")
+            lines.append(f"| {_titled(results.table)} | {' | '.join(counts)} | {unjudged or ''} |\n")
     if lines:
-        yield f"\n| how many hold | {' | '.join(_KINDS)} |\n|---|{'---|' * len(_KINDS)}\n"
+        yield f"\n| how many hold | {' | '.join(_KINDS)} | not judged |\n|---|{'---|' * len(_KINDS)}---|\n"
         yield from lines
         yield (
-            f"\n{num_judged} effects are judged, each by itself: of those that do not exist, one in "
-            f"{1 / (1 - CONFIDENCE):.0f} shows by chance, or more,\nsince seeds are added where an effect is unclear. "
-            "Effects that compare with the same cell err together.\n"
+            f"\n{num_judged} effects are judged, each by itself, and counted in the first table that has "
+            f"it. Of those that do not\nexist, one in {1 / (1 - CONFIDENCE):.0f} shows by chance, or more, since seeds "
+            "are added where an effect is unclear. Comparisons\nwith the same cell are not independent of each other.\n"
         )
+    if num_planned := len(plan(everything, MOST_SEEDS)):
+        yield f"\n{num_planned} runs are still planned, most of them seeds of cells whose effects are unclear.\n"
+
+
+def _compared(claim: Claim, results: Results) -> tuple[Hashable, ...]:
+    """What is compared; equal for the same comparison in several tables."""
+    weights = frozenset((results.first_id(name), weight) for name, weight in claim.weights.items())
+    return weights, claim.measure, claim.not_below
 
 
 def _kind(claim: Claim, found: Verdict) -> str:
@@ -180,7 +194,7 @@ def _kind(claim: Claim, found: Verdict) -> str:
 
 
 def _count(verdicts: Iterable[Verdict]) -> str:
-    holding = [found.holds for found in verdicts]
+    holding = [found.holds for found in verdicts if found.is_judged]
     return f"{sum(holding)} of {len(holding)}" if holding else ""
 
 

@@ -15,6 +15,8 @@ from trainer.run.plot import read_metrics
 from weightserver.common.atomic_files import atomic_write
 
 Run = Mapping[str, Any]
+_Runs = dict[str, dict[int, Run]]
+"""By cell's name and seed."""
 """One run's record: its "id", its "measures", where and when it ran, and for tables over time its "curve"."""
 STEPS_SECONDS = "steps_seconds"
 """Measure of tables over time: what all steps took, without evaluations."""
@@ -104,15 +106,26 @@ class Results:
 
 
 def load(file: Path, table: Table) -> Results:
-    """The records in a table's JSON; those of cells that it no longer has, or has changed, are dropped.
+    """The records in a table's JSON, without those of cells that it no longer has, or has changed or evaluates in more
+    ways.
 
     Raises ValueError if it is no such file.
     """
-    runs: dict[str, dict[int, Run]] = {cell.name: {} for cell in table.cells}
+    stored = _stored(file, table)
+    complete = {
+        cell.name: {seed: run for seed, run in stored[cell.name].items() if _complete(cell, run)}
+        for cell in table.cells
+    }
+    return Results(table, complete)
+
+
+def _stored(file: Path, table: Table) -> _Runs:
+    """The records of a table's cells in its JSON, also those that lack an evaluation which was added since."""
+    runs: _Runs = {cell.name: {} for cell in table.cells}
     for cell, seed, run in _of_cells(file, table):
-        if cell is not None and _complete(cell, run):
+        if cell is not None:
             runs[cell.name][seed] = run
-    return Results(table, runs)
+    return runs
 
 
 def check_results(file: Path, table: Table) -> None:
@@ -146,8 +159,7 @@ def _complete(cell: Cell, run: Run) -> bool:
 
 def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
     """Adds the runs in `directory` that have finished to a table's JSON."""
-
-    known = load(file, table).runs
+    known = _stored(file, table)
 
     def record(cell: Cell, seed: int) -> Run:
         run: Run = read_run(directory, cell, seed)
@@ -171,4 +183,4 @@ def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
     if any(runs.values()) and (not file.exists() or file.read_text() != text):
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, lambda path: path.write_text(text))
-    return Results(table, runs)
+    return load(file, table)

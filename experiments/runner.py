@@ -18,6 +18,10 @@ from experiments.files import LOG_FILE
 from experiments.results import Results, check_results, collect, finished, load
 from experiments.run_cell import write_cell
 
+MOST_SEEDS = 3
+"""By default, of cells whose effects fewer do not show."""
+_MOST_FAILURES = 4
+"""In a row: then something that all runs need is missing, and the others would fail, too."""
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -83,11 +87,13 @@ class Runner:
     num_jobs: int
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Runs that failed: key to the place of the log."""
+    _failures_in_a_row: int = 0
     _running: dict[Job, subprocess.Popen[bytes]] = field(default_factory=dict)
     _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> None:
-        """Runs until nothing is left; if this process is interrupted, the cells stop after a checkpoint.
+        """Runs until nothing is left, or runs fail one after another; if this process is interrupted, the cells stop
+        after a checkpoint.
 
         Raises ValueError, before anything is written, if results would be lost.
         """
@@ -120,6 +126,8 @@ class Runner:
 
     def _next(self) -> Job | None:
         """The first run of the plan that is neither finished nor running, and whose previous cell has finished."""
+        if self._failures_in_a_row >= _MOST_FAILURES:
+            return None
         everything, others = (
             [load(self._file(table), table) for table in tables] for tables in (self.tables, self.others)
         )
@@ -162,8 +170,10 @@ class Runner:
         if process.returncode:
             log = self.directory / job.identity / LOG_FILE
             self.failed[job.key] = str(log)
+            self._failures_in_a_row += 1
             print(f"{time.strftime('%H:%M:%S')} FAILED   {self._described(job)}: see {log}", flush=True)
             return
+        self._failures_in_a_row = 0
         self._collect()
         print(f"{time.strftime('%H:%M:%S')} finished {self._described(job)}", flush=True)
 

@@ -78,7 +78,7 @@ def test_a_list_has_a_line_for_each_cell_and_the_papers_number() -> None:
     assert "## A list (Table 9 of the paper)" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
-    assert "| A list (Table 9 of the paper) | 0 of 1 | 0 of 1 |  |\n" in text
+    assert "| A list (Table 9 of the paper) | 0 of 1 | 0 of 1 |  |  |\n" in text
     assert "2 effects are judged" in text
     assert (
         "- The first is better: **does not show beyond the spread**, +1.0 ± 22.0 (the paper +6.2). Tried in vain.\n"
@@ -86,6 +86,16 @@ def test_a_list_has_a_line_for_each_cell_and_the_papers_number() -> None:
     )
     assert "- Nothing is lost: **is undecided**, −1.0 ± 22.0 (the paper −6.2)\n" in text
     assert "3 runs took at least 1.5 hours of one core (A processor), evaluations included." in text
+    assert "2 runs are still planned" in text, "both cells have the same settings"
+
+
+def test_a_comparison_of_two_tables_is_counted_once_and_one_of_unknown_spread_is_not_judged() -> None:
+    one = Results(replace(LIST, name="one", title="One"), LIST_RUNS)
+    text = text_of([Results(LIST, LIST_RUNS), one])
+    assert "| One" not in text
+    assert "2 effects are judged" in text
+    alone = {name: {0: runs[0]} for name, runs in LIST_RUNS.items()}
+    assert "| A list (Table 9 of the paper) |  |  |  | 2 |\n" in text_of([Results(LIST, alone)])
 
 
 def test_a_grid_has_a_column_for_each_column_and_dashes_for_what_has_not_run() -> None:

@@ -134,6 +134,16 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.guard
+def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
+    """Without the images each of some hundred processes would start and fail."""
+    missing = TINY | {"data_dir": str(tmp_path / "nowhere")}
+    cells = tuple(Cell(row=f"{number}", settings=missing | {"epochs": float(number)}) for number in range(1, 9))
+    made = runner(tmp_path, Table(name="made", title="", cells=cells))
+    made.run()
+    assert 4 <= len(made.failed) < 4 + made.num_jobs
+
+
+@pytest.mark.guard
 def test_a_cell_trains_in_the_order_of_another_ones_features(tmp_path: Path) -> None:
     first = Cell(row="first", settings=TINY | {"epochs": 1.0})
     similar = Cell(row="similar", settings={**first.settings, "image_order": SIMILAR_ORDER}, after=first)

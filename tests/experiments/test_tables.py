@@ -299,6 +299,16 @@ def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_pa
     assert (again.values("kept", LINEAR), again.values("changed", LINEAR)) == ([80.0], [])
 
 
+def test_records_that_lack_an_added_evaluation_stay_in_the_file(tmp_path: Path) -> None:
+    """They are no results until it is there, but are not lost: their runs may be on another machine."""
+    cell, file = Cell(row="a"), tmp_path / "made.json"
+    finished_run(tmp_path / "runs", cell, 0, linear_top1=80.0)
+    collect(tmp_path / "runs", file, table(cell), seeds=1)
+    more = table(replace(cell, evaluations=(Evaluation(name="maps", arguments=("saliency",)),)))
+    assert collect(tmp_path / "elsewhere", file, more, seeds=1).values("a", LINEAR) == []
+    assert load(file, table(cell)).values("a", LINEAR) == [80.0]
+
+
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
     cell = Cell(row="a")
     finished_run(tmp_path, cell, 0, linear_top1=80.0)
