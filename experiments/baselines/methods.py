@@ -21,6 +21,8 @@ from trainer.data import Dataset
 from trainer.model import PICModel
 from trainer.torchvision_compat import import_module
 
+DIET_LABEL_SMOOTHING = 0.8
+
 
 @dataclass(frozen=True)
 class Task:
@@ -168,7 +170,7 @@ class Diet(Classifier):
     An update costs N · d for d features, and all N · d weights move in it.
     """
 
-    def __init__(self, model: PICModel, task: Task, *, label_smoothing: float = 0.8) -> None:
+    def __init__(self, model: PICModel, task: Task, *, label_smoothing: float = DIET_LABEL_SMOOTHING) -> None:
         super().__init__(model, task.num_images, bias=False, label_smoothing=label_smoothing)
 
 

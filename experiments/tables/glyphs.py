@@ -45,8 +45,8 @@ GLYPHS = Table(
         f"λ = {_BASE['weight_decay']:g}, {_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are "
         "others. SimCLR and MoCo v2 have two views and half of the epochs. In epoch order with K = 4 B runs can "
         "collapse, which K = 4 B does not bring about on Fashion-MNIST; here rows that begin ten times as long do not "
-        "prevent it. So epoch order is compared at K = B. All methods learn little of these images in so short runs: "
-        "compare the nearest neighbours of raw pixels, and the supervised encoder."
+        "prevent it. So epoch order is compared at K = B. Without labels all methods learn little of these images in "
+        "so short runs: compare the nearest neighbours of raw pixels, and the supervised encoder."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),

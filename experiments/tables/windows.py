@@ -201,7 +201,8 @@ LARGER = Table(
         "All 60,000 images with the settings of 10,000, as the paper trains on 5.8 times as many images as in "
         "ImageNet-1K with unchanged settings. 5, 10 and 20 epochs for 25, 50 and 100: in 5 the window reaches "
         f"{100 * _passes(5):.0f} % of the images, and no row that has left it comes back; in 10 it passes over them "
-        f"{_passes(10):.1f} times (the paper's 3.1 and 6.3). The paper's numbers are on ImageNet-11K."
+        f"{_passes(10):.1f} times (the paper's 3.1 and 6.3). The paper's numbers are on ImageNet-11K, where "
+        "training on the labels for 100 epochs reaches 38.10."
     ),
     cells=tuple(_larger(row, epochs) for epochs in _LARGER for row in _ORDERS),
     paper=_papers(_LARGER),

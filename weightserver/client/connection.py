@@ -19,7 +19,7 @@ from grpc.experimental import ChannelOptions
 
 from weightserver.client.calls import STATISTICS, Call, CallWatch
 from weightserver.client.fetched_rows import FetchedRows
-from weightserver.client.retries import AnswerInDoubt, Failure, Retries
+from weightserver.client.retries import UNORDERED, AnswerInDoubt, Failure, Retries
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID
@@ -178,12 +178,12 @@ class ShardConnection:
                 try:
                     return attempt(self._options(acknowledged, call, retries.waited))
                 except AnswerInDoubt:
-                    retries.in_doubt = True
-                    continue
+                    failure = UNORDERED
                 except grpc.RpcError as error:
                     failure = Failure.of(error)
                 self._note_failure(call, failure)
-                self._raise_permanent(failure, call, retries)
+                if failure is not UNORDERED:
+                    self._raise_permanent(failure, call, retries)
                 if retries.restart_if_rows_arrived():
                     continue
                 retries.note_failure(failure)
@@ -221,7 +221,7 @@ class ShardConnection:
             overloaded.not_applied &= not retries.in_doubt
             return overloaded
         return ShardUnavailableError(
-            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.status.name}){retries.progress}: check "
+            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.cause}){retries.progress}: check "
             "that it runs and can be reached, then repeat the call"
         )
 

@@ -22,7 +22,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 class AnswerInDoubt(Exception):
-    """An answer whose mark cannot be ordered: repeating the call changes nothing and is answered by a newer mark."""
+    """An answer whose mark cannot be ordered: repeating the call changes nothing and brings a newer mark."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,20 @@ class Failure:
         return cls(error.code(), error.details() or "", _pause_hint(error))
 
     @property
+    def cause(self) -> str:
+        return f"{self.status.name}: {self.details}" if self is UNORDERED else self.status.name
+
+    @property
     def is_retried(self) -> bool:
         return self.status in _RETRIED
 
     @property
     def is_overload(self) -> bool:
         return self.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+UNORDERED = Failure(grpc.StatusCode.ABORTED, "its answers could not be ordered", 0.0)
+"""Of an attempt whose answer is in doubt. The next one settles that, unless something is wrong with the shard."""
 
 
 class Retries:
