@@ -53,11 +53,11 @@ NEGATIVES = Table(
         f"correction while they are active, which is {100 * _ACTIVE_SHARE:.0f} % of the time there. The paper's "
         "formula has one learning rate for all steps of a gap; the paper reports one line with correction. With K far "
         "above B the encoder collapses in such short runs, with and without correction: its embeddings become one "
-        "direction, which turns away from the newest rows. A visit turns our short rows much further than the paper's "
-        "(see the table above), so that all rows of the first epoch point the same way. Rows that begin ten times as long (σ = 0.1) turn by "
-        "a hundredth of that. Large K is therefore compared with such rows, too. Even so, the paper's equal "
-        "accuracies from K = 2¹⁶ to all images do not reproduce: more negatives lower ours, and only that few lose "
-        "nothing is judged."
+        "direction, which turns away from the newest rows. A visit turns our short rows much further than the paper's"
+        " (see the table above), so that all rows of the first epoch point the same way. Rows that begin ten times as"
+        " long (σ = 0.1) turn by a hundredth of that. Large K is therefore compared with such rows, too. Even so, the"
+        " paper's equal accuracies from K = 2¹⁶ to all images do not reproduce: with correction more negatives lower "
+        "ours, and only that few lose nothing is judged."
     ),
     cells=(
         *_with_and_without(128),
