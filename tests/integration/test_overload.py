@@ -470,10 +470,7 @@ def test_calls_that_wait_are_bounded_and_leave_with_their_callers(tmp_path: Path
             call.cancel()
         wait_until(lambda: num_waiting() == num_pushed)
         late = [crowd.push(number, timeout=1) for number in range(200, 210)]
-        codes = {call.code() for call in late}
-        if crowd.metric('weightserver_cut_off_calls_total{lane="write"}'):
-            pytest.skip("this machine paused the callers that keep sending for over a second, and they were cut off")
-        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert {call.code() for call in late} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         wait_until(lambda: num_waiting() == num_pushed)
         assert crowd.metric("weightserver_refused_calls_total") == 0
 
@@ -550,12 +547,9 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
-def test_no_client_starves(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many clients fetch as fast as their process can: over 12 rounds each may miss turns, but none starves.
-
-    All are threads of one process, which is slower than the shard; `test_the_call_that_has_tried_longest_comes_first`
-    is about the order in which the shard serves them.
-    """
+def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More clients than may wait fetch as fast as they can. Each is served once per round: over 12 rounds a client may
+    miss some of its turns because its process had no time, but not half of them."""
     own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
     monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
     rounds, rows = 12, np.arange(4096)
@@ -575,7 +569,7 @@ def test_no_client_starves(tmp_path: Path, num_clients: int, monkeypatch: pytest
         ready = threading.Barrier(num_clients)
         for one in [pool.submit(run, number, crowd.cluster.addresses[0], ready) for number in range(num_clients)]:
             one.result(120)
-    assert min(served) > 0
+    assert max(served) <= 2 * min(served), sorted(served)
 
 
 class FakeContext:
