@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +34,6 @@ from weightserver import (
     WeightServerError,
     __version__,
 )
-from weightserver.client import connection
 from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
 from weightserver.client.workers import Workers
@@ -547,28 +549,17 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
-def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int) -> None:
     """More clients than may wait fetch as fast as they can. Each is served once per round: over 12 rounds a client may
     miss some of its turns because its process had no time, but not half of them."""
-    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
-    monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
-    rounds, rows = 12, np.arange(4096)
-    served, ended = [0] * num_clients, threading.Event()
-
-    def run(number: int, address: str, ready: threading.Barrier) -> None:
-        with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
-            client.describe()
-            ready.wait(60)
-            while not ended.is_set():
-                client.fetch(rows, step=0)
-                served[number] += 1
-                if sum(served) >= rounds * num_clients:
-                    ended.set()
-
-    with crowd_at(tmp_path, "--request-memory-mib", "1024") as crowd, ThreadPoolExecutor(num_clients) as pool:
-        ready = threading.Barrier(num_clients)
-        for one in [pool.submit(run, number, crowd.cluster.addresses[0], ready) for number in range(num_clients)]:
-            one.result(120)
+    rounds, num_rows = 12, 4096
+    with crowd_at(tmp_path, "--request-memory-mib", "1024") as crowd:
+        arguments = [crowd.cluster.addresses[0], str(num_clients), str(rounds), str(num_rows)]
+        command = [sys.executable, "-m", "tests.helpers.equal_clients", *arguments]
+        clients = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert clients.returncode == 0, clients.stderr
+    served = json.loads(clients.stdout)
+    assert sum(served) >= rounds * num_clients
     assert max(served) <= 2 * min(served), sorted(served)
 
 

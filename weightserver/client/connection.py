@@ -19,7 +19,7 @@ from grpc.experimental import ChannelOptions
 
 from weightserver.client.calls import STATISTICS, Call, CallWatch
 from weightserver.client.fetched_rows import FetchedRows
-from weightserver.client.retries import UNORDERED, AnswerInDoubt, Failure, Retries
+from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID
@@ -129,7 +129,7 @@ class ShardConnection:
             STATISTICS.attempted(made)
             answer, call = self._stubs[method].with_call(request, **options)
             if not self._note_mark(call, options) and not acknowledged:
-                raise AnswerInDoubt
+                raise AnswerInDoubtError
             return answer
 
         return self._workers.run(partial(self._attempts, made, attempt, acknowledged, once=once))
@@ -148,7 +148,7 @@ class ShardConnection:
             answer: pb.WriteResponse
             answer, call = self._stubs[method].with_call(messages(), **options)
             if not self._note_mark(call, options):
-                raise AnswerInDoubt
+                raise AnswerInDoubtError
             return answer
 
         return self._workers.run(partial(self._attempts, made, attempt))
@@ -177,13 +177,10 @@ class ShardConnection:
                 self._workers.check()
                 try:
                     return attempt(self._options(acknowledged, call, retries.waited))
-                except AnswerInDoubt:
-                    failure = UNORDERED
-                except grpc.RpcError as error:
+                except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
                 self._note_failure(call, failure)
-                if failure is not UNORDERED:
-                    self._raise_permanent(failure, call, retries)
+                self._raise_permanent(failure, call, retries)
                 if retries.restart_if_rows_arrived():
                     continue
                 retries.note_failure(failure)

@@ -21,38 +21,35 @@ _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
-class AnswerInDoubt(Exception):
-    """An answer whose mark cannot be ordered: repeating the call changes nothing and brings a newer mark."""
+class AnswerInDoubtError(Exception):
+    """An answer whose mark cannot be ordered. The next attempt settles that, unless something is wrong with the shard:
+    it changes nothing and brings a newer mark.
+    """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The status of an attempt that failed."""
+    """How an attempt failed."""
 
     status: grpc.StatusCode
     details: str
-    pause_hint: float
+    cause: str
+    """In the error after the last attempt."""
+    is_retried: bool
+    pause_hint: float = 0.0
     """Seconds after which the shard asks for the next attempt; 0 if it gives none."""
 
     @classmethod
-    def of(cls, error: grpc.RpcError) -> Failure:
-        return cls(error.code(), error.details() or "", _pause_hint(error))
-
-    @property
-    def cause(self) -> str:
-        return f"{self.status.name}: {self.details}" if self is UNORDERED else self.status.name
-
-    @property
-    def is_retried(self) -> bool:
-        return self.status in _RETRIED
+    def of(cls, error: grpc.RpcError | AnswerInDoubtError) -> Failure:
+        if isinstance(error, AnswerInDoubtError):
+            status, details = grpc.StatusCode.ABORTED, "its answers could not be ordered"
+            return cls(status, details, f"{status.name}: {details}", is_retried=True)
+        status = error.code()
+        return cls(status, error.details() or "", status.name, status in _RETRIED, _pause_hint(error))
 
     @property
     def is_overload(self) -> bool:
         return self.status is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-UNORDERED = Failure(grpc.StatusCode.ABORTED, "its answers could not be ordered", 0.0)
-"""Of an attempt whose answer is in doubt. The next one settles that, unless something is wrong with the shard."""
 
 
 class Retries:
