@@ -1,5 +1,5 @@
-"""Clients in processes of their own that all fetch the same rows as fast as they can:
-python -m tests.helpers.equal_clients ADDRESS CLIENTS ROUNDS ROWS. Prints how often each was served, as JSON.
+"""Clients in processes of their own that make the same call as fast as they can:
+python -m tests.helpers.equal_clients CALL ADDRESS CLIENTS ROUNDS. Prints how often each was served, as JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import ctypes
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
 from multiprocessing.synchronize import Barrier, Event
 from typing import Any
 
@@ -15,15 +16,22 @@ import numpy as np
 
 from weightserver import WeightClient
 
+_ROWS = np.arange(4096)
+_QUERY = np.ones((1, 64), np.float32)
+_CALLS: dict[str, Callable[[WeightClient], object]] = {
+    "fetch": lambda client: client.fetch(_ROWS, step=1),  # as much work for the client as for the shard
+    "search": lambda client: client.nearest(_QUERY, k=1),  # little for it
+}
 
-def main(address: str, num_clients: int, rounds: int, num_rows: int) -> list[int]:
+
+def main(call: str, address: str, num_clients: int, rounds: int) -> list[int]:
     """How often each client was served, since each was once, until all together were `rounds` times their number."""
     forks = multiprocessing.get_context("fork")  # nothing here has a thread or a channel yet
     ready, ended = forks.Barrier(num_clients), forks.Event()
     served = forks.Array(ctypes.c_int64, num_clients)
     before = forks.Array(ctypes.c_int64, num_clients)  # the first to leave the barrier are served before others begin
-    arguments = (address, num_rows, rounds * num_clients, ready, ended, served, before)
-    clients = [forks.Process(target=_fetch, args=(number, *arguments)) for number in range(num_clients)]
+    arguments = (_CALLS[call], address, rounds * num_clients, ready, ended, served, before)
+    clients = [forks.Process(target=_call, args=(number, *arguments)) for number in range(num_clients)]
     for client in clients:
         client.start()
     for client in clients:
@@ -33,15 +41,21 @@ def main(address: str, num_clients: int, rounds: int, num_rows: int) -> list[int
     return [last - first for last, first in zip(served[:], before[:], strict=True)]
 
 
-def _fetch(
-    number: int, address: str, num_rows: int, enough: int, ready: Barrier, ended: Event, served: Any, before: Any
+def _call(
+    number: int,
+    call: Callable[[WeightClient], object],
+    address: str,
+    enough: int,
+    ready: Barrier,
+    ended: Event,
+    served: Any,
+    before: Any,
 ) -> None:
-    rows = np.arange(num_rows)
     with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
         client.describe()
         ready.wait(60)
         while not ended.is_set():
-            client.fetch(rows, step=0)
+            call(client)
             with served:
                 served[number] += 1
                 if not any(before) and min(served) > 0:
@@ -51,4 +65,5 @@ def _fetch(
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], *map(int, sys.argv[2:]))))
+    _, chosen, shard, *numbers = sys.argv
+    print(json.dumps(main(chosen, shard, *map(int, numbers))))

@@ -548,13 +548,16 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
-def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int) -> None:
-    """More clients than may wait fetch as fast as they can. Each is served once per round: over 12 rounds a client may
+@pytest.mark.parametrize(
+    ("call", "num_clients"), [("search", 40), ("fetch", 80), pytest.param("fetch", 160, marks=pytest.mark.slow)]
+)
+def test_equal_clients_are_served_equally(tmp_path: Path, call: str, num_clients: int) -> None:
+    """More clients than may wait call as fast as they can. Each is served once per round: over 12 rounds a client may
     miss some of its turns because its process had no time, but not half of them."""
-    rounds, num_rows = 12, 4096
+    rounds = 12
     with crowd_at(tmp_path, "--request-memory-mib", "1024") as crowd:
-        arguments = [crowd.cluster.addresses[0], str(num_clients), str(rounds), str(num_rows)]
+        crowd.client.push_gradients(np.arange(1000), np.ones((1000, SPEC.dim), np.float32), step=0)  # to be searched
+        arguments = [call, crowd.cluster.addresses[0], str(num_clients), str(rounds)]
         command = [sys.executable, "-m", "tests.helpers.equal_clients", *arguments]
         clients = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert clients.returncode == 0, clients.stderr

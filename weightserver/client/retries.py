@@ -86,7 +86,10 @@ class Retries:
         """Waits before the next attempt."""
         remaining = self._budget_seconds - self.waited
         # Random, so that not all clients try again at the same time.
-        seconds = max(self._pause_seconds * random.uniform(0.5, 1.0), failure.pause_hint * random.uniform(1.0, 1.5))
+        if failure.pause_hint:
+            seconds = failure.pause_hint * random.uniform(1.0, 1.5)
+        else:
+            seconds = self._pause_seconds * random.uniform(0.5, 1.0)
         time.sleep(min(seconds, remaining))
         self.waited = time.monotonic() - self._started
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)

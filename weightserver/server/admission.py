@@ -35,7 +35,17 @@ from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.protocol.codec import ONE_MESSAGE_KEY, RETRY_HINT
 from weightserver.protocol.status import status_of
-from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, RETRY_AFTER_MS, Lane, LaneFullError, lane_of
+from weightserver.server.lanes import (
+    LANES,
+    MAX_CALLS,
+    MAX_WAITING,
+    RETRY_AFTER_MS,
+    WAITED_SHARE,
+    Lane,
+    LaneFullError,
+    lane_of,
+    waited_seconds,
+)
 from weightserver.server.request_memory import RequestMemory
 
 BASE_BYTES = 384 << 20
@@ -260,7 +270,10 @@ def abort(
 ) -> NoReturn:
     """Ends the call with the error's status, with a hint when to retry if it may succeed later."""
     if isinstance(error, OverloadedError):
-        retry_after_ms = error.retry_after_ms if isinstance(error, LaneFullError) else RETRY_AFTER_MS
+        if isinstance(error, LaneFullError):
+            retry_after_ms = error.retry_after_ms
+        else:
+            retry_after_ms = round(max(RETRY_AFTER_MS, 1000 * WAITED_SHARE * waited_seconds(context)))
         trailer = (*trailer, (RETRY_HINT, str(retry_after_ms)))
     context.set_trailing_metadata(trailer)
     context.abort(status_of(type(error)), str(error))

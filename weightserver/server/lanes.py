@@ -5,8 +5,9 @@ calls may wait for a place, in a thread each; nothing of them is received yet.
 
 A lane is fair: a free place goes to the call that has tried for the longest time. Clients report for how long they have
 tried (`WAITED_KEY`), so a call that was refused, or whose deadline passed while it waited, keeps its turn before later
-calls. When too many calls want to wait, the one that has tried for the shortest time is refused. So clients that call
-equally often are served equally often, however many they are.
+calls. When too many calls want to wait, the one that has tried for the shortest time is refused, and told when to try
+again: before the waiting calls have had their turns, so that it does not miss its own. So clients that call equally
+often are served equally often, however many they are and however short their calls.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ MAX_CALLS = sum(calls for lane, calls in LANES.items() if lane != "watch")
 MAX_WAITING = {"Fetch": 64, "write": 64, "control": 64, "search": 16, "health": 0, "watch": 0}
 """Calls that may wait for a place. Health checks need no token, so none of them may occupy a thread by waiting."""
 RETRY_AFTER_MS = 100
-"""Time within which the calls of a lane are expected to end."""
+"""Time within which the calls of a lane are expected to end, as long as none has been measured; afterwards the longest
+time that is expected."""
+_SHORTEST_RETRY_MS = 5
+WAITED_SHARE = 0.25
+"""Of the time that a refused call has tried: if it tries again after that share, it misses little of its turn, and the
+number of refusals grows with the logarithm of the time alone."""
+_SMOOTHING = 0.1
+"""Weight of the newest interval in the mean."""
 _LANE_OF_METHOD = {
     "Fetch": "Fetch",
     "PushGradients": "write",
@@ -79,6 +87,10 @@ class Lane:
         self._lock = threading.Lock()
         self._num_free = LANES[name]
         self._waiting: list[_Turn] = []  # empty while a place is free; ordered by first attempt
+        self._seconds_per_call = (
+            RETRY_AFTER_MS / 1000 / LANES[name]
+        )  # from one free place to the next, while it is full
+        self._full_since = 0.0  # since the newest place that became free, or since the lane became full
 
     @property
     def num_waiting(self) -> int:
@@ -94,12 +106,16 @@ class Lane:
         with self._lock:
             if self._num_free:
                 self._num_free -= 1
+                if not self._num_free:
+                    self._full_since = time.monotonic()
                 return
-            turn = _Turn(time.monotonic() - _waited_seconds(context))
+            now = time.monotonic()
+            turn = _Turn(now - waited_seconds(context))
             bisect.insort(self._waiting, turn)
             refused = self._waiting.pop() if len(self._waiting) > MAX_WAITING[self.name] else None
+            retry_after_ms = 0 if refused is None else self._retry_after_ms(refused, now)
         if refused is not None:
-            self._refuse(refused)
+            self._refuse(refused, retry_after_ms)
         if not context.add_callback(lambda: self._give_up(turn)):  # called too when the deadline passes
             self._give_up(turn)
         turn.place.result()
@@ -108,6 +124,10 @@ class Lane:
         """Hands the place to the call that has waited longest, or frees it."""
         with self._lock:
             if self._waiting:
+                now = time.monotonic()
+                seconds = min(now - self._full_since, RETRY_AFTER_MS / 1000)
+                self._seconds_per_call += _SMOOTHING * (seconds - self._seconds_per_call)
+                self._full_since = now
                 self._waiting.pop(0).place.set_result(None)
             else:
                 self._num_free += 1
@@ -118,18 +138,27 @@ class Lane:
                 self._waiting = [other for other in self._waiting if other is not turn]
                 turn.place.cancel()
 
-    def _refuse(self, turn: _Turn) -> None:
+    def _retry_after_ms(self, turn: _Turn, now: float) -> int:
+        """When a refused call should try again: when the waiting calls are expected to have had their turns, or, if it
+        has tried for long since calls of many callers come before it, after a share of that time.
+        """
+        places, waiting = LANES[self.name], len(self._waiting)
+        seconds_per_call = max(self._seconds_per_call, now - self._full_since)  # which grows while calls hang
+        expected = min(1000 * seconds_per_call * places, RETRY_AFTER_MS) * (1 + waiting / places)
+        return round(max(expected, 1000 * WAITED_SHARE * (now - turn.since), _SHORTEST_RETRY_MS))
+
+    def _refuse(self, turn: _Turn, retry_after_ms: int) -> None:
         places, waiting = LANES[self.name], len(self._waiting)
         self._on_refused(self.name)
         turn.place.set_exception(
             LaneFullError(
                 f"the shard is busy with {places} {self.name} calls, and {waiting} wait: try again",
-                retry_after_ms=RETRY_AFTER_MS * (1 + waiting // places),
+                retry_after_ms=retry_after_ms,
             )
         )
 
 
-def _waited_seconds(context: grpc.ServicerContext) -> float:
+def waited_seconds(context: grpc.ServicerContext) -> float:
     """For how long the caller reports to have tried; 0 if it reports nothing."""
     for key, value in context.invocation_metadata():
         if key == WAITED_KEY and value.isascii() and value.isdigit():
