@@ -14,6 +14,7 @@ from experiments.results import Results, load
 from experiments.runner import MOST_SEEDS, plan
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
+from trainer.coverage import passes
 from trainer.schedule import learning_rates
 from weightserver.common.atomic_files import atomic_write
 
@@ -53,6 +54,7 @@ cells whose accuracies are at most {NEAR:g} points apart and, if they train on t
 (half to twice as many images seen), over the trials, five seeds each of two runs. Cells further off, such as runs that
 collapse, have a spread of their own, which one seed does not tell. One seed is enough where all effects that compare a
 cell show and exceed {CLEAR_SPREADS:g} times the spread; other cells get up to three. A mean without ± is of one seed.
+Where an effect does not hold and nothing more is said, only further seeds were tried.
 """
 _GAINS = {
     Outcome.SHOWN: "shows",
@@ -142,7 +144,7 @@ def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
         "K / B": f"{config.num_negatives / config.batch_size:g}",
         "window, W / N": f"{config.window_size / num_images:.2f}",
         "stride, S / W": f"{stride:g}",
-        "passes of the window over the images": f"{config.epochs * stride:g}",
+        "passes of the window over the images": f"{passes(config, num_images):.1f}",
         "warm-up, share of the steps": f"{warmup / steps:.3f}",
         "temperature τ": f"{config.temperature:g}",
         _TURN: f"{_first_turn(config, float(rates[: num_images // config.batch_size].max())):.2g}",

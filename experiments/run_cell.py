@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from experiments.baselines import METHODS, train_baseline
-from experiments.cells import AFTER, PIC, PIXELS, Cell, Evaluation
+from experiments.baselines import METHODS, REFERENCES, reference_features, train_baseline
+from experiments.cells import AFTER, PIC, Cell, Evaluation
 from experiments.data import with_data, with_order
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from experiments.results import read_cpu_seconds
@@ -32,8 +32,6 @@ from trainer.evaluate import (
     FeatureSet,
     encoder_features,
     evaluate_features,
-    pixel_features,
-    untrained_encoder,
 )
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
@@ -123,11 +121,8 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
 def _features(method: str, config: TrainConfig) -> FeatureSet:
     """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
     images = dataset_of(config)
-    if method == PIXELS:
-        return pixel_features(images)
-    if method == "untrained":
-        scaled = with_pixel_scale(config, images, Ranks()).encoder
-        return encoder_features(untrained_encoder(scaled, images, config.seed), images, scaled.pixels)
+    if method in REFERENCES:
+        return reference_features(method, with_pixel_scale(config, images, Ranks()), images)
     encoder, encoder_config = load_encoder(config.output / ENCODER_FILE)
     return encoder_features(encoder, images, encoder_config.pixels)
 

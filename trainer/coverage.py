@@ -20,6 +20,11 @@ def images_reached(config: TrainConfig, num_images: int) -> int:
     return min(config.window_size, visits) + window_moves(config, num_images) * config.window_stride
 
 
+def passes(config: TrainConfig, num_images: int) -> float:
+    """How often the window passes over all images in a run."""
+    return images_reached(config, num_images) / num_images
+
+
 def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
     window, stride = config.window_size, config.window_stride

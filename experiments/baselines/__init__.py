@@ -5,6 +5,6 @@
 Losses and momentum encoder of SimCLR and MoCo v2 are lightly's (extra `experiments`).
 """
 
-from experiments.baselines.training import METHODS, REFERENCES, train_baseline
+from experiments.baselines.training import METHODS, REFERENCES, reference_features, train_baseline
 
-__all__ = ["METHODS", "REFERENCES", "train_baseline"]
+__all__ = ["METHODS", "REFERENCES", "reference_features", "train_baseline"]

@@ -107,7 +107,7 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
             save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
             features = partial(encoder_features, model.encoder, dataset.evaluated, config.encoder.pixels)
         else:
-            features = partial(_reference_features, method, config, dataset)
+            features = partial(reference_features, method, config, dataset)
         if config.evaluate:
             results = evaluate_features(features())
             summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
@@ -117,8 +117,9 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
     return summary
 
 
-def _reference_features(reference: str, config: TrainConfig, dataset: Dataset) -> FeatureSet:
-    if reference == "pixels":
+def reference_features(reference: str, config: TrainConfig, dataset: Dataset) -> FeatureSet:
+    """Features of one of `REFERENCES`; the settings have the images' pixel scale."""
+    if reference == PIXELS:
         return pixel_features(dataset.evaluated)
     encoder = untrained_encoder(config.encoder, dataset, config.seed)
     return encoder_features(encoder, dataset.evaluated, config.encoder.pixels)

@@ -106,10 +106,13 @@ NEGATIVES = Table(
             )
             for number in (512, 1_024)
         ),
-        Claim(
-            text="with rows that begin ten times as long, K = B loses nothing against all images",
-            weights={f"{_LONGER}, K = 128": 1, f"{_LONGER}, {_FULL}": -1},
-            not_below=True,
+        *(
+            Claim(
+                text=f"{begun}K = B loses nothing against all images",
+                weights={f"{row}, K = 128": 1, f"{row}, {_FULL}": -1},
+                not_below=True,
+            )
+            for begun, row in (("", _CORRECTIONS["exact"]), ("with rows that begin ten times as long, ", _LONGER))
         ),
         Claim(
             text="with rows that begin ten times as long, the correction raises accuracy at K = 4,096",
@@ -130,6 +133,7 @@ NEGATIVES = Table(
             for number in (128, 512, 1_024, 4_096)
         ),
     ),
+    seeds=2,  # runs that collapse, or nearly do, differ more than others
 )
 
 _DECAYS = (1e-4, 1e-3, 3e-3, 1e-2)
