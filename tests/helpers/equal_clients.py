@@ -26,7 +26,7 @@ _CALLS: dict[str, Callable[[WeightClient], object]] = {
 
 def main(call: str, address: str, num_clients: int, rounds: int) -> list[int]:
     """How often each client was served, since each was once, until all together were `rounds` times their number."""
-    forks = multiprocessing.get_context("fork")  # nothing here has a thread or a channel yet
+    forks = multiprocessing.get_context("fork")  # no channel is open yet
     ready, ended = forks.Barrier(num_clients), forks.Event()
     served = forks.Array(ctypes.c_int64, num_clients)
     before = forks.Array(ctypes.c_int64, num_clients)  # the first to leave the barrier are served before others begin
@@ -51,17 +51,20 @@ def _call(
     served: Any,
     before: Any,
 ) -> None:
-    with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
-        client.describe()
-        ready.wait(60)
-        while not ended.is_set():
-            call(client)
-            with served:
-                served[number] += 1
-                if not any(before) and min(served) > 0:
-                    before[:] = served[:]
-                if any(before) and sum(served) - sum(before) >= enough:
-                    ended.set()
+    try:
+        with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
+            client.describe()
+            ready.wait(60)
+            while not ended.is_set():
+                call(client)
+                with served:
+                    served[number] += 1
+                    if not any(before) and min(served) > 0:
+                        before[:] = served[:]
+                    if any(before) and sum(served) - sum(before) >= enough:
+                        ended.set()
+    finally:
+        ended.set()  # for all, if this one fails
 
 
 if __name__ == "__main__":

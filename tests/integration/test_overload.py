@@ -549,7 +549,7 @@ def test_the_call_that_has_tried_longest_comes_first() -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize(
-    ("call", "num_clients"), [("search", 40), ("fetch", 80), pytest.param("fetch", 160, marks=pytest.mark.slow)]
+    ("call", "num_clients"), [("search", 40), ("fetch", 100), pytest.param("fetch", 160, marks=pytest.mark.slow)]
 )
 def test_equal_clients_are_served_equally(tmp_path: Path, call: str, num_clients: int) -> None:
     """More clients than may wait call as fast as they can. Each is served once per round: over 12 rounds a client may

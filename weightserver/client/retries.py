@@ -19,6 +19,8 @@ _RETRIED = (
 )
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
+_WAITED_SHARE = 0.25
+"""Of the time that a call has tried: the shortest pause, whatever the shard's hint."""
 
 
 class AnswerInDoubtError(Exception):
@@ -87,7 +89,8 @@ class Retries:
         remaining = self._budget_seconds - self.waited
         # Random, so that not all clients try again at the same time.
         if failure.pause_hint:
-            seconds = failure.pause_hint * random.uniform(1.0, 1.5)
+            at_least = min(_WAITED_SHARE * self.waited, _LONGEST_PAUSE_SECONDS)
+            seconds = max(failure.pause_hint * random.uniform(1.0, 1.5), at_least)
         else:
             seconds = self._pause_seconds * random.uniform(0.5, 1.0)
         time.sleep(min(seconds, remaining))

@@ -40,11 +40,9 @@ from weightserver.server.lanes import (
     MAX_CALLS,
     MAX_WAITING,
     RETRY_AFTER_MS,
-    WAITED_SHARE,
     Lane,
     LaneFullError,
     lane_of,
-    waited_seconds,
 )
 from weightserver.server.request_memory import RequestMemory
 
@@ -270,10 +268,7 @@ def abort(
 ) -> NoReturn:
     """Ends the call with the error's status, with a hint when to retry if it may succeed later."""
     if isinstance(error, OverloadedError):
-        if isinstance(error, LaneFullError):
-            retry_after_ms = error.retry_after_ms
-        else:
-            retry_after_ms = round(max(RETRY_AFTER_MS, 1000 * WAITED_SHARE * waited_seconds(context)))
+        retry_after_ms = error.retry_after_ms if isinstance(error, LaneFullError) else RETRY_AFTER_MS
         trailer = (*trailer, (RETRY_HINT, str(retry_after_ms)))
     context.set_trailing_metadata(trailer)
     context.abort(status_of(type(error)), str(error))

@@ -6,8 +6,9 @@ calls may wait for a place, in a thread each; nothing of them is received yet.
 A lane is fair: a free place goes to the call that has tried for the longest time. Clients report for how long they have
 tried (`WAITED_KEY`), so a call that was refused, or whose deadline passed while it waited, keeps its turn before later
 calls. When too many calls want to wait, the one that has tried for the shortest time is refused, and told when to try
-again: before the waiting calls have had their turns, so that it does not miss its own. So clients that call equally
-often are served equally often, however many they are and however short their calls.
+again: about when its turn comes, and one after another, at the pace at which places become free. If it is late, it is
+the next. So clients that call equally often are served equally often, however many they are and however short their
+calls.
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ MAX_CALLS = sum(calls for lane, calls in LANES.items() if lane != "watch")
 MAX_WAITING = {"Fetch": 64, "write": 64, "control": 64, "search": 16, "health": 0, "watch": 0}
 """Calls that may wait for a place. Health checks need no token, so none of them may occupy a thread by waiting."""
 RETRY_AFTER_MS = 100
-"""Time within which the calls of a lane are expected to end, as long as none has been measured; afterwards the longest
-time that is expected."""
-_SHORTEST_RETRY_MS = 5
-WAITED_SHARE = 0.25
-"""Of the time that a refused call has tried: if it tries again after that share, it misses little of its turn, and the
-number of refusals grows with the logarithm of the time alone."""
+"""Time within which the calls of a lane are expected to end; no more is expected of them."""
+_SHORTEST_RETRY_MS, _LONGEST_RETRY_MS = 5, 1000
+_EARLY = 0.6
+"""How much of the expected time a refused call is told to wait: clients add up to a half at random."""
 _SMOOTHING = 0.1
 """Weight of the newest interval in the mean."""
 _LANE_OF_METHOD = {
@@ -87,10 +86,9 @@ class Lane:
         self._lock = threading.Lock()
         self._num_free = LANES[name]
         self._waiting: list[_Turn] = []  # empty while a place is free; ordered by first attempt
-        self._seconds_per_call = (
-            RETRY_AFTER_MS / 1000 / LANES[name]
-        )  # from one free place to the next, while it is full
-        self._full_since = 0.0  # since the newest place that became free, or since the lane became full
+        self._seconds_per_place = 0.0  # mean time from one place that becomes free to the next, while all are taken
+        self._full_since = 0.0  # when the last place became free, or the lane became full
+        self._next_return = 0.0  # when the call that was refused last should try again
 
     @property
     def num_waiting(self) -> int:
@@ -110,10 +108,10 @@ class Lane:
                     self._full_since = time.monotonic()
                 return
             now = time.monotonic()
-            turn = _Turn(now - waited_seconds(context))
+            turn = _Turn(now - _waited_seconds(context))
             bisect.insort(self._waiting, turn)
             refused = self._waiting.pop() if len(self._waiting) > MAX_WAITING[self.name] else None
-            retry_after_ms = 0 if refused is None else self._retry_after_ms(refused, now)
+            retry_after_ms = 0 if refused is None else self._retry_after_ms(now)
         if refused is not None:
             self._refuse(refused, retry_after_ms)
         if not context.add_callback(lambda: self._give_up(turn)):  # called too when the deadline passes
@@ -126,7 +124,7 @@ class Lane:
             if self._waiting:
                 now = time.monotonic()
                 seconds = min(now - self._full_since, RETRY_AFTER_MS / 1000)
-                self._seconds_per_call += _SMOOTHING * (seconds - self._seconds_per_call)
+                self._seconds_per_place += _SMOOTHING * (seconds - self._seconds_per_place)
                 self._full_since = now
                 self._waiting.pop(0).place.set_result(None)
             else:
@@ -138,14 +136,17 @@ class Lane:
                 self._waiting = [other for other in self._waiting if other is not turn]
                 turn.place.cancel()
 
-    def _retry_after_ms(self, turn: _Turn, now: float) -> int:
-        """When a refused call should try again: when the waiting calls are expected to have had their turns, or, if it
-        has tried for long since calls of many callers come before it, after a share of that time.
+    def _retry_after_ms(self, now: float) -> int:
+        """When the next refused call should try again: when its turn is expected, or later if calls hang, and after the
+        call that was refused before it.
         """
         places, waiting = LANES[self.name], len(self._waiting)
-        seconds_per_call = max(self._seconds_per_call, now - self._full_since)  # which grows while calls hang
-        expected = min(1000 * seconds_per_call * places, RETRY_AFTER_MS) * (1 + waiting / places)
-        return round(max(expected, 1000 * WAITED_SHARE * (now - turn.since), _SHORTEST_RETRY_MS))
+        most = RETRY_AFTER_MS / 1000 * (1 + waiting / places)
+        turn = min(self._seconds_per_place * (places + waiting), most)
+        hanging = min(now - self._full_since, most)
+        pace = self._next_return + _EARLY * self._seconds_per_place
+        self._next_return = min(max(pace, now + max(_EARLY * turn, hanging)), now + _LONGEST_RETRY_MS / 1000)
+        return max(round(1000 * (self._next_return - now)), _SHORTEST_RETRY_MS)
 
     def _refuse(self, turn: _Turn, retry_after_ms: int) -> None:
         places, waiting = LANES[self.name], len(self._waiting)
@@ -158,7 +159,7 @@ class Lane:
         )
 
 
-def waited_seconds(context: grpc.ServicerContext) -> float:
+def _waited_seconds(context: grpc.ServicerContext) -> float:
     """For how long the caller reports to have tried; 0 if it reports nothing."""
     for key, value in context.invocation_metadata():
         if key == WAITED_KEY and value.isascii() and value.isdigit():
