@@ -28,11 +28,7 @@ from experiments.data import with_data, with_order
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
-from trainer.evaluate import (
-    FeatureSet,
-    encoder_features,
-    evaluate_features,
-)
+from trainer.evaluate import FeatureSet, encoder_features, evaluate_features
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
 from trainer.evaluate.protocols import PROTOCOLS

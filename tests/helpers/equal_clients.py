@@ -1,5 +1,5 @@
-"""Clients in processes of their own that make the same call as fast as they can:
-python -m tests.helpers.equal_clients CALL ADDRESS CLIENTS ROUNDS. Prints how often each was served, as JSON.
+"""Clients in processes of their own that search as fast as they can:
+python -m tests.helpers.equal_clients ADDRESS CLIENTS ROUNDS. Prints how often each was served, as JSON.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import ctypes
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
 from multiprocessing.synchronize import Barrier, Event
 from typing import Any
 
@@ -16,22 +15,17 @@ import numpy as np
 
 from weightserver import WeightClient
 
-_ROWS = np.arange(4096)
 _QUERY = np.ones((1, 64), np.float32)
-_CALLS: dict[str, Callable[[WeightClient], object]] = {
-    "fetch": lambda client: client.fetch(_ROWS, step=1),  # as much work for the client as for the shard
-    "search": lambda client: client.nearest(_QUERY, k=1),  # little for it
-}
 
 
-def main(call: str, address: str, num_clients: int, rounds: int) -> list[int]:
+def main(address: str, num_clients: int, rounds: int) -> list[int]:
     """How often each client was served, since each was once, until all together were `rounds` times their number."""
     forks = multiprocessing.get_context("fork")  # no channel is open yet
     ready, ended = forks.Barrier(num_clients), forks.Event()
     served = forks.Array(ctypes.c_int64, num_clients)
     before = forks.Array(ctypes.c_int64, num_clients)  # the first to leave the barrier are served before others begin
-    arguments = (_CALLS[call], address, rounds * num_clients, ready, ended, served, before)
-    clients = [forks.Process(target=_call, args=(number, *arguments)) for number in range(num_clients)]
+    arguments = (address, rounds * num_clients, ready, ended, served, before)
+    clients = [forks.Process(target=_search, args=(number, *arguments)) for number in range(num_clients)]
     for client in clients:
         client.start()
     for client in clients:
@@ -41,22 +35,13 @@ def main(call: str, address: str, num_clients: int, rounds: int) -> list[int]:
     return [last - first for last, first in zip(served[:], before[:], strict=True)]
 
 
-def _call(
-    number: int,
-    call: Callable[[WeightClient], object],
-    address: str,
-    enough: int,
-    ready: Barrier,
-    ended: Event,
-    served: Any,
-    before: Any,
-) -> None:
+def _search(number: int, address: str, enough: int, ready: Barrier, ended: Event, served: Any, before: Any) -> None:
     try:
         with WeightClient([address], timeout_seconds=30, retry_seconds=60) as client:
             client.describe()
             ready.wait(60)
             while not ended.is_set():
-                call(client)
+                client.nearest(_QUERY, k=1)
                 with served:
                     served[number] += 1
                     if not any(before) and min(served) > 0:
@@ -68,5 +53,5 @@ def _call(
 
 
 if __name__ == "__main__":
-    _, chosen, shard, *numbers = sys.argv
-    print(json.dumps(main(chosen, shard, *map(int, numbers))))
+    _, shard, *numbers = sys.argv
+    print(json.dumps(main(shard, *map(int, numbers))))

@@ -35,15 +35,7 @@ from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.protocol.codec import ONE_MESSAGE_KEY, RETRY_HINT
 from weightserver.protocol.status import status_of
-from weightserver.server.lanes import (
-    LANES,
-    MAX_CALLS,
-    MAX_WAITING,
-    RETRY_AFTER_MS,
-    Lane,
-    LaneFullError,
-    lane_of,
-)
+from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, RETRY_AFTER_MS, Lane, LaneFullError, lane_of
 from weightserver.server.request_memory import RequestMemory
 
 BASE_BYTES = 384 << 20
