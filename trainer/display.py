@@ -52,7 +52,25 @@ class Display:
         self._notice = ""
         self._spinner = Spinner("dots")
         self.is_drawn = False
-        """Whether a terminal shows it."""
+        """Whether a terminal shows it, or did so until it was erased."""
+        self._live: Live | None = None
+
+    @contextmanager
+    def drawn(self, console: Console) -> Iterator[None]:
+        """Draws it on the terminal until the context ends, or until `erase`."""
+        self.is_drawn = True
+        with Live(
+            self,
+            console=console,
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
+        ) as self._live:
+            yield
+
+    def erase(self) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -125,7 +143,7 @@ def shown(*, wanted: bool = True) -> Iterator[None]:
     _current = display
     try:
         drawn = wanted and console.is_terminal and not logs_json()
-        with _drawn(display, console) if drawn else _logged(display):
+        with display.drawn(console) if drawn else _logged(display):
             yield
     finally:
         _current = None
@@ -170,22 +188,15 @@ def notify(notice: str) -> bool:
     return display is not None and display.is_drawn
 
 
+def erase() -> None:
+    """Erases the display for good, from any thread: the run ends, and another process says why."""
+    if (display := _current) is not None:
+        display.erase()
+
+
 def duration(seconds: float) -> str:
     """A duration in hours, minutes and seconds: 0:12:34."""
     return str(timedelta(seconds=round(seconds)))
-
-
-@contextmanager
-def _drawn(display: Display, console: Console) -> Iterator[None]:
-    display.is_drawn = True
-    with Live(
-        display,
-        console=console,
-        refresh_per_second=_REFRESHES_PER_SECOND,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
-    ):
-        yield
 
 
 @contextmanager

@@ -12,8 +12,10 @@ import contextvars
 import dis
 import functools
 import inspect
+import random
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -451,7 +453,14 @@ class MemoryCluster:
                 return wait(condition, timeout)
             return self.threads.wait_for(condition, timeout)
 
-        clock = SimpleNamespace(monotonic=lambda: self._now, sleep=self._sleep)
+        def only_here(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+            """Threads that earlier tests left keep the real one, and change nothing here."""
+            return lambda *given: (simulated if threading.get_ident() == here else real)(*given)
+
+        clock = SimpleNamespace(
+            monotonic=only_here(lambda: self._now, time.monotonic), sleep=only_here(self._sleep, time.sleep)
+        )
+        chance = SimpleNamespace(uniform=only_here(random.Random(0).uniform, random.uniform))
         for module, name, value in (
             (
                 weightserver.client.connection,
@@ -461,6 +470,7 @@ class MemoryCluster:
             (weightserver.client.calls, "time", clock),
             (weightserver.client.connection, "time", clock),
             (weightserver.client.retries, "time", clock),
+            (weightserver.client.retries, "random", chance),
             (weightserver.client.fan_out, "Workers", lambda: self.threads),
             (threading.Condition, "wait", wait_here),
             (weightserver.client.calls.CallWatch, "_start", lambda watch: None),  # a thread that looks at real time

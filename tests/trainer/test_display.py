@@ -255,6 +255,46 @@ def test_ctrl_c_of_two_ranks_is_one_line(tmp_path: Path) -> None:
     assert re.search(r"trainer: interrupted after \d+ steps: --resume continues from there", terminal.left)
 
 
+TWO_RANKS = """
+import os, sys, time
+import torch
+from trainer.display import shown, stage
+from trainer.distributed import process_group
+from trainer.stopping import Interrupted, exit_on_error
+
+first, how = os.environ["RANK"] == "0", sys.argv[1]
+with exit_on_error("trainer"), shown(), stage("working"):
+    try:
+        with process_group(torch.device("cpu"), agreed=(Interrupted,)) as ranks:
+            time.sleep(1)
+            if how == "together":
+                raise Interrupted(2, "interrupted, both")
+            if not first:
+                raise ValueError("rank 1 failed, alone")
+            ranks.broadcast_text("to rank 1")
+            time.sleep(1)
+            ranks.broadcast_text("to rank 1")
+    finally:
+        time.sleep(1 if first else 0)  # as if its weight servers ended slowly
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    ("how", "status", "line"),
+    [("together", 130, "trainer: interrupted, both"), ("alone", 1, "trainer: rank 1 failed, alone")],
+)
+def test_the_last_line_of_ranks_is_not_erased_by_the_first_ones_display(
+    how: str, status: int, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks.py").write_text(TWO_RANKS)
+    command = ["trainer.torchrun", "--standalone", "--nproc-per-node", "2", str(tmp_path / "ranks.py"), how]
+    terminal = Terminal([sys.executable, "-m", *command], environment={"PYTHONPATH": str(ROOT)})
+    assert terminal.run() == status
+    assert "working" in terminal.seen
+    assert terminal.left.split("\n") == [line, ""]
+
+
 @pytest.mark.guard
 def test_two_ranks_that_fail_leave_one_line_and_their_status(tmp_path: Path) -> None:
     command = ranks_of("trainer", *SMALL, "--resume", "--output", str(tmp_path))

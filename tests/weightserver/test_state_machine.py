@@ -19,6 +19,7 @@ import functools
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,6 +54,7 @@ from tests.helpers.memory_cluster import (
 )
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
 from weightserver import TableSpec, WeightClient
+from weightserver.client import retries
 from weightserver.core.errors import (
     ClusterError,
     DataLossError,
@@ -823,6 +825,16 @@ def machine(small_window: None) -> Iterator[Machine]:
     machine.start()
     yield machine
     machine.teardown()
+
+
+def test_threads_that_other_tests_left_keep_their_clock(machine: Machine) -> None:
+    """Otherwise their retries would change how long calls last here, and a schedule would not be the same twice."""
+    before, started = machine.cluster._now, time.monotonic()
+    elsewhere = threading.Thread(target=lambda: vars(retries)["time"].sleep(0.05))
+    elsewhere.start()
+    elsewhere.join()
+    assert time.monotonic() - started >= 0.05
+    assert machine.cluster._now == before
 
 
 PUSH = Action("push", (0, 2), 0)
