@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     runner = Runner(
         tables=_tables(options.tables, is_quick=options.quick),
-        others=[table for table in _tables(None, is_quick=options.quick) if table.gives_spread],
+        others=_tables(None, is_quick=options.quick),
         most_seeds=options.seeds,
         directory=directory,
         results=results,

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments.cells import LESS, Cell, Table
@@ -157,16 +158,28 @@ def _complete(cell: Cell, run: Run) -> bool:
     return all(any(name.startswith(f"{each.name}.") for name in run["measures"]) for each in cell.evaluations)
 
 
-def collect(directory: Path, file: Path, table: Table, seeds: int) -> Results:
-    """Adds the runs in `directory` that have finished to a table's JSON."""
+def records(file: Path, table: Table) -> dict[str, Run]:
+    """The records of a table's cells in its JSON, by run."""
+    return {run["id"]: run for runs in _stored(file, table).values() for run in runs.values()}
+
+
+def collect(
+    directory: Path, file: Path, table: Table, seeds: int, recorded: Mapping[str, Run] = MappingProxyType({})
+) -> Results:
+    """Adds the runs in `directory` that have finished to a table's JSON.
+
+    A run whose directory was lost runs again if another cell continues it, or if it lacks an evaluation. What was
+    measured before, as the JSON has it or `recorded` by run, stays as it is.
+    """
     known = _stored(file, table)
 
     def record(cell: Cell, seed: int) -> Run:
         run: Run = read_run(directory, cell, seed)
-        if before := known[cell.name].get(seed):  # whose time may have been lost since
-            run = {**run, "core_seconds": max(run["core_seconds"], before["core_seconds"])}
-        records = read_metrics(directory / cell.identity(seed) / METRICS_FILE) if table.over_time else []
-        return with_curve(run, records) if records else run
+        if before := known[cell.name].get(seed) or recorded.get(run["id"]):
+            seconds = max(run["core_seconds"], before["core_seconds"])  # those of one of the two
+            run = {**run, **before, "core_seconds": seconds, "measures": run["measures"] | before["measures"]}
+        steps = read_metrics(directory / cell.identity(seed) / METRICS_FILE) if table.over_time else []
+        return with_curve(run, steps) if steps else run
 
     runs = {
         cell.name: {

@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.cells import Cell, Table
 from experiments.effects import unclear_cells
 from experiments.files import LOG_FILE
-from experiments.results import Results, check_results, collect, finished, load
+from experiments.results import Results, Run, check_results, collect, finished, load, records
 from experiments.run_cell import write_cell
 
 MOST_SEEDS = 3
@@ -80,7 +80,7 @@ class Runner:
 
     tables: Sequence[Table]
     others: Sequence[Table] = ()
-    """Tables whose results give the spread between seeds; none of their cells is run."""
+    """Tables whose results give the spread between seeds, and what runs measured before; none of their cells is run."""
     most_seeds: int
     directory: Path
     results: Path
@@ -88,6 +88,8 @@ class Runner:
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Runs that failed: key to the place of the log."""
     _failures_in_a_row: int = 0
+    _recorded: dict[str, Run] = field(default_factory=dict)
+    """What the results of all tables held at the beginning, by run."""
     _running: dict[Job, subprocess.Popen[bytes]] = field(default_factory=dict)
     _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
 
@@ -99,6 +101,8 @@ class Runner:
         """
         for table in self.tables:
             check_results(self._file(table), table)
+        for table in (*self.tables, *self.others):
+            self._recorded |= records(self._file(table), table)
         try:
             self._collect()
             while True:
@@ -119,7 +123,7 @@ class Runner:
 
     def _collect(self) -> None:
         for table in self.tables:
-            collect(self.directory, self._file(table), table, self._seeds())
+            collect(self.directory, self._file(table), table, self._seeds(), self._recorded)
 
     def _file(self, table: Table) -> Path:
         return self.results / f"{table.name}.json"

@@ -15,6 +15,8 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "windows": {"window_size": 2_048, "window_stride": 256},
 }
 _BEGINNINGS = ("random", "embedding")
+_LENGTHS = (2, 6, 20)
+"""Epochs."""
 _OF_ALL = "epoch order of all images"
 _EPOCH_ORDER_OF_ALL: dict[str, Any] = {"epochs": 6.0, "window_size": 60_000, "window_stride": 60_000}
 _WINDOWS_OF_20_EPOCHS = _SMALL | _ORDERS["windows"] | {"epochs": 20.0, "init": "random"}
@@ -29,7 +31,7 @@ BEGINNINGS = Table(
             column=f"{epochs} epochs",
             settings=_SMALL | settings | {"epochs": float(epochs), "init": init},
         )
-        for epochs in (2, 6, 20)
+        for epochs in _LENGTHS
         for order, settings in _ORDERS.items()
         for init in _BEGINNINGS
     )
@@ -39,10 +41,13 @@ BEGINNINGS = Table(
     ),
     claims=tuple(
         Claim(
-            text=f"beginning at the embedding is better in {order} of {epochs} epochs",
+            text=f"beginning at the embedding is better in {order} of {epochs} epochs{in_measure}",
             weights={f"{order}, embedding, {epochs} epochs": 1, f"{order}, random, {epochs} epochs": -1},
+            measure=measure,
         )
-        for order, epochs in (("epoch order", 2), ("windows", 2), (_OF_ALL, 6))
+        for order, lengths in (*((order, _LENGTHS) for order in _ORDERS), (_OF_ALL, (6,)))
+        for epochs in lengths
+        for measure, in_measure in ((LINEAR, ""), (KNN, " in kNN"))
     ),
     seeds=3,
 )

@@ -20,6 +20,10 @@ _LONG = (
     "run, the closer both orders come to each other, as in the paper, and to what the encoder learns from labels (see "
     "the methods)."
 )
+_LONG_OF_ALL = (
+    "Tried: half and a quarter of the length, where the window gains more, as in the paper. What the encoder learns "
+    "from all labels was not measured."
+)
 _SHORT = (10, 20, 40)
 """Epochs of runs whose rows begin at their image's embedding."""
 
@@ -176,6 +180,7 @@ WINDOWS = Table(
             for begun in _BEGINNINGS
         ),
     ),
+    seeds=2,  # runs with small windows nearly collapse, and differ more than others
 )
 
 _ALL = 60_000
@@ -213,7 +218,7 @@ LARGER = Table(
             Claim(
                 text=f"the window raises accuracy at {epochs} epochs",
                 weights=_gain(epochs),
-                tried=_LONG if epochs > 10 else "",
+                tried=_LONG_OF_ALL if epochs > 10 else "",
             )
             for epochs in _LARGER
         ),

@@ -14,11 +14,11 @@ import pytest
 from scipy.stats import ttest_ind
 
 from experiments.baselines import METHODS, REFERENCES
-from experiments.cells import AFTER, LESS, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
+from experiments.cells import AFTER, KNN, LESS, LINEAR, PIC, PIXELS, Cell, Claim, Evaluation, Table
 from experiments.data import num_images
 from experiments.effects import Outcome, pooled, spreads, unclear_cells, verdict
 from experiments.quick import quick
-from experiments.results import Results, check_results, collect, load
+from experiments.results import Results, check_results, collect, load, records
 from experiments.runner import plan
 from experiments.tables import TABLES
 
@@ -307,6 +307,19 @@ def test_records_that_lack_an_added_evaluation_stay_in_the_file(tmp_path: Path) 
     more = table(replace(cell, evaluations=(Evaluation(name="maps", arguments=("saliency",)),)))
     assert collect(tmp_path / "elsewhere", file, more, seeds=1).values("a", LINEAR) == []
     assert load(file, table(cell)).values("a", LINEAR) == [80.0]
+
+
+def test_a_run_that_is_repeated_for_another_cell_keeps_its_numbers(tmp_path: Path) -> None:
+    """Its directory was lost, and another processor gives others: they would change without a word."""
+    cell = Cell(row="a")
+    finished_run(tmp_path / "lost", cell, 0, linear_top1=80.0)
+    collect(tmp_path / "lost", tmp_path / "one.json", table(cell), seeds=1)
+    finished_run(tmp_path / "runs", cell, 0, linear_top1=79.0, knn_top1=70.0)
+    again = collect(tmp_path / "runs", tmp_path / "one.json", table(cell), seeds=1)
+    assert (again.values("a", LINEAR), again.values("a", KNN)) == ([80.0], [70.0])
+    recorded = records(tmp_path / "one.json", table(cell))
+    other = collect(tmp_path / "runs", tmp_path / "other.json", table(cell), seeds=1, recorded=recorded)
+    assert other.values("a", LINEAR) == [80.0]
 
 
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ class Similarities:
     """Number of images in each bin."""
     accuracy: list[float | None] | None
     """Percentage of correctly classified images in each bin, None for an empty bin; None without labels."""
+    more_similar_accuracy: float | None
+    """The same of the half of the images whose maps are more similar."""
+    less_similar_accuracy: float | None
+    """The same of the other half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,15 +217,20 @@ def _similarities(maps: Tensor, others: Tensor, correct: Tensor | None, bins: in
     values = similarity(maps, others)
     bin_of_image = (values * bins).long().clamp(0, bins - 1)
     counts = torch.bincount(bin_of_image, minlength=bins)
-    accuracy = None
+    accuracy = more_similar = less_similar = None
     if correct is not None:
         shares = 100 * torch.bincount(bin_of_image, weights=correct.double(), minlength=bins) / counts
         accuracy = [share if count else None for share, count in zip(shares.tolist(), counts.tolist(), strict=True)]
+        by_similarity = 100 * correct[values.argsort(descending=True, stable=True)].double()
+        half = len(values) // 2
+        more_similar, less_similar = by_similarity[:half].mean().item(), by_similarity[half:].mean().item()
     return Similarities(
         mean=values.mean().item(),
         other_image=similarity(maps, others.roll(len(others) // 2, dims=0)).mean().item(),  # often of another class
         histogram=counts.tolist(),
         accuracy=accuracy,
+        more_similar_accuracy=more_similar,
+        less_similar_accuracy=less_similar,
     )
 
 

@@ -25,6 +25,7 @@ from trainer.evaluate.saliency import (
     SaliencyConfig,
     SaliencyResult,
     Similarities,
+    _similarities,
     saliency,
 )
 from trainer.evaluate.saliency_maps import maps_and_features, saliency_maps, similarity
@@ -147,6 +148,14 @@ def test_an_encoder_is_similar_to_itself(dataset: Dataset, tmp_path: Path) -> No
     assert result.random < 1
 
 
+def test_halves_are_of_more_and_less_similar_images() -> None:
+    maps = torch.tensor([[[1.0, 0.0]]] * 5)
+    others = torch.tensor([[[share, 1 - share]] for share in (0.9, 0.1, 0.5, 0.7, 0.3)])
+    found = _similarities(maps, others, torch.tensor([True, False, True, False, False]), bins=2)
+    assert found.more_similar_accuracy == 50
+    assert found.less_similar_accuracy == pytest.approx(100 / 3)
+
+
 def test_compares_maps_of_different_sizes_with_accuracy(dataset: Dataset, tmp_path: Path) -> None:
     half_the_size = small(replace(SMALL, stem_stride=2), seed=1)
     result, found = compared(half_the_size, dataset, tmp_path, replace(CONFIG, bins=100))
@@ -161,6 +170,9 @@ def test_compares_maps_of_different_sizes_with_accuracy(dataset: Dataset, tmp_pa
     assert total / 61 == pytest.approx(result.knn_top1)
     assert result.knn_top1 is not None
     assert result.knn_top1 > 60, "the band's height shows even in random features"
+    assert found.more_similar_accuracy is not None
+    assert found.less_similar_accuracy is not None
+    assert found.more_similar_accuracy * 30 + found.less_similar_accuracy * 31 == pytest.approx(61 * result.knn_top1)
     assert {path.name for path in tmp_path.iterdir()} == {MAPS_FILE, SIMILARITY_FILE}
     for path in tmp_path.iterdir():
         with Image.open(path) as image:
