@@ -30,7 +30,7 @@ from benchmarks.figures import FILES, TABLES, updated
 from benchmarks.readme_figure import figures
 from docs.hooks import on_page_markdown
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.ports import free_ports
+from tests.helpers.ports import reserved_ports
 from trainer.config import PRESETS, parse_config
 from trainer.evaluate.command import parse as parse_evaluation
 from trainer.evaluate.protocols import PROTOCOLS
@@ -343,23 +343,23 @@ def test_your_own_images(place: Path) -> None:
 @pytest.mark.guard  # two shards and a run on two ranks: half a minute
 @pytest.mark.timeout(600)
 def test_your_own_servers(place: Path) -> None:
-    first, second = free_ports(2)
-    plain_tree(place / "more", 24)
-    substitutions = [
-        ("--nproc-per-node 8", "--nproc-per-node 2"),
-        ("imagenet-1k", f"imagenet-1k {SHORT_RUN}"),
-        ("packed/", "more-packed/"),
-        ("runs/a", "runs/b"),
-        ("/data/", f"{place}/data/"),
-        ("50051", str(first)),
-        ("50052", str(second)),
-    ]
-    block = re.sub(r"^weightserver serve .*$", r"\g<0> &", shortened(SERVERS, *substitutions), flags=re.MULTILINE)
-    run_in(place, f"python -m trainer.data pack more more-packed\n{block}")
-    assert json.loads((place / "runs/b/summary.json").read_text())["steps"] == 3
-    for shard in range(2):
-        looked = json.loads(run_in(place, f"weightserver inspect {place}/data/ws{shard}"))
-        assert looked["checkpoints"], "the run did not write to these shards"
+    with reserved_ports(2) as (first, second):
+        plain_tree(place / "more", 24)
+        substitutions = [
+            ("--nproc-per-node 8", "--nproc-per-node 2"),
+            ("imagenet-1k", f"imagenet-1k {SHORT_RUN}"),
+            ("packed/", "more-packed/"),
+            ("runs/a", "runs/b"),
+            ("/data/", f"{place}/data/"),
+            ("50051", str(first)),
+            ("50052", str(second)),
+        ]
+        block = re.sub(r"^weightserver serve .*$", r"\g<0> &", shortened(SERVERS, *substitutions), flags=re.MULTILINE)
+        run_in(place, f"python -m trainer.data pack more more-packed\n{block}")
+        assert json.loads((place / "runs/b/summary.json").read_text())["steps"] == 3
+        for shard in range(2):
+            looked = json.loads(run_in(place, f"weightserver inspect {place}/data/ws{shard}"))
+            assert looked["checkpoints"], "the run did not write to these shards"
 
 
 def test_the_python_example() -> None:

@@ -21,7 +21,7 @@ from weightserver.common.interrupts import interruption
 from weightserver.common.logs import print_error
 
 _SAME_SIGNAL_SECONDS = 1.0
-"""torchrun, which a terminal's Ctrl-C reaches too, sends it to its ranks once more."""
+"""torchrun, which a terminal's Ctrl-C reaches too, sends it to its ranks once more, usually within this time."""
 
 
 class Interrupted(Exception):
@@ -36,20 +36,23 @@ class Interrupted(Exception):
 def stop_signals(on_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual.
 
-    `on_first` is called in the handler of the first one. Signals within a second count as one.
+    `on_first` is called in the handler of the first one. Signals within a second count as one, and so does the first
+    repetition on a rank of torchrun's.
     """
     received: list[int] = []
-    first = 0.0
+    first, repetitions = 0.0, 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield received
         return
 
     def note(number: int, _: FrameType | None) -> None:
-        nonlocal first
+        nonlocal first, repetitions
         if not received:
             received.append(number)
             first = time.monotonic()
             on_first()
+        elif repetitions:
+            repetitions -= 1
         elif time.monotonic() - first > _SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
 

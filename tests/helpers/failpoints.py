@@ -7,7 +7,7 @@
     written    all are, but neither synced nor made to count by the meta page, which comes last
     after      the commit is durable, but not acknowledged
 
-At "slow" it lives, and its disk takes a minute for the commit.
+At "slow" it lives, and its disk takes a minute for the commit, which has begun once there is a file shard-N.slow.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def _install(point: str, commit: int) -> None:
             with super().write() as txn:
                 yield txn
                 if count == commit and point == "slow":
+                    self.directory.with_suffix(".slow").touch()
                     time.sleep(60)
                 if count == commit and point == "before":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks.gpu.runs import RunFailedError
 from tests.helpers import pretended_gpu
+from tests.helpers.ports import reserved_ports
 
 _PRELOADED = "tests.helpers.gpus_preloaded"
 NUM_PRETENDED = 2
@@ -55,26 +55,29 @@ class Gpus:
 
         Fails unless all end well, or, where they are to be `killed`, the first does not.
         """
-        processes = self._start(scenario, arguments, num_ranks, directory)
-        deadline = time.monotonic() + timeout_seconds
-        try:
-            if killed:
-                processes[0].join(timeout_seconds)
-            while not killed and any(process.is_alive() for process in processes):
-                assert time.monotonic() < deadline, f"{scenario.__name__} took more than {timeout_seconds} s"
-                if any(process.exitcode for process in processes):
-                    break
-                time.sleep(0.01)
-        finally:
-            for process in processes:
-                process.kill() if killed or any(one.exitcode for one in processes) else process.join(timeout_seconds)
-                process.join()
+        with reserved_ports(1) as (port,):
+            processes = self._start(scenario, arguments, num_ranks, directory, port)
+            deadline = time.monotonic() + timeout_seconds
+            try:
+                if killed:
+                    processes[0].join(timeout_seconds)
+                while not killed and any(process.is_alive() for process in processes):
+                    assert time.monotonic() < deadline, f"{scenario.__name__} took more than {timeout_seconds} s"
+                    if any(process.exitcode for process in processes):
+                        break
+                    time.sleep(0.01)
+            finally:
+                for process in processes:
+                    process.kill() if killed or any(one.exitcode for one in processes) else process.join(
+                        timeout_seconds
+                    )
+                    process.join()
         statuses = [process.exitcode for process in processes]
         said = "\n".join((directory / f"log-{rank}").read_text()[-3000:] for rank in range(num_ranks))
         assert (statuses[0] == -signal.SIGKILL) if killed else not any(statuses), f"{statuses}: {said}"
 
     def _start(
-        self, scenario: Callable[..., None], arguments: Sequence[Any], num_ranks: int, directory: Path
+        self, scenario: Callable[..., None], arguments: Sequence[Any], num_ranks: int, directory: Path, port: int
     ) -> list[BaseProcess]:
         directory.mkdir(parents=True, exist_ok=True)
         if self.pretended:
@@ -82,8 +85,6 @@ class Gpus:
             context.set_forkserver_preload([_PRELOADED])
         else:
             context = multiprocessing.get_context("spawn")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         processes: list[BaseProcess] = []
         for rank in range(num_ranks):
             common = (self.number if self.pretended else None, rank, num_ranks, port, directory / f"log-{rank}")

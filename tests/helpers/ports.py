@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 
-def free_ports(number: int) -> list[int]:
-    """Different ports that are free now; another process may take them."""
+@contextmanager
+def reserved_ports(number: int) -> Iterator[list[int]]:
+    """Different ports on which servers that set SO_REUSEADDR can listen, and which nothing else is given meanwhile."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [one.getsockname()[1] for one in sockets]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:  # bound, but not listening
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        yield [one.getsockname()[1] for one in sockets]

@@ -278,7 +278,7 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
 @pytest.mark.guard  # seconds
 def test_addresses_that_are_not_one_cluster_are_refused(cluster: LocalCluster) -> None:
     def describe(*addresses: str) -> object:
-        with WeightClient(addresses, timeout_seconds=2, retry_seconds=1) as client:
+        with WeightClient(addresses, timeout_seconds=20, retry_seconds=1) as client:
             return client.describe()
 
     first, second = cluster.addresses

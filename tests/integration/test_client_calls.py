@@ -84,19 +84,21 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, timeout_seconds=1.5) as client:
         fill(client)
         client.fetch(ROWS, step=1)
-        attempts, retries = value("attempts_total", **of_shard), value("retries_total", **of_shard)
-        late, ended = value("late_calls_total", **of_shard), value("call_seconds_count", rows="2048", **of_shard)
+        ended = value("call_seconds_count", rows="2048", **of_shard)
         assert value("waiting_calls", **of_shard) == value("oldest_call_seconds", **of_shard) == 0
         began = time.time()
         with in_thread(lambda: client.fetch(ROWS, step=1)) as fetch:
             pass
+        attempts, retries = value("attempts_total", **of_shard), value("retries_total", **of_shard)
+        late = value("late_calls_total", **of_shard)
         with frozen(cluster, 1):
             fetch = threading.Thread(target=lambda: client.fetch(ROWS, step=1))
             fetch.start()
             wait_until(lambda: value("oldest_call_seconds", **of_shard) > 0.3)
             assert value("waiting_calls", **of_shard) == 1
             assert value("late_calls_total", **of_shard) == late + 1, "late before it ends"
-            assert value("attempts_total", **of_shard) == attempts + 2
+            made = value("attempts_total", **of_shard)
+            assert made == attempts + 1 or value("oldest_call_seconds", **of_shard) > 1.5, "one until its deadline"
             assert value("waiting_calls", shard="0", method="Fetch") == 0, "not the other shard's fault"
             wait_until(lambda: value("retries_total", **of_shard) >= retries + 2)
             assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
@@ -234,7 +236,7 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
         assert stage["receive"] > 0.9
         assert sum(stage.values()) - stage["receive"] < 0.5
     log = [json.loads(line) for line in (tmp_path / "shard-0.log").read_text().splitlines()]
-    slow = {line["request"]: line for line in log if line["event"] == "slow request"}
+    slow = {line["request"]: line for line in log if line["event"] == "slow request" and "slow-" in line["request"]}
     assert set(slow) == {"slow-push", "slow-fetch"}
     assert (slow["slow-push"]["method"], slow["slow-fetch"]["status"]) == ("PushGradients", "OK")
     for line in slow.values():

@@ -195,7 +195,7 @@ def test_a_killed_shard_keeps_what_it_acknowledged(own_cluster: LocalCluster) ->
 def test_a_failed_call_can_be_repeated_without_adding_twice(own_cluster: LocalCluster) -> None:
     """Shard 0 applies the push while shard 1 is down: the call names shard 1; repeated, shard 0 adds nothing."""
     spec = TableSpec(num_rows=40, dim=4, rows_per_block=10)
-    with WeightClient(own_cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
+    with WeightClient(own_cluster.addresses, timeout_seconds=20, retry_seconds=1) as client:
         open_table(client, spec, np.full(10, 0.5, np.float32))
         rows, gradients = np.arange(40), np.ones((40, 4), np.float32)
         own_cluster.processes[1].kill()

@@ -109,7 +109,7 @@ def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
 
 @pytest.mark.guard  # seconds
 def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
-    with LocalCluster(2) as cluster, WeightClient(cluster.addresses, timeout_seconds=2, retry_seconds=1) as client:
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses, timeout_seconds=20, retry_seconds=1) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(10, 0.1))
         client.open_session("run")

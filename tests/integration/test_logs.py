@@ -34,6 +34,9 @@ from trainer.loop import train
 from weightserver import FencedError, LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.common.logs import LOG_FORMATS, LogFormat, Remark, log_events, say
 
+LOGGING = ["--log-format", "json", "--slow-request-seconds", "60"]
+"""Options of shards whose disk may pause."""
+
 
 def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (cluster.directory / f"shard-{shard}.log").read_text().splitlines()]
@@ -41,7 +44,7 @@ def lines(cluster: LocalCluster, shard: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.guard
 def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
-    with LocalCluster(2, tmp_path, serve_options=["--log-format", "json"]) as cluster:
+    with LocalCluster(2, tmp_path, serve_options=LOGGING) as cluster:
         with WeightClient(cluster.addresses) as client, WeightClient(cluster.addresses) as late:
             client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))
             client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))  # changes nothing
@@ -83,7 +86,7 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_a_failure_is_found_by_its_request(tmp_path: Path) -> None:
-    with LocalCluster(1, tmp_path, serve_options=["--log-format", "json"]) as cluster:
+    with LocalCluster(1, tmp_path, serve_options=LOGGING) as cluster:
         with WeightClient(cluster.addresses) as client:
             client.create_table(TableSpec(num_rows=100, dim=64, rows_per_block=50))
             client.extend_schedule(0, np.full(10, 0.1, np.float32))

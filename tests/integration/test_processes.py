@@ -238,7 +238,7 @@ def test_sigterm_does_not_wait_for_the_disk_beyond_the_grace_period(tmp_path: Pa
         cluster.restart(0)
         client.describe()
         push = pool.submit(client.push_gradients, row, gradient, step=0)
-        time.sleep(0.5)
+        wait_until((tmp_path / "shard-0.slow").exists)
         started = time.monotonic()
         cluster.processes[0].terminate()
         assert cluster.processes[0].wait(20) == 0

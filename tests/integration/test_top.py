@@ -53,7 +53,7 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        shown = top(*cluster.metrics_addresses, "127.0.0.1:1", "--count", "1", "--interval-seconds", "1")
+        shown = top(*cluster.metrics_addresses, "127.0.0.1:1", "--count", "1", "--interval-seconds", "4")
     finally:
         stop.set()
         reader.join()

@@ -258,10 +258,12 @@ def test_ctrl_c_of_two_ranks_is_one_line(tmp_path: Path) -> None:
 TWO_RANKS = """
 import os, sys, time
 import torch
+import trainer.rank_messages
 from trainer.display import shown, stage
 from trainer.distributed import process_group
 from trainer.stopping import Interrupted, exit_on_error
 
+trainer.rank_messages._WAIT_SECONDS = 60  # for the order, however slow the machine
 first, how = os.environ["RANK"] == "0", sys.argv[1]
 with exit_on_error("trainer"), shown(), stage("working"):
     try:

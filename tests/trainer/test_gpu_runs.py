@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from tests.helpers import pretended_gpu
 from tests.helpers.gpu_runs import LOG_EVERY, NUM_IMAGES, NUM_STEPS, SCENARIOS
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.ports import reserved_ports
 from weightserver import LocalCluster
 
 pytestmark = [
@@ -38,19 +38,16 @@ def grey_images(directory: Path) -> None:
             (directory / f"{name}-{kind}-ubyte").write_bytes(header + data.tobytes())
 
 
-def free_ports(number: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: list[str]) -> RankRecords:
     """The records of each rank for the scenarios."""
     pretended_gpu.compile_library()
-    ports = ",".join(free_ports(4 * len(scenarios)))
-    arguments = [str(out), servers, str(images), ports, ";".join(scenarios)]
+    with reserved_ports(4 * len(scenarios)) as ports:
+        return _run_ranks(
+            num_ranks, out, [str(out), servers, str(images), ",".join(map(str, ports)), ";".join(scenarios)]
+        )
+
+
+def _run_ranks(num_ranks: int, out: Path, arguments: list[str]) -> RankRecords:
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     processes = [
         subprocess.Popen(

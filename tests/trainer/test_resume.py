@@ -139,8 +139,14 @@ def test_a_signal_ends_a_run_after_a_checkpoint(tmp_path: Path, undisturbed: Pat
     output = tmp_path / "run"
     killer = threading.Thread(target=signal_after, args=(output / "metrics.jsonl", 20))
     killer.start()
+
+    def wait_for_it(step: int) -> None:
+        """Otherwise the run could end before the signal comes, on a slow machine."""
+        if step == NUM_STEPS - 2:
+            killer.join()
+
     with pytest.raises(Interrupted, match=r"after \d+ steps: --resume continues from there") as stopped:
-        train(small_run(output, checkpoint_every=0))
+        train(small_run(output, checkpoint_every=0), on_step=wait_for_it)
     killer.join()
     assert stopped.value.exit_status == 128 + signal.SIGTERM
     finished = len(losses(output))

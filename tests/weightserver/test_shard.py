@@ -830,6 +830,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypa
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(sweeper, "SHARE", 0.5)  # a pause is as long as the piece before it, even on a slow disk
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
     served.push(3)

@@ -35,6 +35,7 @@ from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, OverloadedError, WeightServerError
 from weightserver.protocol.codec import ONE_MESSAGE_KEY, RETRY_HINT
 from weightserver.protocol.status import status_of
+from weightserver.server.awake_clock import AwakeClock
 from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, RETRY_AFTER_MS, Lane, LaneFullError, lane_of
 from weightserver.server.request_memory import RequestMemory
 
@@ -56,19 +57,23 @@ _WATCH_SECONDS = 0.25
 class _Call:
     """A call in progress."""
 
-    def __init__(self, lane: str, context: grpc.ServicerContext) -> None:
+    def __init__(self, lane: str, context: grpc.ServicerContext, clock: AwakeClock) -> None:
         self.lane = lane
         self.context = context
         self.waits_since: float | None = None
+        self._clock = clock
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Marks the time in which the caller must send or receive a message."""
-        self.waits_since = time.monotonic()
+        self.begin_to_wait()
         try:
             yield
         finally:
             self.waits_since = None
+
+    def begin_to_wait(self) -> None:
+        self.waits_since = self._clock.now()
 
 
 class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -100,6 +105,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         self._on_cut_off = on_cut_off
         self._lanes = {name: Lane(name, self._refused) for name in LANES}
         self._calls: set[_Call] = set()
+        self._clock = AwakeClock()
 
     def start(self) -> None:
         """Starts the thread that cuts silent callers off and returns free memory, for as long as the process lives."""
@@ -152,7 +158,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                 with self._requests(received, call, handler) as requests:
                     message = _only_answer(handler.unary_stream(_only(requests), context))
                 reserved.take(2 * len(message))  # the message, and gRPC's copy
-                call.waits_since = time.monotonic()
+                call.begin_to_wait()
                 leave = until_sent.pop_all().close
             if not context.add_callback(leave):  # the caller is gone
                 leave()
@@ -194,7 +200,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _waited_for(self, lane: str, context: grpc.ServicerContext) -> Iterator[_Call]:
         """Registers a call for cancellation if it stalls; errors become its status."""
-        call = _Call(lane, context)
+        call = _Call(lane, context, self._clock)
         self._calls.add(call)
         try:
             yield call
@@ -234,8 +240,10 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
             messages.close()
 
     def _watch(self) -> None:
+        seconds = min(self._stall_seconds / 4, _WATCH_SECONDS)
         while True:
-            time.sleep(min(self._stall_seconds / 4, _WATCH_SECONDS))
+            self._clock.look(seconds)
+            time.sleep(seconds)
             self._cut_off(self._stall_seconds)
             for lane in self._lanes.values():
                 if lane.num_waiting:
@@ -246,7 +254,7 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _cut_off(self, seconds: float, lane: str | None = None) -> None:
         """Cancels the calls whose callers have been silent for `seconds`."""
-        latest = time.monotonic() - seconds
+        latest = self._clock.now() - seconds
         for call in list(self._calls):
             since = call.waits_since
             if since is not None and since < latest and lane in (None, call.lane):

@@ -176,7 +176,8 @@ def test_shards_are_restarted_in_turn_while_a_run_trains(
 
         operator = threading.Thread(target=restart_all)
         operator.start()
-        train(run_on(cluster, output))
+        last = len(undisturbed[0]) - 1
+        train(run_on(cluster, output), on_step=lambda step: operator.join() if step == last else None)
         operator.join()
         with WeightClient(cluster.addresses) as client:
             state = client.fetch_state(np.arange(NUM_IMAGES))
