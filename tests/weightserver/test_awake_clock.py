@@ -61,3 +61,22 @@ def test_it_never_goes_back(wait: Callable[[float], None]) -> None:
         wait(seconds)
         times.append(clock.now())
     assert times == sorted(times)
+
+
+def test_a_pause_within_a_reading_is_none_of_its_time(
+    wait: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is stopped as the clock is read, and the thread that looks runs first afterwards."""
+    clock = AwakeClock()
+    clock.look(0.25)
+    before, system = clock.now(), time.monotonic
+
+    def stopped() -> float:
+        monkeypatch.setattr(time, "monotonic", system)
+        now = system()
+        wait(10)
+        clock.look(0.25)
+        return now
+
+    monkeypatch.setattr(time, "monotonic", stopped)
+    assert clock.now() == before

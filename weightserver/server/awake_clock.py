@@ -21,12 +21,12 @@ class AwakeClock:
 
     def now(self) -> float:
         """Seconds since an arbitrary time."""
-        now, (paused, next_look) = time.monotonic(), self._noted
+        (paused, next_look), now = self._noted, time.monotonic()  # in this order: a pause may begin between the two
         return now - paused - _late(now, next_look)
 
     def look(self, seconds: float) -> None:
         """To be called by one thread, which calls it again in so many seconds."""
-        now, (paused, next_look) = time.monotonic(), self._noted
+        (paused, next_look), now = self._noted, time.monotonic()
         self._noted = paused + _late(now, next_look), now + seconds  # both at once, for other threads
 
 
