@@ -273,6 +273,6 @@ def test_a_cell_stopped_while_it_evaluates_keeps_its_time(tmp_path: Path) -> Non
     assert process.stdin is not None
     process.stdin.close()
     process.wait(timeout=120)
-    assert not (path / RESULT_FILE).exists()
+    assert not (path / RESULT_FILE).exists(), "it had ended already"
     assert process.returncode == 128 + signal.SIGTERM
     assert float((path / "cpu_seconds.json").read_text()) > 0

@@ -97,8 +97,7 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
             wait_until(lambda: value("oldest_call_seconds", **of_shard) > 0.3)
             assert value("waiting_calls", **of_shard) == 1
             assert value("late_calls_total", **of_shard) == late + 1, "late before it ends"
-            made = value("attempts_total", **of_shard)
-            assert made == attempts + 1 or value("oldest_call_seconds", **of_shard) > 1.5, "one until its deadline"
+            assert value("attempts_total", **of_shard) == attempts + 1
             assert value("waiting_calls", shard="0", method="Fetch") == 0, "not the other shard's fault"
             wait_until(lambda: value("retries_total", **of_shard) >= retries + 2)
             assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
@@ -236,7 +235,7 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
         assert stage["receive"] > 0.9
         assert sum(stage.values()) - stage["receive"] < 0.5
     log = [json.loads(line) for line in (tmp_path / "shard-0.log").read_text().splitlines()]
-    slow = {line["request"]: line for line in log if line["event"] == "slow request" and "slow-" in line["request"]}
+    slow = {line["request"]: line for line in log if line["event"] == "slow request"}
     assert set(slow) == {"slow-push", "slow-fetch"}
     assert (slow["slow-push"]["method"], slow["slow-fetch"]["status"]) == ("PushGradients", "OK")
     for line in slow.values():

@@ -451,7 +451,7 @@ def test_a_client_waits_for_the_hinted_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     with connected(describe, retry_seconds=5) as connected_shard:
         connected_shard.call("Describe", pb.DescribeRequest())
-    assert [later - earlier > 0.39 for earlier, later in itertools.pairwise(times)] == [True, True]
+    assert [0.39 < later - earlier < 2 for earlier, later in itertools.pairwise(times)] == [True, True]
     assert [0.4 <= seconds <= 0.6 for seconds in pauses] == [True, True], "half as long again at most"
 
 
