@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ FAULTS = Faults(
 )
 OPERATIONS = ["session", "rollback", "rollback", "checkpoint", "release"]
 FAULTS_OF_SHARDS = ["kill", "pause"]
+OUTCOMES = [
+    *product(("push_gradients", "write_state"), ("done", "unknown", "made again", "FencedError")),
+    *product(("fetch", "fetch_state"), ("done", "StepError")),
+    *product(("checkpoint", "rollback", "release"), ("done", "unknown")),
+    ("write_state", "StepError"),
+]
+"""Those that many histories have. Some are rare: of 120 releases and rollbacks about eight are left in doubt."""
+LEAST_HISTORIES, MOST_HISTORIES = 40, 120
+"""More than the least only while an outcome is missing."""
 
 
 class Clients:
@@ -285,15 +295,10 @@ def test_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> No
 @pytest.mark.timeout(1_200)
 def test_many_histories_are_linearizable(victims: LocalCluster, tmp_path: Path) -> None:
     outcomes = Counter[tuple[str, str]]()
-    for seed in range(1_000, 1_040):
+    for number in range(1, MOST_HISTORIES + 1):
+        seed = 999 + number
         outcomes += history(victims, tmp_path / f"history-{seed}.jsonl", seed).outcomes
-    for kind in ("push_gradients", "write_state"):
-        for outcome in ("done", "unknown", "made again", "FencedError"):
-            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
-    for kind in ("fetch", "fetch_state"):
-        for outcome in ("done", "StepError"):
-            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
-    for kind in ("checkpoint", "rollback", "release"):
-        for outcome in ("done", "unknown"):
-            assert outcomes[kind, outcome], f"{kind}: {outcome} never happened"
-    assert outcomes["write_state", "StepError"]
+        missing = [f"{kind}: {outcome}" for kind, outcome in OUTCOMES if not outcomes[kind, outcome]]
+        if number >= LEAST_HISTORIES and not missing:
+            break
+    assert not missing, f"never happened: {missing}"
