@@ -138,7 +138,7 @@ def spreads(results: Results, everything: Sequence[Results], measure: str, cells
     """The named cells in groups of accuracies near each other, each with its spread between seeds.
 
     A group's spread is pooled over its cells and over trials, whose cells have many seeds, of a near accuracy and of
-    about its length on its images. Raw pixels, which no seed changes, are in no group.
+    about its length on its images, with its encoder. Raw pixels, which no seed changes, are in no group.
     """
     compared = {cell.name: cell for cell in results.table.cells if cell.name in cells and cell.method != PIXELS}
     means = {name: statistics.mean(results.values(name, measure)) for name in compared}
@@ -172,11 +172,12 @@ def _near_each_other(means: Mapping[str, float]) -> Iterator[list[str]]:
 
 
 def _are_alike(one: Cell, other: Cell) -> bool:
-    """Whether two cells train on as many images of the same data set, and see at most twice as many as each other."""
+    """Whether two cells train the same encoder on as many images of the same data set, and see at most twice as many
+    as each other."""
     first, second = one.config(0), other.config(0)
     ratio = (first.epochs * first.views) / (second.epochs * second.views)
-    same = (first.dataset, first.data_dir, first.num_images) == (second.dataset, second.data_dir, second.num_images)
-    return same and 0.5 <= ratio <= 2
+    images = [(each.dataset, each.data_dir, each.num_images) for each in (first, second)]
+    return first.encoder == second.encoder and images[0] == images[1] and 0.5 <= ratio <= 2
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:

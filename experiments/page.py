@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments.cells import LOSS, Cell, Claim, Table
 from experiments.effects import CLEAR_SPREADS, CONFIDENCE, NEAR, Outcome, Verdict, verdict
 from experiments.plots import ON_DARK, draw
-from experiments.results import Results, load
+from experiments.results import STEPS_SECONDS, Results, load
 from experiments.runner import MOST_SEEDS, plan
 from experiments.tables.common import BASE, WINDOW
 from trainer.config import PRESETS, TrainConfig
@@ -51,11 +51,11 @@ _RULE = f"""\
 interval, by Student's t (Welch's where spreads differ). It shows if zero lies outside the interval; "reproduces" is
 said of the paper's gains only. Where nothing is to be lost, a comparison holds within x points if the interval lies
 above −x, and is undecided if it reaches lower but has zero in it. The spread between seeds is pooled over the compared
-cells whose accuracies are at most {NEAR:g} points apart and, if they train on the trials' images for about as long
-(half to twice as many images seen), over the trials, five seeds each of two runs. Cells further off, such as runs that
-collapse, have a spread of their own, which one seed does not tell. One seed is enough where all effects that compare a
-cell show and exceed {CLEAR_SPREADS:g} times the spread; other cells get up to three. A mean without ± is of one seed.
-Where an effect does not hold and nothing more is said, only further seeds were tried.
+cells whose accuracies are at most {NEAR:g} points apart and, if they train the trials' encoder on the trials' images
+for about as long (half to twice as many images seen), over the trials, five seeds each of two runs. Cells further off,
+such as runs that collapse, have a spread of their own, which one seed does not tell. One seed is enough where all
+effects that compare a cell show and exceed {CLEAR_SPREADS:g} times the spread; other cells get up to three. A mean
+without ± is of one seed. Where an effect does not hold and nothing more is said, only further seeds were tried.
 """
 _GAINS = {
     Outcome.SHOWN: "shows",
@@ -122,7 +122,7 @@ _REASONS = {
     _DECAY: "λ = 0.01 would have it equal, but is too much for so few steps: see the table of weight decays",
     "K / B": "with so few images, either K / N or K / B can be the paper's: see the table of negatives",
     "passes of the window over the images": "there are as many fewer epochs",
-    "warm-up, share of the steps": "short runs begin at a high learning rate",
+    "warm-up, share of the steps": "the paper's share would be 78 steps here",
     _TURN: (
         "a smaller batch and a higher learning rate, η of the first epoch; D = 128 and σ = 0.01 in both, [which the "
         "paper does not state](paper-to-code.md)"
@@ -289,8 +289,10 @@ def _papers_measures(table: Table) -> dict[str, str]:
 
 
 def shown(results: Results, cell: str, measure: str) -> str:
-    """Mean ± standard deviation; a dash without runs."""
+    """Mean ± standard deviation, or the seconds of the run that is drawn over time; a dash without runs."""
     values, digits = results.values(cell, measure), _digits(measure)
+    if measure == STEPS_SECONDS:
+        values = values[:1]  # other seeds may have run on other processors
     if not values:
         return "–"
     mean = f"{statistics.mean(values):.{digits}f}"

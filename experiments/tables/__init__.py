@@ -5,13 +5,14 @@ from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
 from experiments.tables.glyphs import GLYPHS
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
 from experiments.tables.over_time import OVER_TIME
-from experiments.tables.sampling import DECAY, NEGATIVES
+from experiments.tables.sampling import CROSS_VALIDATED, DECAY, NEGATIVES
 from experiments.tables.windows import LARGER, LENGTHS, TRIALS, WINDOWS
 
 TABLES = {
     table.name: table
     for table in (
         NEGATIVES,
+        CROSS_VALIDATED,
         LENGTHS,
         WINDOWS,
         COMPONENTS,

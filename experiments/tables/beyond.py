@@ -24,7 +24,10 @@ _WINDOWS_OF_20_EPOCHS = _SMALL | _ORDERS["windows"] | {"epochs": 20.0, "init": "
 BEGINNINGS = Table(
     name="beginnings",
     title="Rows that begin at random, or at the embedding of their image (`--init`)",
-    text="10,000 images but where all 60,000 are named; the preset's weight decay; windows have W = 2,048 and S = 256.",
+    text=(
+        "10,000 images, except where all 60,000 are named; the preset's weight decay; windows have W = 2,048 and "
+        "S = 256."
+    ),
     cells=tuple(
         Cell(
             row=f"{order}, {init}",
@@ -91,8 +94,8 @@ BEYOND = Table(
         "The default run with one change each: `--label-smoothing`, `--cutmix`, `--final-temperature`, "
         "`--temperature`, `--row-momentum`, and `--image-order` with the order that "
         "`python -m experiments.image_order` makes from the features of the default run. K that rises or falls "
-        "during the run was tried with one seed (between 128 and 1,024, in windows and in epoch order); it raised "
-        "nothing, and is no option."
+        "during the run was tried with one seed (between 128 and 1,024, in windows and in epoch order); it did "
+        "not help, and is not offered."
     ),
     cells=(
         _DEFAULT,

@@ -44,9 +44,9 @@ GLYPHS = Table(
         f"K = {_BASE['num_negatives']:,}, W = {_WINDOW['window_size']:,}, S = {_WINDOW['window_stride']}, "
         f"λ = {_BASE['weight_decay']:g}, {_EPOCHS:g} epochs. Images are not flipped, since mirrored characters are "
         "others. SimCLR and MoCo v2 have two views and half of the epochs. In epoch order with K = 4 B runs can "
-        "collapse, which K = 4 B does not bring about on Fashion-MNIST; here rows that begin ten times as long do not "
-        "prevent it. So epoch order is compared at K = B. Without labels all methods learn little of these images in "
-        "so short runs: compare the nearest neighbours of raw pixels, and the supervised encoder."
+        "collapse, which K = 4 B does not cause on Fashion-MNIST; rows that begin ten times as long do not prevent it "
+        "here. So epoch order is compared at K = B. Without labels all methods learn little of these images in such "
+        "short runs: compare the nearest neighbours of raw pixels, and the supervised encoder."
     ),
     cells=(
         Cell(row=_OURS, settings=_BASE | _WINDOW),

@@ -26,11 +26,11 @@ OVER_TIME = Table(
     name="over_time",
     title="kNN over the time of training",
     text=(
-        "As many images seen by each encoder; K = B. Drawn is the kNN accuracy of the training images, each among all "
-        "others, over the time of the steps, of one seed; each run was alone on the machine, with one core. Labels "
-        "serve for this alone. A point is the share of 10,000 images, so that its standard error is below 0.4. Seconds "
-        "are means over the seeds' processors, which the table's JSON names: compare those of the plot. Over "
-        "seeds, PIC is compared with the other methods in the table of views and epochs, there with K = 4 B."
+        "As many images seen by each encoder; K = B. The plot shows the kNN accuracy of the training images, each "
+        "among all others, over the time of the steps, of one seed; each run was alone on the machine, with one core. "
+        "Labels are used for this only. A point is the share of 10,000 images, with a standard error of 0.3 to 0.4. "
+        "Seconds are those of the runs in the plot. Over seeds, PIC is compared with the other methods in the table "
+        "of views and epochs, there with K = 4 B."
     ),
     cells=(
         _pic(_WHOLE),

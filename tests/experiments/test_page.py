@@ -146,12 +146,18 @@ def test_a_table_over_time_is_drawn_as_curves(tmp_path: Path) -> None:
         {"seconds": 2.0, "knn_top1": 60.0},
         {"seconds": 0.25, "knn_top1": 61.0},
     ]
-    runs = {"fast": {0: with_curve(run("f-0", knn_top1=62.0), records)}}
+    slower = [{"seconds": 2 * record["seconds"]} for record in records]
+    runs = {
+        "fast": {
+            0: with_curve(run("f-0", knn_top1=62.0), records),
+            1: with_curve(run("f-1", knn_top1=64.0), slower),
+        }
+    }
     results = Results(CURVES, runs)
     assert series(results) == ({"fast": {"0": [50.0], "3.5": [60.0], "3.75": [61.0]}}, {})
     draw(results, tmp_path / "curves.svg")
     assert drawn(tmp_path / "curves.svg") == list(series(results))
-    assert "| fast | 62.0 | 3.8 | 1 |\n| slow | – | – | 0 |\n" in text_of([results])
+    assert "| fast | 63.0 ± 1.4 | 3.8 | 2 |\n| slow | – | – | 0 |\n" in text_of([results]), "seconds of the drawn run"
 
 
 def test_a_page_without_results_is_refused(tmp_path: Path) -> None:

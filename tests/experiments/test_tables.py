@@ -173,11 +173,19 @@ def test_the_spread_is_that_of_the_cells_compared_and_of_trials_alike() -> None:
         Cell(row="b", settings={"views": 2}),
         Cell(row="short", settings={"epochs": 2.9}),
         Cell(row="part", settings={"num_images": 1_000}),
+        Cell(row="encoder", settings={"encoder": {"pool_size": 1}}),
         Cell(row="wild"),
         Cell(row="pixels", method=PIXELS),
     )
     found = results(
-        made, a=[1.0, 2.0, 3.0], b=[5.0], short=[4.0], part=[4.0], wild=[0.0, 50.0, 90.0], pixels=[8.0, 8.0, 8.0]
+        made,
+        a=[1.0, 2.0, 3.0],
+        b=[5.0],
+        short=[4.0],
+        part=[4.0],
+        encoder=[4.0],
+        wild=[0.0, 50.0, 90.0],
+        pixels=[8.0, 8.0, 8.0],
     )
     (near,) = spreads(found, [found], LINEAR, ["a", "b"])
     assert (set(near.cells), near.deviation, near.freedom) == ({"a", "b"}, 1, 2)
@@ -192,7 +200,7 @@ def test_the_spread_is_that_of_the_cells_compared_and_of_trials_alike() -> None:
     (with_trials,) = spreads(found, [found, of_trials], LINEAR, ["a", "b"])
     assert with_trials.deviation == pytest.approx(math.sqrt((2 + 32) / 6))
     assert with_trials.freedom == 6
-    for other in ("short", "part"):
+    for other in ("short", "part", "encoder"):
         (own,) = spreads(found, [found, of_trials], LINEAR, ["a", other])
         assert (own.deviation, own.freedom) == (1, 2), "own spread only"
         assert [each.freedom for each in spreads(found, [found, of_trials], LINEAR, [other])] == [0], "unknown"

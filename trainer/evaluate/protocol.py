@@ -32,9 +32,22 @@ def split_held_out(num_images: int) -> tuple[Tensor, Tensor]:
     """
     if num_images < 10:
         raise ValueError(f"{num_images} training images are too few to hold some out: at least 10 are needed")
-    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(_SEED))
+    order = _shuffled(num_images)
     num_held_out = min(NUM_HELD_OUT, num_images // 10)
     return order[num_held_out:], order[:num_held_out]
+
+
+def split_folds(num_images: int, num_folds: int) -> list[tuple[Tensor, Tensor]]:
+    """The same for cross-validation: each image is held out in one of `num_folds` splits."""
+    if num_images < num_folds:
+        raise ValueError(f"{num_images} training images are too few for {num_folds} folds: each needs one")
+    parts = _shuffled(num_images).tensor_split(num_folds)
+    return [(torch.cat([*parts[:fold], *parts[fold + 1 :]]), parts[fold]) for fold in range(num_folds)]
+
+
+def _shuffled(num_images: int) -> Tensor:
+    """The images' indexes, int64, in an order that is always the same."""
+    return torch.randperm(num_images, generator=torch.Generator().manual_seed(_SEED))
 
 
 def percent_correct(predictions: Tensor, labels: Tensor) -> float:

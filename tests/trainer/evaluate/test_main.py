@@ -101,11 +101,13 @@ def test_writes_and_prints_the_result(
     assert (run_dir / "c" / "b.json").exists()
 
 
-@pytest.mark.parametrize("protocol", ["knn", "linear-cached"])
-def test_raw_pixels(protocol: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [["knn"], ["linear-cached"], ["linear-cached", "--folds", "3"]])
+def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
-    assert evaluate([protocol, "--pixels", *place]) == 0
-    assert printed(capsys)["top1"] >= 90
+    assert evaluate([*options, "--pixels", *place]) == 0
+    result = printed(capsys)
+    assert result["top1"] >= 90
+    assert ("the other 2 parts" in json.dumps(result)) == ("--folds" in options)
 
 
 def test_saliency(run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +277,7 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
         (["knn"], "give exactly one of --run, --encoder, --model, --pixels, got none"),
         (["knn", "--pixels", "--run", "x"], "got --run and --pixels"),
         (["knn", "--pixels", "--k", "0"], "--k is (0,): give one or more numbers, at least 1"),
+        (["linear-cached", "--pixels", "--folds", "1"], "--folds must be at least 2, got 1"),
         (["knn", "--pixels", "--name", "a/b"], "--name 'a/b' is not a file's name"),
         (["knn", "--pixels", "--dataset", "synthetic"], "--dataset 'synthetic' is unknown or has no labels"),
         (["knn", "--pixels", "--device", "tpu"], "--device 'tpu' is unknown: give cpu, cuda or cuda:N"),

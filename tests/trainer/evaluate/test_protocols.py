@@ -5,6 +5,9 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 from trainer.data import Dataset
@@ -20,6 +23,7 @@ from trainer.evaluate import (
 )
 from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, leave_one_out_knn_top1
 from trainer.evaluate.linear_cached import STRENGTHS
+from trainer.evaluate.protocol import split_folds
 from trainer.model import EncoderConfig
 
 CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)
@@ -115,6 +119,41 @@ def test_equal_images_are_neighbours_of_each_other() -> None:
     assert leave_one_out_knn_top1(pairs, torch.arange(12) // 2, k=1) == 100
     assert leave_one_out_knn_top1(pairs, torch.arange(12), k=1) == 0
     assert leave_one_out_knn_top1(pairs[:2], torch.zeros(2, dtype=torch.int64)) == 100, "fewer than k others"
+
+
+def test_folds_hold_every_image_out_once() -> None:
+    folds = split_folds(1_203, 5)
+    assert torch.equal(torch.cat([held_out for _, held_out in folds]).sort().values, torch.arange(1_203))
+    for fitted, held_out in folds:
+        assert torch.equal(torch.cat([fitted, held_out]).sort().values, torch.arange(1_203))
+    with pytest.raises(ValueError, match="4 training images are too few for 5 folds"):
+        split_folds(4, 5)
+
+
+def test_cross_validation_chooses_as_scikit_learn() -> None:
+    features, folds = clusters(400, 2_000, noise=2.0), 5
+    result = linear_top1(features, folds)
+    scaled = StandardScaler().fit(features.train.numpy())
+    train, test = (scaled.transform(each.numpy()) for each in (features.train, features.test))
+    search = GridSearchCV(
+        LogisticRegression(max_iter=1_000, tol=1e-6),
+        {"C": [1 / (strength * len(train) * (folds - 1) / folds) for strength in STRENGTHS]},
+        cv=[(fitted.numpy(), held_out.numpy()) for fitted, held_out in split_folds(len(train), folds)],
+        refit=False,
+    ).fit(train, features.train_labels.numpy())
+    assert result.setting == STRENGTHS[search.best_index_]
+    assert result.held_out_top1 == pytest.approx(100 * search.best_score_, abs=0.3), "one image of 400"
+    best = LogisticRegression(C=1 / (result.setting * len(train)), max_iter=1_000, tol=1e-6)
+    expected = 100 * best.fit(train, features.train_labels.numpy()).score(test, features.test_labels.numpy())
+    assert result.top1 == pytest.approx(expected, abs=0.3)
+
+
+@pytest.mark.parametrize("folds", [None, 5])
+def test_a_class_may_have_only_held_out_images(folds: int | None) -> None:
+    features = clusters(200, 50, noise=0.1)
+    labels = features.train_labels.clone()
+    labels[split_held_out(200)[1][0]] = 5
+    assert linear_top1(dataclasses.replace(features, train_labels=labels), folds).top1 >= 90
 
 
 def test_linear_probe_ignores_scale_shift_and_constant_features() -> None:
