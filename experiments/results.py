@@ -18,7 +18,9 @@ from weightserver.common.atomic_files import atomic_write
 Run = Mapping[str, Any]
 _Runs = dict[str, dict[int, Run]]
 """By cell's name and seed."""
-"""One run's record: its "id", its "measures", where and when it ran, and for tables over time its "curve"."""
+"""One run's record: its "id", its "measures", where and when it ran, for tables over time its "curve", and where and
+when it was "repeated" for the measures that were added since."""
+_PROVENANCE = ("processor", "date", "commit")
 STEPS_SECONDS = "steps_seconds"
 """Measure of tables over time: what all steps took, without evaluations."""
 
@@ -169,13 +171,17 @@ def collect(
     """Adds the runs in `directory` that have finished to a table's JSON.
 
     A run whose directory was lost runs again if another cell continues it, or if it lacks an evaluation. What was
-    measured before, as the JSON has it or `recorded` by run, stays as it is.
+    measured before, as the JSON has it or `recorded` by run, stays as it is; the record says in what the repetition
+    differs.
     """
     known = _stored(file, table)
 
     def record(cell: Cell, seed: int) -> Run:
         run: Run = read_run(directory, cell, seed)
         if before := known[cell.name].get(seed) or recorded.get(run["id"]):
+            repetition = {name: run[name] for name in _PROVENANCE if run.get(name) != before.get(name)}
+            if repetition and not run["measures"].keys() <= before["measures"].keys():
+                before = {**before, "repeated": repetition}
             seconds = max(run["core_seconds"], before["core_seconds"])  # those of one of the two
             run = {**run, **before, "core_seconds": seconds, "measures": run["measures"] | before["measures"]}
         steps = read_metrics(directory / cell.identity(seed) / METRICS_FILE) if table.over_time else []

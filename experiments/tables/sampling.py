@@ -167,8 +167,8 @@ CROSS_VALIDATED = Table(
         "The probe of all other tables chooses its λ on a tenth of the training images, here 1,000, whose accuracies "
         "for several λ differ by chance as much as by λ. Of ten runs with K = B whose encoders were kept, that choice "
         "cost five 0.7 to 1.6 points of linear accuracy, against the best λ for the test images; of eight with K = 512 "
-        "it cost none more than 0.1. So the runs of these cells were repeated, and λ chosen by cross-validation in five "
-        "folds of all 10,000 images."
+        "it cost none more than 0.1. So the runs of these cells were repeated, and λ chosen by cross-validation in "
+        "five folds of all 10,000 images."
     ),
     cells=tuple(
         replace(cell, evaluations=(_CROSS_VALIDATED,))

@@ -282,10 +282,10 @@ def test_an_effect_without_its_runs_is_not_judged() -> None:
 # ---- records
 
 
-def finished_run(directory: Path, cell: Cell, seed: int, **measures: float) -> None:
+def finished_run(directory: Path, cell: Cell, seed: int, processor: str = "", **measures: float) -> None:
     path = directory / cell.identity(seed)
     path.mkdir(parents=True)
-    (path / "result.json").write_text(json.dumps({"measures": measures}))
+    (path / "result.json").write_text(json.dumps({"measures": measures, "processor": processor}))
 
 
 def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_path: Path) -> None:
@@ -322,9 +322,12 @@ def test_a_run_that_is_repeated_for_another_cell_keeps_its_numbers(tmp_path: Pat
     cell = Cell(row="a")
     finished_run(tmp_path / "lost", cell, 0, linear_top1=80.0)
     collect(tmp_path / "lost", tmp_path / "one.json", table(cell), seeds=1)
-    finished_run(tmp_path / "runs", cell, 0, linear_top1=79.0, knn_top1=70.0)
-    again = collect(tmp_path / "runs", tmp_path / "one.json", table(cell), seeds=1)
-    assert (again.values("a", LINEAR), again.values("a", KNN)) == ([80.0], [70.0])
+    finished_run(tmp_path / "runs", cell, 0, processor="another", linear_top1=79.0, knn_top1=70.0)
+    for _ in range(2):
+        again = collect(tmp_path / "runs", tmp_path / "one.json", table(cell), seeds=1)
+        assert (again.values("a", LINEAR), again.values("a", KNN)) == ([80.0], [70.0])
+        found = again.runs["a"][0]
+        assert (found["processor"], found["repeated"]) == ("", {"processor": "another"}), "whose kNN it is"
     recorded = records(tmp_path / "one.json", table(cell))
     other = collect(tmp_path / "runs", tmp_path / "other.json", table(cell), seeds=1, recorded=recorded)
     assert other.values("a", LINEAR) == [80.0]
