@@ -176,7 +176,10 @@ def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--tables", "negatives,lenghts"], "--tables has 'lenghts': give names among negatives, cross_validated, lengths"),
+        (
+            ["run", "--tables", "negatives,lenghts"],
+            "--tables has 'lenghts': give names among negatives, cross_validated, lengths",
+        ),
         (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
     ],
 )
