@@ -11,8 +11,8 @@ _ALL = "all three"
 _POOLED, _ONE_POSITION = "features of one position", {"pool_size": 1}
 _LONGER, _TWICE = "80 epochs", 80.0
 _HEAD = (
-    "That the preset's features keep positions is not the reason: averaged over the whole image, they lose more by the "
-    "head. Twice as many epochs are a line of their own. Not tried: a hidden layer wider than the features."
+    "That the preset's features keep positions is not the reason: averaged over the whole image, they gain nothing by "
+    "the head either. Twice as many epochs are a line of their own. Not tried: a hidden layer wider than the features."
 )
 COMPONENTS = Table(
     name="components",

@@ -125,7 +125,7 @@ _BATCH_SIZE = TrainConfig.batch_size
 _TWO_BATCHES = (
     "The loss is above log K, worse than guessing, for a quarter of one run and two fifths of another, and the "
     "embeddings end in few directions. Longer initial rows and rows that begin at their embedding each mend a part of "
-    "it. K is twice W here; see the line with K = B."
+    "it, K = B most: K is twice W otherwise, so that rows which have left the window stay active."
 )
 
 
