@@ -16,10 +16,10 @@ from trainer.run.plot import read_metrics
 from weightserver.common.atomic_files import atomic_write
 
 Run = Mapping[str, Any]
-_Runs = dict[str, dict[int, Run]]
-"""By cell's name and seed."""
 """One run's record: its "id", its "measures", where and when it ran, for tables over time its "curve", and where and
 when it was "repeated" for the measures that were added since."""
+_Runs = dict[str, dict[int, Run]]
+"""By cell's name and seed."""
 _PROVENANCE = ("processor", "date", "commit")
 STEPS_SECONDS = "steps_seconds"
 """Measure of tables over time: what all steps took, without evaluations."""
