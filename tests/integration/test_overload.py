@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.fake_context import FakeContext
 from tests.helpers.raw_calls import raw_channel, versioned
 from tests.helpers.schedules import extend_schedule
 from tests.helpers.slow_fetches import SlowFetches
@@ -34,7 +35,6 @@ from weightserver import (
     TableSpec,
     WeightClient,
     WeightServerError,
-    __version__,
 )
 from weightserver.client import connection, retries
 from weightserver.client.calls import CallWatch
@@ -49,12 +49,11 @@ from weightserver.protocol.codec import (
     MAX_ROWS,
     ONE_MESSAGE_KEY,
     RETRY_HINT,
-    VERSION_KEY,
     WAITED_KEY,
     rows_to_proto,
 )
 from weightserver.server.admission import BASE_BYTES
-from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING, Lane
+from weightserver.server.lanes import LANES, MAX_CALLS, MAX_WAITING
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService
@@ -451,7 +450,7 @@ def test_a_client_waits_for_the_hinted_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     with connected(describe, retry_seconds=5) as connected_shard:
         connected_shard.call("Describe", pb.DescribeRequest())
-    assert [0.39 < later - earlier < 2 for earlier, later in itertools.pairwise(times)] == [True, True]
+    assert [later - earlier > 0.39 for earlier, later in itertools.pairwise(times)] == [True, True]
     assert [0.4 <= seconds <= 0.6 for seconds in pauses] == [True, True], "half as long again at most"
 
 
@@ -554,60 +553,19 @@ def wait_behind_callers_that_send(crowd: Crowd) -> None:
     assert fetched.tolist() == [-2.0] * num_pushed + [-1.0] * 20  # of which -1 is what work() pushed
 
 
-def test_the_call_that_has_tried_longest_comes_first() -> None:
-    """Arrival order does not matter. Calls of vanished callers are skipped; of too many the latest is refused."""
-    refused = list[str]()
-    lane, entered = Lane("write", refused.append), list[str]()
-    for _ in range(LANES["write"]):
-        lane.enter(FakeContext())
-
-    def enter(name: str, context: FakeContext) -> None:
-        lane.enter(context)
-        entered.append(name)
-
-    with ThreadPoolExecutor(MAX_WAITING["write"] + 8) as pool, ExitStack() as stack:
-        for _ in range(MAX_WAITING["write"]):
-            stack.callback(lane.leave)  # no thread waits without end
-        gone = FakeContext("900000")
-        callers = {
-            "new": FakeContext(),
-            "old": FakeContext("500000"),
-            "gone": gone,
-            "older": FakeContext("700000"),
-            "odd": FakeContext("soon"),
-        }
-        turns = {}
-        for number, (name, context) in enumerate(callers.items(), start=1):
-            turns[name] = pool.submit(enter, name, context)
-            wait_until(lambda: lane.num_waiting == number and bool(context.gone))  # noqa: B023
-        gone.gone[0]()
-        with pytest.raises(CancelledError):
-            turns.pop("gone").result(10)
-        for number in range(1, 5):
-            lane.leave()
-            wait_until(lambda: len(entered) == number)  # noqa: B023
-        assert entered == ["older", "old", "new", "odd"]
-        assert not refused
-
-        rest = [pool.submit(enter, "", FakeContext("100000")) for _ in range(MAX_WAITING["write"])]
-        wait_until(lambda: lane.num_waiting == MAX_WAITING["write"])
-        with pytest.raises(OverloadedError, match="busy with 16 write calls"):
-            lane.enter(FakeContext())
-        last = pool.submit(enter, "last", FakeContext("300000"))
-        wait_until(lambda: len(refused) == 2)
-        wait_until(lambda: sum(one.done() for one in rest) == 1)
-        lane.leave()
-        last.result(10)
-    assert refused == ["write", "write"]
-    assert lane.num_waiting == 0
+def assert_about_equal(served: list[int]) -> None:
+    """Clients wait for a processor too: a tenth at either end may differ. With the lane's order reversed a quarter is
+    served once, others 70 times. `tests/weightserver/test_lanes.py` is strict, at simulated times."""
+    tenth = len(served) // 10
+    kept = sorted(served)[tenth:-tenth]
+    assert kept[-1] <= 3 * kept[0], sorted(served)
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [80, pytest.param(160, marks=pytest.mark.slow)])
 def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More clients than may wait fetch as fast as they can: two at a time, for 10 ms each, so that they wait for the
-    lane and not for this process. Each is served once per round: over 12 rounds a client may miss some of its turns
-    because its thread had no time, but not half of them."""
+    lane and not for this process. Each is served once per round."""
     own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
     monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
     rounds, rows = 12, np.arange(16)
@@ -627,7 +585,7 @@ def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monk
         ready = threading.Barrier(num_clients)
         for one in [pool.submit(run, number, crowd.cluster.addresses[0], ready) for number in range(num_clients)]:
             one.result(120)
-    assert max(served) <= 2 * min(served), sorted(served)
+    assert_about_equal(served)
 
 
 @pytest.mark.guard
@@ -642,22 +600,7 @@ def test_equal_clients_of_a_busy_lane_are_served_equally(tmp_path: Path) -> None
     assert clients.returncode == 0, clients.stderr
     served = json.loads(clients.stdout)
     assert sum(served) >= rounds * num_clients
-    assert max(served) <= 2 * min(served), sorted(served)
-
-
-class FakeContext:
-    """A caller that disappears when the test says so, and reports how long it has waited."""
-
-    def __init__(self, waited_ms: str = "") -> None:
-        self.gone: list[Callable[[], object]] = []
-        self._waited_ms = waited_ms
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(VERSION_KEY, __version__), *([(WAITED_KEY, self._waited_ms)] if self._waited_ms else [])]
-
-    def add_callback(self, callback: Callable[[], object]) -> bool:
-        self.gone.append(callback)
-        return True
+    assert_about_equal(served)
 
 
 def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:

@@ -92,13 +92,17 @@ def test_garbage_collections_do_not_walk_what_a_shard_imported(tmp_path: Path) -
 @pytest.mark.guard
 def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
     """A fetch of 25 messages of which one was read completes; new calls are refused; then the shard ends."""
-    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0) as client:
+    grace = ["--grace-seconds", "100"]
+    with (
+        LocalCluster(1, tmp_path, serve_options=grace) as cluster,
+        WeightClient(cluster.addresses, retry_seconds=0) as client,
+    ):
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(5, 0.1))
         rows = np.arange(SPEC.num_rows)
         expected = client.fetch(rows, step=1)
         with raw_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
-            answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=30)
+            answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=100)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in (tmp_path / "shard-0.log").read_text())

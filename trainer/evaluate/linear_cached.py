@@ -67,6 +67,7 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
 def _fitted(evaluation: Evaluation, config: LinearCachedConfig) -> ProbeResult:
     dataset = evaluation.load()
     dataset.check_labelled(tested=True)
+    _splits(dataset.train_labels, config.folds)  # refused before the features are computed
     num_images = len(dataset.train_images) + len(dataset.test_images)
     device = evaluation.ranks.device
     frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, device, bfloat16=evaluation.bfloat16)
@@ -99,13 +100,16 @@ def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:
 
     Args:
         folds: parts of the training images, each of which is held out in turn; None for `split_held_out`.
+
+    Raises:
+        ValueError: fewer training images than folds, or images of one class only but for those held out.
     """
     from sklearn.linear_model import LogisticRegression  # late: it takes a second, and most commands fit no probe
 
     mean, deviation = features.train.mean(dim=0), features.train.std(dim=0)
     scale = torch.where(deviation > 1e-6, deviation, 1)  # a constant feature carries no information: leave it at 0
     train, test = (features.train - mean) / scale, (features.test - mean) / scale
-    splits = [split_held_out(len(train))] if folds is None else split_folds(len(train), folds)
+    splits = _splits(features.train_labels, folds)
     correct, probes = dict.fromkeys(STRENGTHS, 0), {}
     for fitted, held_out in splits:
         probe = LogisticRegression(solver="lbfgs", max_iter=MAX_ITERATIONS, tol=1e-4)
@@ -123,6 +127,17 @@ def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:
         setting=best,
         held_out_top1=100 * correct[best] / sum(len(held_out) for _, held_out in splits),
     )
+
+
+def _splits(labels: Tensor, folds: int | None) -> list[tuple[Tensor, Tensor]]:
+    """The training images to fit to and those held out, as indexes; raises as `linear_top1` does."""
+    splits = [split_held_out(len(labels))] if folds is None else split_folds(len(labels), folds)
+    for fitted, _ in splits:
+        if len(classes := torch.unique(labels[fitted])) < 2:
+            raise ValueError(
+                f"all training images but those held out are of class {int(classes[0])}: give more images of the others"
+            )
+    return splits
 
 
 def _fit(probe: LogisticRegression, features: Tensor, labels: Tensor, strength: float) -> None:

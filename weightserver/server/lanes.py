@@ -65,7 +65,7 @@ class LaneFullError(OverloadedError):
 
 
 @dataclass(order=True)
-class _Turn:
+class Turn:
     """A call that waits for a place; `place` ends with None once it has one, or with the error that refuses it."""
 
     since: float
@@ -85,7 +85,7 @@ class Lane:
         self._on_refused = on_refused
         self._lock = threading.Lock()
         self._num_free = LANES[name]
-        self._waiting: list[_Turn] = []  # empty while a place is free; ordered by first attempt
+        self._waiting: list[Turn] = []  # empty while a place is free; ordered by first attempt
         self._seconds_per_place = 0.0  # mean time from one place that becomes free to the next, while all are taken
         self._full_since = 0.0  # when the last place became free, or the lane became full
         self._next_return = 0.0  # when the call that was refused last should try again
@@ -101,22 +101,29 @@ class Lane:
             OverloadedError: too many calls wait that have tried for longer.
             CancelledError: the caller is gone.
         """
+        turn = self.line_up(context)
+        if turn is None:
+            return
+        if not context.add_callback(lambda: self._give_up(turn)):  # called too when the deadline passes
+            self._give_up(turn)
+        turn.place.result()
+
+    def line_up(self, context: grpc.ServicerContext) -> Turn | None:
+        """Takes a free place and returns None, or else a turn among the waiting calls, which may already be refused."""
         with self._lock:
             if self._num_free:
                 self._num_free -= 1
                 if not self._num_free:
                     self._full_since = time.monotonic()
-                return
+                return None
             now = time.monotonic()
-            turn = _Turn(now - _waited_seconds(context))
+            turn = Turn(now - _waited_seconds(context))
             bisect.insort(self._waiting, turn)
             refused = self._waiting.pop() if len(self._waiting) > MAX_WAITING[self.name] else None
             retry_after_ms = 0 if refused is None else self._retry_after_ms(now)
         if refused is not None:
             self._refuse(refused, retry_after_ms)
-        if not context.add_callback(lambda: self._give_up(turn)):  # called too when the deadline passes
-            self._give_up(turn)
-        turn.place.result()
+        return turn
 
     def leave(self) -> None:
         """Hands the place to the call that has waited longest, or frees it."""
@@ -130,7 +137,7 @@ class Lane:
             else:
                 self._num_free += 1
 
-    def _give_up(self, turn: _Turn) -> None:
+    def _give_up(self, turn: Turn) -> None:
         with self._lock:
             if any(other is turn for other in self._waiting):
                 self._waiting = [other for other in self._waiting if other is not turn]
@@ -148,7 +155,7 @@ class Lane:
         self._next_return = min(max(pace, now + max(_EARLY * turn, hanging)), now + _LONGEST_RETRY_MS / 1000)
         return max(round(1000 * (self._next_return - now)), _SHORTEST_RETRY_MS)
 
-    def _refuse(self, turn: _Turn, retry_after_ms: int) -> None:
+    def _refuse(self, turn: Turn, retry_after_ms: int) -> None:
         places, waiting = LANES[self.name], len(self._waiting)
         self._on_refused(self.name)
         turn.place.set_exception(

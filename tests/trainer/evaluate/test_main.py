@@ -16,6 +16,7 @@ from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.evaluate import knn as knn_module
+from trainer.evaluate import linear_cached
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.model import EncoderConfig, build_model, save_encoder
 
@@ -309,6 +310,15 @@ def test_bad_input_gives_one_line_and_status_2(
     assert message in error
     assert error.startswith("trainer.evaluate: ")
     assert error.count("\n") == 1
+
+
+def test_too_many_folds_are_refused_before_features_are_computed(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(linear_cached, "_features", lambda *_: pytest.fail("features were computed"))
+    arguments = ["linear-cached", "--pixels", "--folds", "1000000", "--dataset", "idx", "--data-dir", str(data_dir)]
+    assert evaluate(arguments) == 2
+    assert "training images are too few for 1000000 folds: each needs one\n" in capsys.readouterr().err
 
 
 def test_a_run_on_generated_images_needs_another_data_set(

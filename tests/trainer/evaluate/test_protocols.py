@@ -156,6 +156,15 @@ def test_a_class_may_have_only_held_out_images(folds: int | None) -> None:
     assert linear_top1(dataclasses.replace(features, train_labels=labels), folds).top1 >= 90
 
 
+@pytest.mark.parametrize("folds", [None, 5])
+def test_images_of_one_class_but_for_those_held_out_are_refused(folds: int | None) -> None:
+    features = clusters(200, 50, noise=0.1)
+    labels = torch.full((200,), 3)
+    labels[split_held_out(200)[1][0]] = 5
+    with pytest.raises(ValueError, match="all training images but those held out are of class 3: give more"):
+        linear_top1(dataclasses.replace(features, train_labels=labels), folds)
+
+
 def test_linear_probe_ignores_scale_shift_and_constant_features() -> None:
     features = clusters(2_000, 500, noise=2.0)
     plain = linear_top1(features)
