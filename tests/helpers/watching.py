@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
