@@ -60,10 +60,10 @@ class Alarm:
 def main() -> None:
     seconds, seed, *addresses = sys.argv[1:]
     alarm, end, num_pushes = Alarm(int(seed)), time.monotonic() + float(seconds), 0
-    with WeightClient(addresses, timeout_seconds=5, retry_seconds=5) as first:
+    with WeightClient(addresses, timeout_seconds=60, retry_seconds=60) as first:
         epoch = first.open_session("interrupted")
-    while time.monotonic() < end:
-        client = WeightClient(addresses, timeout_seconds=5, retry_seconds=5)
+    while time.monotonic() < end or alarm.num_interrupts <= 100:
+        client = WeightClient(addresses, timeout_seconds=60, retry_seconds=60)
         alarm.interrupt("open", lambda client=client: client.open_session("interrupted", join=epoch))
         for number in range(CALLS_PER_CLIENT):
             step, name = num_pushes, f"at {num_pushes}"

@@ -15,7 +15,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
 
 
 def page(metrics_address: str) -> str:
-    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=60) as answer:
         text: str = answer.read().decode()
         return text
 

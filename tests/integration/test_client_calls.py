@@ -87,7 +87,6 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
         client.fetch(ROWS, step=1)
         ended = value("call_seconds_count", rows="2048", **of_shard)
         assert value("waiting_calls", **of_shard) == value("oldest_call_seconds", **of_shard) == 0
-        began = time.time()
         with in_thread(lambda: client.fetch(ROWS, step=1)) as fetch:
             pass
         attempts, retries = value("attempts_total", **of_shard), value("retries_total", **of_shard)
@@ -98,8 +97,9 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
             wait_until(lambda: value("oldest_call_seconds", **of_shard) > 0.3)
             assert value("waiting_calls", **of_shard) == 1
             assert value("late_calls_total", **of_shard) == late + 1, "late before it ends"
-            assert value("attempts_total", **of_shard) == attempts + 1
-            assert value("waiting_calls", shard="0", method="Fetch") == 0, "not the other shard's fault"
+            made = value("attempts_total", **of_shard) - attempts
+            assert 1 <= made <= 1 + value("oldest_call_seconds", **of_shard) / 1.5, "one until its deadline"
+            wait_until(lambda: value("waiting_calls", shard="0", method="Fetch") == 0)  # not the other shard's fault
             wait_until(lambda: value("retries_total", **of_shard) >= retries + 2)
             assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
             assert value("oldest_call_seconds", **of_shard) > 3, "of the call, not of its attempt"
@@ -111,7 +111,6 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
         assert value("late_calls_total", **of_shard) == late + 1, "counted once"
         assert value("call_seconds_count", rows="2048", **of_shard) == ended + 2
         first, second, third, *_ = said = lines()
-    assert first["at"] - began < 5
     assert {line["shard"] for line in said} == {"1"}
     assert first["method"] == "Fetch"
     assert cluster.addresses[1] in first["text"]
@@ -124,16 +123,16 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
 def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
     tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=4) as client:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=12) as client:
         fill(client)
         cluster.processes[0].kill()
         errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE")
         began = time.time()
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)
-        wait_until(lambda: "given up" in lines()[-1]["text"])
+        wait_until(lambda: bool(lines()) and "given up" in lines()[-1]["text"])
     first, *_ = lines()
-    assert first["at"] - began < 5
+    assert first["at"] - began < 11, "before its caller gives up"
     assert (first["status"], first["method"]) == ("UNAVAILABLE", "PushGradients")
     assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE") > errors + 2
 

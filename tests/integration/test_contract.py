@@ -47,7 +47,7 @@ class Shard:
         self.sequence = 0
 
     def describe(self) -> pb.DescribeResponse:
-        return self.stub.Describe(pb.DescribeRequest(), timeout=10)
+        return self.stub.Describe(pb.DescribeRequest(), timeout=60)
 
     def header(self, **changes: object) -> pb.WriteHeader:
         self.sequence += 1
@@ -55,14 +55,14 @@ class Shard:
         return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
 
     def fetch(self, rows: pb.Rows, step: int = 3, **more: Any) -> list[pb.FetchResponse]:
-        return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=10))
+        return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=60))
 
     def search(self, queries: bytes = values(1, 2), **changes: Any) -> pb.SearchResponse:
         good = {"k": 1, "similarity": pb.SIMILARITY_COSINE, "raw": True}
-        return self.stub.Search(pb.SearchRequest(queries=queries, **(good | changes)), timeout=10)
+        return self.stub.Search(pb.SearchRequest(queries=queries, **(good | changes)), timeout=60)
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
-        return self.stub.PushGradients(iter(messages), timeout=10)
+        return self.stub.PushGradients(iter(messages), timeout=60)
 
     def push_rows(self, rows: pb.Rows, gradients: bytes = values(1, 1, 1, 1), **changes: object) -> pb.WriteResponse:
         return self.push(pb.PushGradientsRequest(header=self.header(**changes), rows=rows, gradients=gradients))
@@ -77,7 +77,7 @@ class Shard:
         message = pb.WriteStateRequest(
             header=self.header(), rows=rows, weight=weight, momentum_buffer=momentum, last_step=last_step
         )
-        return self.stub.WriteState(iter([message]), timeout=10)
+        return self.stub.WriteState(iter([message]), timeout=60)
 
     def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
         """Makes both phases of a change, if the first succeeds."""
@@ -88,14 +88,14 @@ class Shard:
     def prepare(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
         good = {"phase": pb.SCHEDULE_PHASE_PREPARE, "change": b"p" * 16, "last": True}
         request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
-        return self.stub.ExtendSchedule(request, timeout=10)
+        return self.stub.ExtendSchedule(request, timeout=60)
 
     def commit(self, change: bytes, schedule: int, **more: Any) -> pb.ExtendScheduleResponse:
         request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
-        return self.stub.ExtendSchedule(request, timeout=10)
+        return self.stub.ExtendSchedule(request, timeout=60)
 
     def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
-        return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=10)
+        return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=60)
 
     def version(self) -> int:
         return self.describe().schedule_version
@@ -103,11 +103,11 @@ class Shard:
     def open(self, epoch: int, opener: bytes = b"o" * 16, **more: object) -> object:
         return self.stub.OpenSession(
             pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more),  # type: ignore[arg-type]
-            timeout=10,
+            timeout=60,
         )
 
     def create(self, spec: TableSpec = SPEC, **more: object) -> pb.CreateTableResponse:
-        return self.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(spec), **more), timeout=10)  # type: ignore[arg-type]
+        return self.stub.CreateTable(pb.CreateTableRequest(spec=spec_to_proto(spec), **more), timeout=60)  # type: ignore[arg-type]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "does not know this client's learning rates",
     ),
     "drop: a table of a newer session": (
-        lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=10),
+        lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=60),
         ABORTED,
         r"is now that of epoch \d+ \(run 'owner'\), no longer of epoch \d+: nothing was dropped",
     ),
@@ -343,17 +343,17 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "3 marks for 2 shards",
     ),
     "rollback: no timeline": (
-        lambda s: s.stub.Rollback(pb.CheckpointRequest(header=s.header(), name="kept"), timeout=10),
+        lambda s: s.stub.Rollback(pb.CheckpointRequest(header=s.header(), name="kept"), timeout=60),
         INVALID,
         "timeline must be 16 bytes",
     ),
     "checkpoint: a step to come": (
-        lambda s: s.stub.Checkpoint(pb.CheckpointRequest(header=s.header(step=HORIZON + 1), name="c"), timeout=10),
+        lambda s: s.stub.Checkpoint(pb.CheckpointRequest(header=s.header(step=HORIZON + 1), name="c"), timeout=60),
         RANGE,
         r"a checkpoint of step 7 lies beyond the schedule's 0\.\.6",
     ),
     "table: no spec": (
-        lambda s: s.stub.CreateTable(pb.CreateTableRequest(), timeout=10),
+        lambda s: s.stub.CreateTable(pb.CreateTableRequest(), timeout=60),
         INVALID,
         r"num_rows must lie in 1\.\.",
     ),
@@ -376,7 +376,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "CreateTable is not for this spec: call CreateSingleRateTable",
     ),
     "table: each learning rate in the other": (
-        lambda s: s.stub.CreateSingleRateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=10),
+        lambda s: s.stub.CreateSingleRateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=60),
         INVALID,
         "CreateSingleRateTable is not for this spec: call CreateTable",
     ),
@@ -386,14 +386,14 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "CreateTable is not for this spec: call CreateBfloat16Table",
     ),
     "table: float32 in the call of bfloat16": (
-        lambda s: s.stub.CreateBfloat16Table(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=10),
+        lambda s: s.stub.CreateBfloat16Table(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=60),
         INVALID,
         "CreateBfloat16Table is not for this spec: call CreateTable",
     ),
     "table: a dtype of the future": (
         lambda s: s.stub.CreateBfloat16Table(
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, dtype=cast(pb.RowDtype, 2))),
-            timeout=10,
+            timeout=60,
         ),
         INVALID,
         "dtype 2 of the table is unknown",
@@ -483,23 +483,23 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8, "at once: there is nothing to change"
     assert shard.extend(7, values(0.3), version=version + 1).version == version + 2
     early = pb.CheckpointRequest(header=shard.header(step=2), name="early")
-    assert not shard.stub.Checkpoint(early, timeout=10).duplicate
+    assert not shard.stub.Checkpoint(early, timeout=60).duplicate
     rollback = pb.CheckpointRequest(header=shard.header(), name="early", timeline=b"t" * 16)
-    assert not shard.stub.Rollback(rollback, timeout=10).duplicate
+    assert not shard.stub.Rollback(rollback, timeout=60).duplicate
     shard.push_rows(OK, step=3)
     before = everything(client)
     with pytest.raises(grpc.RpcError, match="changed by another call"):
         shard.extend(6, values(0.1, 0.2), version=version)
-    assert shard.stub.Rollback(rollback, timeout=10).duplicate
+    assert shard.stub.Rollback(rollback, timeout=60).duplicate
     assert everything(client) == before
     assert client.fetch([0], step=6).tolist() != client.fetch([0], step=5).tolist()
 
     release = pb.CheckpointRequest(header=shard.header(), name="early")
-    assert not shard.stub.Release(release, timeout=10).duplicate
+    assert not shard.stub.Release(release, timeout=60).duplicate
     again = pb.CheckpointRequest(header=shard.header(step=4), name="early")
-    assert not shard.stub.Checkpoint(again, timeout=10).duplicate
-    assert shard.stub.Release(release, timeout=10).duplicate
-    assert shard.stub.Checkpoint(early, timeout=10).duplicate
+    assert not shard.stub.Checkpoint(again, timeout=60).duplicate
+    assert shard.stub.Release(release, timeout=60).duplicate
+    assert shard.stub.Checkpoint(early, timeout=60).duplicate
     assert [(kept.name, kept.step) for kept in client.describe().shards[0].checkpoints] == [("early", 4)]
 
     shard.grow(45, epoch=shard.epoch)
@@ -508,8 +508,8 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
         shard.grow(45, epoch=shard.epoch)
 
     drop = pb.DropTableRequest(epoch=shard.epoch)
-    shard.stub.DropTable(drop, timeout=10)
-    shard.stub.DropTable(drop, timeout=10)
+    shard.stub.DropTable(drop, timeout=60)
+    shard.stub.DropTable(drop, timeout=60)
     assert shard.describe().epoch == shard.epoch + 1
     with pytest.raises(grpc.RpcError, match="a table was dropped since epoch"):
         shard.create(epoch=shard.epoch)
@@ -530,11 +530,11 @@ def test_invalid_messages_are_refused(cluster: LocalCluster, client: WeightClien
 
     def send(channel: grpc.Channel) -> None:
         if method == "Fetch":
-            list(channel.unary_stream(f"{SERVICE}/{method}")(garbage, timeout=10))
+            list(channel.unary_stream(f"{SERVICE}/{method}")(garbage, timeout=60))
         elif method == "PushGradients":
-            channel.stream_unary(f"{SERVICE}/{method}")(iter([garbage]), timeout=10)
+            channel.stream_unary(f"{SERVICE}/{method}")(iter([garbage]), timeout=60)
         else:
-            channel.unary_unary(f"{SERVICE}/{method}")(garbage, timeout=10)
+            channel.unary_unary(f"{SERVICE}/{method}")(garbage, timeout=60)
 
     with raw_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
         send(channel)
@@ -549,15 +549,15 @@ def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> N
 
     def messages() -> Iterator[pb.PushGradientsRequest]:
         yield pb.PushGradientsRequest(header=shard.header(num_rows=2), rows=ids(0), gradients=values(1, 1))
-        made.wait(10)
+        made.wait(60)
         stop.append(call.cancel())
         yield pb.PushGradientsRequest(rows=ids(1), gradients=values(1, 1))
 
     with raw_channel(client.describe().shards[0].address) as channel:
-        call = WeightServerStub(channel).PushGradients.future(messages(), timeout=10)
+        call = WeightServerStub(channel).PushGradients.future(messages(), timeout=60)
         made.set()
         with pytest.raises(grpc.FutureCancelledError):
-            call.result(10)
+            call.result(60)
     assert stop == [True]
     assert everything(client) == before
     assert not shard.push_rows(OK, sequence=shard.sequence).duplicate
@@ -584,6 +584,6 @@ def test_no_session_uses_up_the_epochs(shard: Shard, beyond: int) -> None:
     newest = shard.describe().epoch
     epoch = min(newest + beyond, 2**64 - 1)
     with pytest.raises(grpc.RpcError, match="is far beyond epoch") as raised:
-        shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, opener=b"t" * 16), timeout=10)
+        shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, opener=b"t" * 16), timeout=60)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert shard.describe().epoch == newest

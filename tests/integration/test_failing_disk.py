@@ -38,7 +38,7 @@ def cluster(disk: FailingDisk, tmp_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WeightClient]:
-    with WeightClient(cluster.addresses, timeout_seconds=10, retry_seconds=0) as client:
+    with WeightClient(cluster.addresses, timeout_seconds=60, retry_seconds=0) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.ones(1000, np.float32))
         client.open_session("run")

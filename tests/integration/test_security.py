@@ -39,7 +39,7 @@ from weightserver.server.security import server_tls
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
-SECONDS = 5.0
+SECONDS = 40.0
 """Calls that cannot succeed fail long before the time for retrying a shard that is down."""
 
 
@@ -189,7 +189,7 @@ def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], C
     """None of these failures is retried, though gRPC reports most as UNAVAILABLE."""
     started = time.monotonic()
     with (
-        place.client(shard, security(place), retry_seconds=60) as client,
+        place.client(shard, security(place), retry_seconds=120) as client,
         pytest.raises(AuthenticationError, match=message) as raised,
     ):
         client.describe()

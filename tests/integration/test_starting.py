@@ -32,7 +32,7 @@ ROWS = np.arange(SPEC.num_rows)
 def refused(directory: Path, *options: str) -> str:
     """Runs a start that must fail; returns its one line of error."""
     command = [*SERVE, "--data-dir", str(directory), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
     return done.stderr.removeprefix("weightserver serve: ").rstrip()
 
@@ -161,7 +161,7 @@ def serve(directory: Path, *options: str, what: tuple[str, ...] = ()) -> list[st
     return [sys.executable, "-m", *program, *SERVE[3:], "--init", "--data-dir", str(directory), *options]
 
 
-def ends(process: psutil.Process, directory: Path, seconds: float = 20) -> None:
+def ends(process: psutil.Process, directory: Path, seconds: float = 60) -> None:
     """Waits for the process to end, and checks that it released the directory."""
     _, alive = psutil.wait_procs([process], timeout=seconds)
     left = [orphan.pid for orphan in alive if orphan.status() != psutil.STATUS_ZOMBIE]
@@ -197,7 +197,7 @@ def test_a_shard_ends_if_its_announcement_is_not_read(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shard:
         assert shard.stdout is not None
         shard.stdout.close()
-        _, errors = shard.communicate(timeout=20)
+        _, errors = shard.communicate(timeout=60)
     assert shard.returncode == 1
     expected = "cannot announce the addresses on stdout (Broken pipe): the process that started this shard is gone"
     assert errors.splitlines()[-1] == f"weightserver serve: {expected}"
@@ -226,7 +226,7 @@ def test_parents_die_at_any_moment_of_a_start(tmp_path: Path) -> None:
 def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
     """Before the shard serves SIGTERM acts like a kill; later the shard drains."""
     command = serve(tmp_path, "--announce", what=("SIGTERM", point))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     drains = POINTS.index(point) > POINTS.index("weightserver.server.process:service.add_to_server")
     assert done.returncode == (0 if drains else 128 + signal.SIGTERM), done.stderr
     assert ("draining" in done.stderr) is drains
@@ -239,7 +239,7 @@ def test_sigterm_ends_a_start_at_any_moment(tmp_path: Path) -> None:
         process = psutil.Popen(serve(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
         time.sleep(random.Random(number).uniform(0, 3))
         process.terminate()
-        assert process.wait(20) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+        assert process.wait(60) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
         ends(process, tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_sigterm_ends_a_start_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_start_that_fails_ends_in_one_line(point: str, tmp_path: Path) -> None:
     command = serve(tmp_path, "--announce", what=("fails", point))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert re.fullmatch(f"weightserver serve: (.*: )?{point} fails", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
@@ -263,8 +263,8 @@ def test_closed_streams_are_not_reused_for_other_files(tmp_path: Path) -> None:
         assert [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
     finally:
         process.terminate()
-        assert process.wait(20) in (0, 128 + signal.SIGTERM)
+        assert process.wait(60) in (0, 128 + signal.SIGTERM)
     for option, stream in (("--announce", "stdout"), ("--stop-with-parent", "stdin")):
         command = ["sh", "-c", 'exec "$@" 0<&- 1>&-', "sh", *serve(tmp_path, option)]
-        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (1, f"weightserver serve: {option} needs {stream}, which is closed\n")
