@@ -335,7 +335,7 @@ def own_threads() -> set[str]:
 
 
 def await_end(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
 
 
@@ -434,7 +434,7 @@ def test_close_does_not_wait_for_servers_that_are_gone(tmp_path: Path, rows: Any
     head.announce([0, 1, 2, 3])
     started = time.monotonic()
     head.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_without_a_window_each_image_is_visited_once_in_an_epoch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -17,6 +18,9 @@ from pathlib import Path
 
 COLUMNS, ROWS = 80, 40
 _SEQUENCE = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
+_REDRAW = re.compile(r"(?=\r\x1b\[(?:2K|1A))")
+"""Where the display of a command begins to draw its line or lines again."""
+_UNFINISHED = re.compile(r"\r?(?:\x1b(?:\[[?0-9;]*)?)?\Z")
 
 
 class Screen:
@@ -104,6 +108,7 @@ class Terminal:
     def run(self, on_screen: Callable[[str], None] = lambda text: None, *, timeout: float = 240) -> int:
         """Returns the exit status."""
         screen, ends = Screen(), time.monotonic() + timeout
+        decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
         try:
             while time.monotonic() < ends:
                 ready, _, _ = select.select([self._parent], [], [], 1.0)
@@ -112,9 +117,14 @@ class Terminal:
                 except OSError:  # closed by the last process
                     return self._process.wait(timeout=30)
                 if content:
-                    screen.write(content.decode(errors="replace"))
-                    self.screens.append((time.monotonic(), screen.lines()))
-                    on_screen("\n".join(screen.lines()))
+                    text = rest + decoder.decode(content)
+                    cut = _UNFINISHED.search(text)
+                    assert cut is not None
+                    text, rest = text[: cut.start()], text[cut.start() :]
+                    for drawn in filter(None, _REDRAW.split(text)):  # many at once after a pause of this process
+                        screen.write(drawn)
+                        self.screens.append((time.monotonic(), screen.lines()))
+                        on_screen("\n".join(screen.lines()))
             raise TimeoutError("\n".join(screen.lines()))
         finally:
             os.close(self._parent)

@@ -90,8 +90,8 @@ def test_ranks_end_together(ends: str, status: int, tmp_path: Path) -> None:
         if killed is not None:
             ranks[killed].send_signal(signal.SIGKILL)
         began = time.monotonic()
-        errors = [rank.communicate(timeout=20)[1] for rank in ranks]
-        assert time.monotonic() - began < 20
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert time.monotonic() - began < 60
     finally:
         for rank in ranks:
             rank.kill()
@@ -106,17 +106,17 @@ def test_ranks_end_together(ends: str, status: int, tmp_path: Path) -> None:
 def test_other_connections_are_closed(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scanner connects to the port where rank 0 waits for the others, and resets it or stays silent."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(liveness, "_GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(liveness, "_GREETING_SECONDS", 1.0 if silent else 60.0)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(liveness._connections, 0, 2, lambda text: told.put(text or "") or "")
-        port, token = told.get(timeout=10).split()
+        port, token = told.get(timeout=60).split()
         stranger = socket.create_connection(("127.0.0.1", int(port)))
         if not silent:  # a reset, not an end
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stranger.close()
         (to_first,) = liveness._connections(1, 2, lambda _: f"{port} {token}")
-        (to_second,) = first.result(timeout=10)
+        (to_second,) = first.result(timeout=60)
     assert to_second.getpeername() == to_first.getsockname()
     for connection in (stranger, to_first, to_second):
         connection.close()

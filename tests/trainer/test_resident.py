@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.watching import wait_until
 from trainer.config import PRESETS
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
@@ -37,7 +38,7 @@ class WatchedClient:
         return self._client.fetch_state(rows, **options)
 
     def write_state(self, rows: Int64Array, *state: Any) -> None:
-        assert self.may_write.wait(20)
+        assert self.may_write.wait(120)
         self._client.write_state(rows, *state)
         self.written.append(rows)
 
@@ -186,10 +187,10 @@ def test_leaving_rows_wait_for_room_in_the_queue(watched: WatchedClient, make_st
     assert store.counters.write_back_pending_rows == 4
     blocked = threading.Thread(target=step_with, args=(store, 5, rows(5)))
     blocked.start()
-    blocked.join(0.3)
+    wait_until(lambda: store.counters.waited_seconds() > 0.2)
     assert blocked.is_alive()
     watched.may_write.set()
-    blocked.join(20)
+    blocked.join(60)
     assert not blocked.is_alive()
     assert store.counters.wait_seconds > 0.2
 

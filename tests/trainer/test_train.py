@@ -241,7 +241,7 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     watcher.start()
     train(
         config(data_dir, tmp_path / "run", steps=120, metrics_port=0),
-        on_step=lambda step: watcher.join(20) if step == 110 else None,
+        on_step=lambda step: watcher.join(120) if step == 110 else None,
     )
     seen = {name: float(value) for name, value in re.findall(r"^(pic_trainer_\w+) (\S+)$", pages[0], re.MULTILINE)}
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -43,10 +43,10 @@ class Groups:
 
         def hold(_: WriteTransaction) -> None:
             busy.set()
-            assert go.wait(10)
+            assert go.wait(60)
 
         self.committer.submit(hold)
-        assert busy.wait(10)
+        assert busy.wait(60)
         futures = [self.committer.submit(operation) for operation in operations]
         go.set()
         for future in futures:
@@ -201,16 +201,16 @@ def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
         return second(batch)
 
     busy, go = threading.Event(), threading.Event()
-    groups.committer.submit(lambda batch: (busy.set(), go.wait(10)))
-    assert busy.wait(10)
+    groups.committer.submit(lambda batch: (busy.set(), go.wait(60)))
+    assert busy.wait(60)
     promises.append(groups.committer.submit(give_up))
     other = groups.committer.submit(first)
     go.set()
     with pytest.raises(CancelledError):
-        promises[0].result(10)
-    assert other.result(10) is True
+        promises[0].result(60)
+    assert other.result(60) is True
     once = groups.weight()
-    assert [groups.committer.submit(second).result(10) for _ in range(2)] == [True, False]
+    assert [groups.committer.submit(second).result(60) for _ in range(2)] == [True, False]
     assert groups.weight() < once
 
 

@@ -59,7 +59,7 @@ def test_no_observation_of_many_threads_is_lost() -> None:
     def observe() -> None:
         for number in range(num_turns):
             if number % 20 == 0:
-                turn.wait(10)  # all of them make the next series
+                turn.wait(60)  # all of them make the next series
             histogram.labels(str(number // 20)).observe(1)
             gaps.observe(np.full(500, number))
 

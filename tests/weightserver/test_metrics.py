@@ -85,8 +85,15 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
     moved = {key: sample(name) - before[key] for key, name in names.items()}
 
     assert moved["fetches"] == 2 * 6, "each stage of each fetch"
-    assert moved["stages"] == pytest.approx(moved["end to end"], rel=0.2, abs=0.003)
     assert moved["stages"] <= moved["end to end"]
+
+    def uncovered() -> float:
+        """Seconds of one more fetch that belong to no stage."""
+        before = sample(names["end to end"]) - sample(names["stages"])
+        client.fetch(np.arange(20), step=120)
+        return sample(names["end to end"]) - sample(names["stages"]) - before
+
+    assert min(uncovered() for _ in range(10)) < 0.003
     assert (moved["requested"], moved["pushed"]) == (20, 10)
     assert (moved["gaps"], moved["gap rows"]) == (10 * 20, 20)
     assert moved["commits"] <= moved["writes"] == moved["waits"] == 4, "a push, a checkpoint, a session, a refusal"

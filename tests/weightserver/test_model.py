@@ -56,9 +56,9 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.storage.close()
 
     def create(self) -> None:
-        self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(10)
-        self.committer.submit(lambda batch: extend_schedule(self.shard, batch, 0, RATES)).result(10)
-        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
+        self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(60)
+        self.committer.submit(lambda batch: extend_schedule(self.shard, batch, 0, RATES)).result(60)
+        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(60)
         self.rows = MODEL.initial(range(SPEC.num_rows))
         self.written: set[int] = set()
         self.clock = 0
@@ -71,7 +71,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def push(self, header: WriteHeader, rows: list[int], gradients: npt.NDArray[np.float32]) -> bool:
         return self.committer.submit(
             lambda batch: self.shard.push_gradients(batch, header, np.array(rows), gradients)
-        ).result(10)
+        ).result(60)
 
     @rule(rows=some_rows, step=steps, seed=seeds)
     def push_at_any_time(self, rows: list[int], step: int, seed: int) -> None:
@@ -94,9 +94,9 @@ class ShardAgainstModel(RuleBasedStateMachine):
         extension = self.committer.submit(lambda batch: self.shard.extend_table(batch, num_rows, self.epoch))
         if num_rows < len(self.rows):
             with pytest.raises(InvalidRequestError, match="can only become larger"):
-                extension.result(10)
+                extension.result(60)
             return
-        assert extension.result(10) is (num_rows > len(self.rows))
+        assert extension.result(60) is (num_rows > len(self.rows))
         for rows in [self.rows, *(rows for rows, *_ in self.checkpoints.values())]:
             rows += MODEL.initial(range(len(rows), num_rows))
 
@@ -116,9 +116,9 @@ class ShardAgainstModel(RuleBasedStateMachine):
         )
         if ahead < 0 or last_step.max() > HORIZON:  # older than what is stored, or beyond the schedule: refused whole
             with pytest.raises(StepError):
-                write.result(10)
+                write.result(60)
             return
-        assert write.result(10) is True
+        assert write.result(60) is True
         for row, *state in zip(rows, *np.stack([weight, momentum]).astype(np.float64), last_step.tolist(), strict=True):
             self.rows[row] = Row(*state)
         self.written |= set(rows)
@@ -134,7 +134,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def open_another_session(self) -> None:
         fenced = self.header(0)
         self.epoch += 1
-        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(10)
+        self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(60)
         with pytest.raises(FencedError):
             self.push(fenced, [0], np.ones((1, SPEC.dim), np.float32))
         self.sequence, self.sent = 0, []
@@ -150,8 +150,8 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def change(self, method: str, name: str, step: int = 0) -> bool:
         header = self.header(step)
         change = getattr(self.shard, method)
-        done: bool = self.committer.submit(lambda batch: change(batch, header, name)).result(10)
-        assert self.committer.submit(lambda batch: change(batch, header, name)).result(10) is False, "done twice"
+        done: bool = self.committer.submit(lambda batch: change(batch, header, name)).result(60)
+        assert self.committer.submit(lambda batch: change(batch, header, name)).result(60) is False, "done twice"
         return done
 
     @precondition(lambda self: len(self.checkpoints) < 4)
@@ -188,7 +188,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def drop_and_create(self) -> None:
-        self.committer.submit(self.shard.drop_table).result(10)
+        self.committer.submit(self.shard.drop_table).result(60)
         self.epoch += 2  # dropping took one
         self.sequence, self.sent = 0, []
         self.create()

@@ -57,7 +57,7 @@ class Served:
         self.committer = Committer(self.shard.batch)
 
     def do(self, operation: Callable[[WriteTransaction], object]) -> object:
-        return self.committer.submit(operation).result(10)
+        return self.committer.submit(operation).result(60)
 
     def close(self) -> None:
         self.committer.close()

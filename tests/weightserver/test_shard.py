@@ -70,7 +70,7 @@ class Served:
         self.committer = Committer(self.shard.batch)
 
     def do(self, operation: Callable[[WriteTransaction], object]) -> object:
-        return self.committer.submit(operation).result(10)
+        return self.committer.submit(operation).result(60)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
         header = WriteHeader(epoch, OPENER, writer, sequence, 0, step)
@@ -185,10 +185,10 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
 
     def block(_: WriteTransaction) -> None:
         busy.set()
-        go.wait(10)
+        go.wait(60)
 
     blocked = served.committer.submit(block)
-    assert busy.wait(10)
+    assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
     headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
@@ -200,11 +200,11 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     bad = served.committer.submit(twice)
     last = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[2], ROWS, GRADIENT))
     go.set()
-    blocked.result(10)
-    assert good.result(10) is True
+    blocked.result(60)
+    assert good.result(60) is True
     with pytest.raises(StepError, match=r"row . would become infinite or NaN in update 5"):
-        bad.result(10)
-    assert last.result(10) is True, "the failed write's sequence number was kept"
+        bad.result(60)
+    assert last.result(60) is True, "the failed write's sequence number was kept"
     expected = initial_rows(SPEC, ROWS)
     decayed = expected * np.float32(1e-4)
     np.testing.assert_allclose(served.weights()[ROWS], expected - 1.0, atol=np.abs(decayed).max() + 1e-2)
@@ -216,10 +216,10 @@ def test_a_full_committer_refuses_and_drains_when_closed(served: Served) -> None
 
     def block(_: WriteTransaction) -> None:
         busy.set()
-        go.wait(10)
+        go.wait(60)
 
     served.committer.submit(block)
-    assert busy.wait(10)
+    assert busy.wait(60)
     waiting = [served.committer.submit(lambda batch, n=n: n) for n in range(MAX_WAITING)]
     with pytest.raises(OverloadedError, match="no room for another write"):
         served.committer.submit(lambda batch: None)
@@ -674,7 +674,7 @@ def test_a_write_waits_while_the_window_is_full() -> None:
                 waiting[0].result(0.2)
 
         begun(session, [0], b"first", send)
-        assert waiting[0].result(10) == {0: WINDOW + 1}
+        assert waiting[0].result(60) == {0: WINDOW + 1}
 
 
 def test_a_rollback_gives_up_earlier_failed_writes() -> None:
@@ -836,7 +836,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypa
     served.push(3)
     running = sweeper.Sweeper(served.shard, served.committer)
     served.do(lambda batch: served.shard.release(batch, header(4), "one"))
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while not served.shard.is_swept and time.monotonic() < ends:
         time.sleep(0.01)
     running.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(trainer.evaluate.knn_probe, "leave_one_out_knn_top1", slow)
     records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e6)
-    assert sum(record["seconds"] for record in records[1:]) < 7 * 0.25, "eight evaluations took 2 s"
+    assert statistics.median(record["seconds"] for record in records[1:]) < 0.25, "each evaluation took 0.25 s"
     for record in records:
         assert record["images_per_second"] == pytest.approx(16 / record["seconds"])
         stages = sum(

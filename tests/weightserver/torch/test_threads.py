@@ -6,7 +6,6 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -42,8 +41,10 @@ def test_the_number_of_threads_stays() -> None:
 
 
 def test_threads_last() -> None:
+    turn = threading.Barrier(3)  # each of the three threads has a part
+
     def name(_: int) -> str:
-        time.sleep(0.01)
+        turn.wait(60)
         return threading.current_thread().name
 
     assert set(in_threads(name, range(12))) == set(in_threads(name, range(12)))
