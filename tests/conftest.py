@@ -57,7 +57,8 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WeightClient]:
     """A client of the shared cluster, without a table; the table that the test makes is dropped."""
-    with WeightClient(cluster.addresses, timeout_seconds=30, retry_seconds=100) as client:
+    assert all(process.poll() is None for process in cluster.processes), "a test before this one ended a shard"
+    with WeightClient(cluster.addresses, timeout_seconds=30, retry_seconds=40) as client:
         client.drop_table()
         yield client
         client.drop_table()

@@ -62,7 +62,7 @@ def main() -> None:
     alarm, end, num_pushes = Alarm(int(seed)), time.monotonic() + float(seconds), 0
     with WeightClient(addresses, timeout_seconds=60, retry_seconds=60) as first:
         epoch = first.open_session("interrupted")
-    while time.monotonic() < end or alarm.num_interrupts <= 100:
+    while (now := time.monotonic()) < end or (alarm.num_interrupts <= 100 and now < end + 100):
         client = WeightClient(addresses, timeout_seconds=60, retry_seconds=60)
         alarm.interrupt("open", lambda client=client: client.open_session("interrupted", join=epoch))
         for number in range(CALLS_PER_CLIENT):

@@ -78,7 +78,7 @@ class SimulatedLane:
     # ---- as the module `time`
 
     def monotonic(self) -> float:
-        return self._now
+        return self._now + self._pause
 
     def sleep(self, seconds: float) -> None:
         self._pause = seconds
@@ -93,7 +93,7 @@ class SimulatedLane:
         self._attempt(number, call, Retries(call, _BUDGET_SECONDS))
 
     def _attempt(self, number: int, call: Call, tries: Retries) -> None:
-        waited_ms = round(1000 * (self._now - call.started))
+        waited_ms = round(1000 * tries.waited)
         context: Any = FakeContext(str(waited_ms) if waited_ms else "")
 
         def arrive() -> None:
@@ -118,7 +118,8 @@ class SimulatedLane:
         tries.note_failure(failure)
         assert not tries.is_spent, f"client {number} was not served for {_BUDGET_SECONDS} s"
         tries.pause(failure)
-        self._after(self._pause, lambda: self._attempt(number, call, tries))
+        pause, self._pause = self._pause, 0.0
+        self._after(pause, lambda: self._attempt(number, call, tries))
 
     def _execute(self, number: int) -> None:
         def leave() -> None:

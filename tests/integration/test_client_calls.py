@@ -127,12 +127,11 @@ def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
         fill(client)
         cluster.processes[0].kill()
         errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE")
-        began = time.time()
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)
         wait_until(lambda: bool(lines()) and "given up" in lines()[-1]["text"])
     first, *_ = lines()
-    assert first["at"] - began < 11, "before its caller gives up"
+    assert "given up" not in first["text"], "it was told before"
     assert (first["status"], first["method"]) == ("UNAVAILABLE", "PushGradients")
     assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE") > errors + 2
 

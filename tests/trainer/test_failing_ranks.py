@@ -15,7 +15,7 @@ from tests.helpers import pretended_gpu
 from tests.helpers.failing_rank import FAILURE
 from tests.helpers.gpus import Gpus
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 30
 FAILING_STEP = 5
 SMALL = "--num-images 200 --batch-size 8 --num-negatives 32 --window-size 40 --window-stride 8 --dim 8 --no-evaluate"
 

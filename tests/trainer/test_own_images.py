@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -261,7 +260,7 @@ def test_training_starts_within_a_minute_and_ends(pictures: Path, tmp_path: Path
         "--device",
         "cpu",
     ]
-    began, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.time()
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
     options = ["--log-every", "2", "--output", "run"]
     ran = subprocess.run(
@@ -272,9 +271,7 @@ def test_training_starts_within_a_minute_and_ends(pictures: Path, tmp_path: Path
     assert len(records) == 6
     checkpoint = tmp_path / "run/checkpoints"
     started = min(path.stat().st_mtime for path in checkpoint.iterdir())
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert min(started - began, computed) < 60, "seconds until the first step, or of computing on a busy machine"
+    assert started - began < 90, "a minute until the first step, and half of one for a machine that pauses"
     assert (tmp_path / "run/encoder.safetensors").exists()
 
 

@@ -52,7 +52,8 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
     """Fits the probe to features of whole images, on rank 0, in memory; for small sets.
 
     Raises:
-        ValueError: images without labels, fewer of them than folds, or more features than MAX_BYTES.
+        ValueError: images without labels, fewer of them than folds, images of one class only but for those held out, or
+            more features than MAX_BYTES.
     """
     ranks = evaluation.ranks
     found = json.dumps(asdict(_fitted(evaluation, config))) if ranks.is_first else None
@@ -135,7 +136,7 @@ def _splits(labels: Tensor, folds: int | None) -> list[tuple[Tensor, Tensor]]:
     for fitted, _ in splits:
         if len(classes := torch.unique(labels[fitted])) < 2:
             raise ValueError(
-                f"all training images but those held out are of class {int(classes[0])}: give more images of the others"
+                f"all training images but those held out are of class {int(classes[0])}: add images of other classes"
             )
     return splits
 

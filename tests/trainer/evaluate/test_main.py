@@ -312,13 +312,18 @@ def test_bad_input_gives_one_line_and_status_2(
     assert error.count("\n") == 1
 
 
-def test_too_many_folds_are_refused_before_features_are_computed(
+def test_folds_are_refused_before_features_are_computed(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(linear_cached, "_features", lambda *_: pytest.fail("features were computed"))
-    arguments = ["linear-cached", "--pixels", "--folds", "1000000", "--dataset", "idx", "--data-dir", str(data_dir)]
-    assert evaluate(arguments) == 2
+    arguments = ["linear-cached", "--pixels", "--dataset", "idx", "--data-dir", str(data_dir), "--folds"]
+    assert evaluate([*arguments, "1000000"]) == 2
     assert "training images are too few for 1000000 folds: each needs one\n" in capsys.readouterr().err
+    header = bytes((0, 0, 8, 1)) + (400).to_bytes(4, "big")
+    (data_dir / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + bytes(399) + b"\1"))
+    assert evaluate([*arguments, "5"]) == 2
+    message = "all training images but those held out are of class 0: add images of other classes\n"
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_on_generated_images_needs_another_data_set(

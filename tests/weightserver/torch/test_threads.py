@@ -41,13 +41,13 @@ def test_the_number_of_threads_stays() -> None:
 
 
 def test_threads_last() -> None:
-    turn = threading.Barrier(3)  # each of the three threads has a part
+    turn = threading.Barrier(3)  # each of the three threads takes part
 
-    def name(_: int) -> str:
+    def thread(_: int) -> threading.Thread:
         turn.wait(60)
-        return threading.current_thread().name
+        return threading.current_thread()
 
-    assert set(in_threads(name, range(12))) == set(in_threads(name, range(12)))
+    assert set(in_threads(thread, range(12))) == set(in_threads(thread, range(12)))
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
