@@ -239,7 +239,7 @@ class Machine(RuleBasedStateMachine):
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = self.num_writers = self.num_schedules = 0
+        self.num_calls = self.num_writers = self.num_schedules = self.num_decided = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
         self.is_anything_lost = False
@@ -400,7 +400,7 @@ class Machine(RuleBasedStateMachine):
         if made is None:
             return
         run = Run(made, writer.name, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
-        num_moved, num_schedules = writer.num_moved, self.num_schedules
+        num_moved, num_decided = writer.num_moved, self.num_decided
         run.knew = self.cluster.known_to(writer.name)
         writer.num_running += 1
         if action.kind == "repeat":
@@ -421,8 +421,8 @@ class Machine(RuleBasedStateMachine):
         if told is None:
             self.check_done(made, answer, beside=beside)
         else:
-            changed = self.num_schedules > num_schedules
-            assert self.can_be_told(made, run, told, beside=beside, rates_changed=changed), (made.call, run, told)
+            decided = self.num_decided > num_decided
+            assert self.can_be_told(made, run, told, beside=beside, change_decided=decided), (made.call, run, told)
         self.told = told
         self.remember(made, told, num_moved)
 
@@ -557,7 +557,7 @@ class Machine(RuleBasedStateMachine):
                 if "rows" not in call.arguments or any(self.shard_of(row) == shard for row in call.arguments["rows"]):
                     assert call.number in self.shards[shard].applied, (call, f"is not there on shard {shard}")
 
-    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool, rates_changed: bool) -> bool:
+    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool, change_decided: bool) -> bool:
         call, writer = made.call, made.writer
         if isinstance(error, KeyboardInterrupt):
             return run.interrupt is not None
@@ -579,8 +579,8 @@ class Machine(RuleBasedStateMachine):
                 return self.knows_of_loss(writer) or (
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
                 )
-            case FencedError():  # of two changes at once, one may find the other's on a shard that it asks later
-                return not writer.epoch or (call.kind == "extend_schedule" and rates_changed)
+            case FencedError():  # of two changes at once, one may find that the other was made or given up
+                return not writer.epoch or (call.kind == "extend_schedule" and change_decided)
             case NoTableError():
                 name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
@@ -694,6 +694,7 @@ class Machine(RuleBasedStateMachine):
         self, shard: ShardModel, request: pb.ExtendScheduleRequest, done: str, answer: pb.ExtendScheduleResponse
     ) -> None:
         """Rewriting learning rates takes no effect before all shards are prepared, and shard 0 has decided."""
+        self.num_decided += done in ("committed", "given up")
         if request.phase == pb.SCHEDULE_PHASE_PREPARE and answer.pending:
             start, rates = request.start_step, np.frombuffer(request.learning_rates, "<f4").tolist()
             shard.pending = request.change, (*shard.rates[:start], *rates, *shard.rates[start + len(rates) :])
