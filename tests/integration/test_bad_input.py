@@ -402,7 +402,7 @@ def test_a_silent_server_delays_callers_at_most_for_their_budget() -> None:
         silent.listen(50)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
 
-        def describe_at_once() -> float:
+        def describe_at_once(_: int) -> float:
             with WeightClient([address], timeout_seconds=1, retry_seconds=1) as client, ThreadPoolExecutor(8) as pool:
                 started = time.monotonic()
                 calls = [pool.submit(client.describe) for _ in range(8)]

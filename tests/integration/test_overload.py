@@ -644,8 +644,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
 @pytest.mark.guard
 def test_sigterm_under_load_ends_in_time_and_loses_nothing(tmp_path: Path) -> None:
     """Writers each increment their own row while others read nothing and send half writes."""
-    attempts = itertools.count()
-    once_within(0.5 + 2, lambda: seconds_to_end_under_load(tmp_path / str(next(attempts)), grace_seconds=0.5))
+    once_within(0.5 + 2, lambda number: seconds_to_end_under_load(tmp_path / str(number), grace_seconds=0.5))
 
 
 def seconds_to_end_under_load(directory: Path, *, grace_seconds: float) -> float:

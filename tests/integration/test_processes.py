@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
@@ -203,8 +202,7 @@ def test_nobody_takes_the_ports_of_a_dead_shard() -> None:
 @pytest.mark.guard
 def test_sigterm_ends_a_large_write_within_the_grace_period(tmp_path: Path) -> None:
     """A write of many blocks that takes several seconds is undone, and its repetition is applied."""
-    attempts = itertools.count()
-    once_within(0.5 + 2, lambda: seconds_to_end_a_large_write(tmp_path / str(next(attempts)), grace_seconds=0.5))
+    once_within(0.5 + 2, lambda number: seconds_to_end_a_large_write(tmp_path / str(number), grace_seconds=0.5))
 
 
 def seconds_to_end_a_large_write(directory: Path, *, grace_seconds: float) -> float:
@@ -237,8 +235,7 @@ def seconds_to_end_a_large_write(directory: Path, *, grace_seconds: float) -> fl
 @pytest.mark.guard
 def test_sigterm_does_not_wait_for_the_disk_beyond_the_grace_period(tmp_path: Path) -> None:
     """A commit that the disk does not complete in time is cut short as by a kill: it is not acknowledged."""
-    attempts = itertools.count()
-    once_within(0.3 + 1 + 2, lambda: seconds_to_end_on_a_slow_disk(tmp_path / str(next(attempts)), grace_seconds=0.3))
+    once_within(0.3 + 1 + 2, lambda number: seconds_to_end_on_a_slow_disk(tmp_path / str(number), grace_seconds=0.3))
 
 
 def seconds_to_end_on_a_slow_disk(directory: Path, *, grace_seconds: float) -> float:
