@@ -122,7 +122,6 @@ def servers() -> Iterator[Row]:
         ", ".join(more(ratio) for ratio in ratios.values()),
         "`--no-verify-reads`",
     )
-    yield _search()
     measured = results("measuring")["ratios"]
     yield Row(
         f"measuring a fetch: {', '.join(measured)}",
@@ -226,23 +225,6 @@ def _checkpoint() -> Row:
         f"taking a checkpoint of 10 M stored rows ({largest['disk_bytes'] / 1e9:.1f} GB)",
         ms(largest["times"]["checkpoint"]),
         f"a durable write of one row: {ms(largest['times']['write of one row'])}",
-    )
-
-
-def _search() -> Row:
-    search = results("search")
-    index = search["faiss index"]
-    queries = [name for name in search if name != "faiss index"]
-
-    def seconds(peer: str) -> str:
-        return ", ".join(rounded(_median(search[name]["seconds"][peer])) for name in queries)
-
-    shard = max(search[name]["shard_bytes"] for name in queries)
-    return Row(
-        f"exact 10 nearest among 10 M stored rows, two shards of {rounded(shard / 2**20)} MiB: {', '.join(queries)}",
-        f"{seconds('ours')} s",
-        f"faiss' flat index, {gib(index['bytes'])} of memory, built in {rounded(index['seconds'])} s: "
-        f"{seconds('faiss')} s",
     )
 
 

@@ -19,7 +19,6 @@ TOO_FEW = {
     "readers": ["--rounds", "1"],
     "rows": ["--rounds", "1"],
     "scale": ["--steps", "1"],
-    "search": ["--rounds", "1"],
     "steps": ["--rounds", "0"],
     "sweeping": ["--checkpoints", "1"],
     "transport": ["--rounds", "one"],

@@ -17,7 +17,7 @@ if sys.argv and Path(sys.argv[0]).name.startswith(("-m", "weightserver", "pic-")
     end_quietly()  # of a command, before imports that take a moment
 
 from weightserver.client.client import WeightClient
-from weightserver.client.results import Neighbours, RowState, TableInfo
+from weightserver.client.results import RowState, TableInfo
 from weightserver.client.security import ClientSecurity
 from weightserver.common.version import __version__ as __version__
 from weightserver.core.checkpoints import Checkpoint
@@ -47,7 +47,6 @@ __all__ = [
     "FencedError",
     "InvalidRequestError",
     "LocalCluster",
-    "Neighbours",
     "NoTableError",
     "OverloadedError",
     "RowState",

@@ -37,7 +37,6 @@ COMMANDS = {
     "plan": ("weightserver.operations.plan", "estimate the disk, memory and bandwidth that a run needs"),
     "extend": ("weightserver.operations.extend", "add rows to the table while training continues"),
     "export": ("weightserver.operations.export", "write current rows, or those of a checkpoint, to files"),
-    "search": ("weightserver.operations.search", "print the stored rows most similar to given rows or vectors"),
     "drop": ("weightserver.operations.drop", "delete the table and all its rows"),
 }
 """Name to module and help."""

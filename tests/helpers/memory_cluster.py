@@ -56,7 +56,7 @@ from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Retry budget of the clients, on the simulated clock."""
-READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule", "Search")
+READS = ("Describe", "Fetch", "ReadBlocks", "ReadSchedule")
 _MAX_MESSAGES = 40
 
 

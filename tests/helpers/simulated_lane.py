@@ -89,7 +89,7 @@ class SimulatedLane:
         heapq.heappush(self._events, (self._now + seconds, self._random.random(), act))
 
     def _call(self, number: int) -> None:
-        call = Call("0", "shard 0", "Search", started=self._now)
+        call = Call("0", "shard 0", "Fetch", started=self._now)
         self._attempt(number, call, Retries(call, _BUDGET_SECONDS))
 
     def _attempt(self, number: int, call: Call, tries: Retries) -> None:

@@ -57,10 +57,6 @@ class Shard:
     def fetch(self, rows: pb.Rows, step: int = 3, **more: Any) -> list[pb.FetchResponse]:
         return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=60))
 
-    def search(self, queries: bytes = values(1, 2), **changes: Any) -> pb.SearchResponse:
-        good = {"k": 1, "similarity": pb.SIMILARITY_COSINE, "raw": True}
-        return self.stub.Search(pb.SearchRequest(queries=queries, **(good | changes)), timeout=60)
-
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
         return self.stub.PushGradients(iter(messages), timeout=60)
 
@@ -158,34 +154,6 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "fetch: a negative step": (lambda s: s.fetch(OK, -1), RANGE, r"step -1 is outside the schedule's 0\.\.6"),
     "fetch: a step beyond the schedule": (lambda s: s.fetch(OK, 7), RANGE, r"step 7 is outside the schedule's 0\.\.6"),
     "fetch: a row's past": (lambda s: s.fetch(OK, 1), RANGE, "row 0 has seen 2 updates"),
-    "search: no query": (lambda s: s.search(b""), INVALID, "queries has 0 values, not a positive multiple of 2"),
-    "search: half a query": (lambda s: s.search(values(1, 2, 3)), INVALID, "queries has 3 values, not a positive"),
-    "search: NaN": (lambda s: s.search(values(1, NAN)), INVALID, "queries holds NaN"),
-    "search: too many queries": (
-        lambda s: s.search(bytes(8 * 1025)),
-        INVALID,
-        "1025 queries in one search, at most 1024: split it",
-    ),
-    "search: no neighbours": (lambda s: s.search(k=0), INVALID, r"k must lie in 1\.\.4096, got 0"),
-    "search: too many neighbours": (lambda s: s.search(k=4097), INVALID, r"k must lie in 1\.\.4096, got 4097"),
-    "search: too many of all queries": (
-        lambda s: s.search(bytes(8 * 1024), k=257),
-        INVALID,
-        "1024 queries for 257 rows each in one search, at most 262144 rows: split it",
-    ),
-    "search: no similarity": (lambda s: s.search(similarity=0), INVALID, "similarity 0 is unknown"),
-    "search: a similarity to come": (lambda s: s.search(similarity=3), INVALID, "similarity 3 is unknown"),
-    "search: a block beyond any table": (
-        lambda s: s.search(first_block=2**49),
-        INVALID,
-        "there is no block 562949953421312",
-    ),
-    "search: a step beyond the schedule": (
-        lambda s: s.search(raw=False, step=7),
-        RANGE,
-        r"step 7 is outside the schedule's 0\.\.6",
-    ),
-    "search: a row's past": (lambda s: s.search(raw=False, step=1), RANGE, "row 0 has seen 2 updates"),
     "push: no message": (lambda s: s.push(), INVALID, "the first message of a write has no header"),
     "push: no header": (
         lambda s: s.push(pb.PushGradientsRequest(rows=OK, gradients=values(1, 1, 1, 1))),

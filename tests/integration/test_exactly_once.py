@@ -664,7 +664,7 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
         before = everything()
         for proxy in proxies:
             again = proxy.replay(num_newest=sys.maxsize, num_others=0)
-            reads = {"Fetch", "ReadBlocks", "ReadSchedule", "Search"}
+            reads = {"Fetch", "ReadBlocks", "ReadSchedule"}
             assert {late.request.method for late in again} == set(METHODS) - reads
         np.testing.assert_equal(everything(), before)
 

@@ -51,7 +51,6 @@ LATER_METHODS = {
     "ExtendTable",
     "CreateSingleRateTable",
     "CreateBfloat16Table",
-    "Search",
 }
 
 
@@ -225,8 +224,6 @@ def test_an_older_shard_without_a_call_is_named(
             skewed.extend_table(501)
         with pytest.raises(ClusterError, match="does not know this call"):
             skewed.learning_rates()  # which a trainer that resumes tolerates
-        with pytest.raises(ClusterError, match=r"shard 0 at .* does not know this call: it runs an older version"):
-            skewed.nearest(np.ones((1, SPEC.dim), np.float32), 1)
         assert skewed.describe().spec == SPEC
     client.drop_table()
     with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:

@@ -86,8 +86,6 @@ def test_every_command_takes_addresses_in_every_form(
         "health": ["health", *shards],
         "top": ["top", *in_form(cluster.metrics_addresses), "--count", "1", "--interval-seconds", "0.1"],
         "checkpoints": ["checkpoints", *shards],
-        "search": ["search", *shards, "--rows", "1", "-k", "1"],
-        "--servers": ["search", "--rows", "1", "--servers", ",".join(cluster.addresses)],
         "extend": ["extend", "--num-rows", "120", *shards],
         "rollback": ["rollback", "kept", "--yes", *shards],
         "release": ["release", "kept", *shards],

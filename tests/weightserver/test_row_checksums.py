@@ -19,8 +19,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec, rows_per_group
 from weightserver.core.errors import DamagedRecordError
 from weightserver.core.spec import TableSpec
-from weightserver.shard.reading import ReadAt, Rows
-from weightserver.shard.search import read_chunks
+from weightserver.shard.reading import Rows
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -286,40 +285,6 @@ def test_a_message_names_few_ranges_and_only_rows_of_the_table() -> None:
     codec.views(last).weight[50:60] += 1
     assert codec.problem(1, last) == "is damaged (checksum) in rows 2098..2099"
     assert codec.problem(1, last, slice(52, 60)) == "is damaged (checksum) in rows that the table does not have yet"
-
-
-@pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("spec", in_both(SMALL), ids=named)
-def test_a_search_verifies_the_rows_that_it_compares(spec: TableSpec) -> None:
-    codec = BlockCodec(spec)
-    block = codec.initial(BLOCK)
-    written = np.array([1, 2, 17])
-    codec.mark_written(block, written)
-    codec.seal(BLOCK, block)
-    stored = Stored(spec, {BLOCK: bytes(block)})
-
-    def found(*, verify: bool = True) -> list[int]:
-        table, at = stored.shard.require_table(), ReadAt()
-        chunks = read_chunks(stored.storage, table, at, 0, num_shards=1, verify=verify, weight_only=True)
-        return [row for chunk in chunks for row in chunk.rows.tolist()]
-
-    assert found() == stored.rows(written).tolist()
-    for hurt, is_noticed in ((groups(spec)[0], True), (groups(spec)[-1], True), ([9], spec.dtype == "bfloat16")):
-        damaged = block.copy()
-        codec.views(damaged).weight[hurt[0], 3] += 1
-        stored[BLOCK] = damaged
-        assert found(verify=False) == stored.rows(written).tolist()
-        if is_noticed:
-            with pytest.raises(DamagedRecordError, match="in rows"):
-                found()
-        else:
-            assert found() == stored.rows(written).tolist()
-    emptied = block.copy()
-    emptied[16:24] = bytes(8)
-    stored[BLOCK] = emptied
-    with pytest.raises(DamagedRecordError):
-        found()
-    assert found(verify=False) == []
 
 
 # ---- writes

@@ -1,10 +1,13 @@
 """Finds pairs of training images that are nearly the same: python -m trainer duplicates RUN.
 
-Two images are compared by their rows of the classifier, which the weight servers search exactly: each image is a class
-of its own, and images that look alike under every augmentation get rows of the same direction. Rows average the
-features of all views of an image, so after a training of usual length they tell copies from merely similar images
-better than the features do (docs/images.md). The pairs are written to duplicates.json in the run's directory, and the
-run's report shows them. No image is read and no encoder is needed.
+Two images are compared by their rows of the classifier: each image is a class of its own, and images that look alike
+under every augmentation get rows of the same direction. Rows average the features of all views of an image, so after a
+training of usual length they tell copies from merely similar images better than the features do (docs/images.md). The
+pairs are written to duplicates.json in the run's directory, and the run's report shows them. No image is read and no
+encoder is needed.
+
+All pairs are compared in float32, in 2·N²·D operations for N rows of D values. Rows are fetched a block at a time as
+they are needed, so that memory does not grow with N·D.
 """
 
 from __future__ import annotations
@@ -19,20 +22,24 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import torch
 
 from trainer.command_line import parsed
 from trainer.counting import counting
 from trainer.display import shown, stage
+from trainer.evaluate.neighbours import nearest
 from trainer.run.stored_rows import StoredRows, add_run_arguments, open_stored_rows
 from trainer.stopping import exit_on_error
-from weightserver import Checkpoint
+from weightserver import Checkpoint, WeightClient
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.command_line import CommandParser
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import chosen_checkpoint
 
 FILE = "duplicates.json"
-_ROWS_AT_A_TIME = 1_024
+_ROWS_AT_A_TIME = 8_192
+"""Rows that are compared with all others together. All rows are fetched once for each such block, in 2 % of the time
+of its products."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ def find_duplicates(
     checkpoint: str | None = None,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> Duplicates:
-    """Compares all rows of a run, in their state at a checkpoint or now.
+    """Compares the rows of all images of a run, in their state at a checkpoint or now.
+
+    The row of an image that was never trained is the random one that it began with, far from all others.
 
     Args:
         on_rows: called with the number of rows that were compared since the last call.
@@ -117,15 +126,35 @@ def _all_pairs(
 ) -> tuple[dict[tuple[int, int], float], int]:
     """The cosine of each pair of rows that reached the threshold, and the number of rows that may have more pairs."""
     found, num_at_limit = dict[tuple[int, int], float](), 0
+    all_rows = _Weights(stored.client, stored.num_images, kept, step)
     for first in range(0, stored.num_images, _ROWS_AT_A_TIME):
         rows = np.arange(first, min(first + _ROWS_AT_A_TIME, stored.num_images))
-        vectors = stored.client.fetch(rows, step=step, checkpoint=kept or "")
-        near = stored.client.nearest(vectors, options.neighbours + 1, step=step, checkpoint=kept or "")
-        reached = (near.similarity >= options.threshold) & (near.rows != rows[:, None])
+        num_near = min(options.neighbours + 1, stored.num_images)  # a row's own included
+        near = nearest(all_rows, all_rows[first : first + len(rows)], num_near)
+        similarity, near_rows = (values.numpy() for values in near)
+        reached = (similarity >= options.threshold) & (near_rows != rows[:, None])
         num_at_limit += int((reached.sum(axis=1) >= options.neighbours).sum())
-        found |= _pairs(rows, near.rows, near.similarity, reached)
+        found |= _pairs(rows, near_rows, similarity, reached)
         on_rows(len(rows))
     return found, num_at_limit
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of the images' rows as `Features`, fetched when they are read."""
+
+    client: WeightClient
+    num_rows: int
+    checkpoint: Checkpoint | None
+    step: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        """float32 [n, D]."""
+        numbers = np.arange(self.num_rows)[rows]
+        return torch.from_numpy(self.client.fetch(numbers, step=self.step, checkpoint=self.checkpoint or ""))
 
 
 def _state(stored: StoredRows, checkpoint: str | None) -> tuple[Checkpoint | None, int]:

@@ -13,8 +13,7 @@ from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer
 from weightserver.core.spec import MAX_ROWS
-from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import MAX_NAME_CHARACTERS, MAX_NEIGHBOURS, SIMILARITY_NAMES
+from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
 _MAX_SECONDS = 86_400
 
@@ -78,21 +77,6 @@ def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
     return converted
 
 
-def checked_k(value: int) -> int:
-    k = checked_integer(value, "k")
-    if not 1 <= k <= MAX_NEIGHBOURS:
-        raise ValueError(f"k must lie in 1..{MAX_NEIGHBOURS}, got {k}")
-    return k
-
-
-def similarity_of(metric: str) -> pb.Similarity:
-    """The measure of similarity of that name."""
-    for number, name in SIMILARITY_NAMES.items():
-        if name == metric:
-            return number
-    raise ValueError(f"metric must be {' or '.join(map(repr, SIMILARITY_NAMES.values()))}, got {metric!r}")
-
-
 # ---- rows and their values
 
 
@@ -108,14 +92,6 @@ def check_rows_exist(rows: Int64Array, num_rows: int) -> None:
     if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
         bad = rows[(rows < 0) | (rows >= num_rows)][0]
         raise ValueError(f"row {bad} does not exist: the table has rows 0..{num_rows - 1}")
-
-
-def checked_vectors(vectors: npt.ArrayLike, dim: int) -> Float32Array:
-    """Finite vectors, float32 [q, D]. An array or tensor must be float32 already."""
-    array = _float32(vectors, "vectors")
-    if array.ndim != 2 or array.shape[1] != dim:
-        raise ValueError(f"vectors must have shape [q, {dim}], got {list(array.shape)}")
-    return _finite(array, "vectors")
 
 
 def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> Float32Array:

@@ -17,7 +17,7 @@ The contract of its calls, for a table of N rows of D values:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -34,9 +34,8 @@ from weightserver.client.checkpoint_caller import (
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
-from weightserver.client.results import Neighbours, RowState, TableInfo, table_info
+from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule_caller import ScheduleCaller
-from weightserver.client.search import search_rows
 from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
@@ -292,13 +291,6 @@ class WeightClient(Closing):
     def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
         request = pb.FetchRequest(state=out[1] is not None)
-        self._set_state(request, step, checkpoint)
-        fetch_rows(self._shards, self._sharding(), request, rows, out, self._cache.table.precision)
-
-    def _set_state(
-        self, request: pb.FetchRequest | pb.SearchRequest, step: int | None, checkpoint: str | Checkpoint
-    ) -> None:
-        """Fills in the table and the state in which its rows are read."""
         request.raw = step is None
         if step is not None:
             request.step = arguments.checked_step(step, "step")
@@ -307,38 +299,7 @@ class WeightClient(Closing):
             kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
         request.table = self._cache.table.digest
-
-    def nearest(
-        self,
-        vectors: npt.ArrayLike,
-        k: int,
-        *,
-        step: int | None = None,
-        checkpoint: str | Checkpoint = "",
-        metric: Literal["cosine", "inner_product"] = "cosine",
-    ) -> Neighbours:
-        """The k (at most 4,096) stored rows most similar to each of `vectors` (float32 [q, D]), exactly. Never writes.
-
-        Compares the weights of all rows that were ever written: before update `step`, or raw as stored if it is None;
-        with `checkpoint` those of a retained checkpoint, as for `fetch`. Rows that were never written are not searched
-        and cost nothing. If fewer than k rows are stored, the result has a column for each of them.
-
-        The cosine with a vector of zeros is 0. A similarity is computed in float64 and rounded to float32 once; rows
-        that are equally similar in float32 are in the order of their numbers. So the result does not depend on the
-        number of shards or the size of blocks.
-
-        Each shard scans its blocks in calls of about a second, which yield to a training run's calls; rows that are
-        written meanwhile are compared as they were before or after. A checkpoint shows all of them at one time.
-
-        Raises:
-            StepError, NoTableError: as for `fetch`, if any stored row cannot be brought to `step`.
-            StorageError: a block is damaged.
-            ClusterError: a shard's version cannot search.
-        """
-        request = pb.SearchRequest(k=arguments.checked_k(k), similarity=arguments.similarity_of(metric))
-        vectors = arguments.checked_vectors(vectors, self._cache.table.spec.dim)
-        self._set_state(request, step, checkpoint)
-        return search_rows(self._shards, request, vectors)
+        fetch_rows(self._shards, self._sharding(), request, rows, out, self._cache.table.precision)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.

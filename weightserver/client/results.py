@@ -22,14 +22,6 @@ class RowState:
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """The rows most similar to each query, most similar first; of equally similar rows, the lower number first."""
-
-    rows: Int64Array  # (q, n)
-    similarity: Float32Array  # (q, n)
-
-
-@dataclass(frozen=True)
 class ShardInfo:
     """One shard's part of a table."""
 

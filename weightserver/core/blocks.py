@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightserver.core.arrays import Float32Array, StoredArray
+from weightserver.core.arrays import StoredArray
 from weightserver.core.errors import DamagedRecordError
 from weightserver.core.initial import initial_rows, source_of
 from weightserver.core.kernel import Initial
@@ -339,20 +339,12 @@ class RowBuffer:
             stored.weight.take(slots, 0, self.weight[part], "clip")
             stored.momentum_buffer.take(slots, 0, self.momentum_buffer[part], "clip")
 
-    def copy_weight(self, part: slice, block: memoryview, slots: Slots) -> None:
-        """Fills only the weights of the rows of `part`."""
-        self.weight[part] = self._codec.views(block).weight[slots]
-
     def store(self, part: slice, block: bytearray, slots: Slots) -> None:
         """Writes the rows of `part` into `slots` of a block's bytes."""
         stored = self._codec.views(block)
         stored.last_step[slots] = self.last_step[part]
         stored.weight[slots] = self.weight[part]
         stored.momentum_buffer[slots] = self.momentum_buffer[part]
-
-    def widened_weight(self) -> Float32Array:
-        """The weights as float32, (num_rows, D)."""
-        return self._codec.precision.widened(self.weight)
 
 
 def _bytes(array: npt.NDArray[np.int64] | StoredArray) -> memoryview:

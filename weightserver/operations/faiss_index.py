@@ -10,7 +10,6 @@ import numpy as np
 
 from weightserver.common.atomic_files import atomic_write
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.similarity import unit_rows
 
 
 def import_faiss() -> ModuleType:
@@ -41,7 +40,7 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
         raise ValueError(f"{path} exists: give another file")
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
     for rows, weight in parts:
-        index.add_with_ids(np.ascontiguousarray(unit_rows(weight)), rows)
+        index.add_with_ids(_unit_rows(weight), rows)
 
     def write(partial: Path) -> None:
         try:
@@ -51,3 +50,10 @@ def write_index(path: Path, dim: int, parts: Iterable[tuple[Int64Array, Float32A
 
     atomic_write(path, write)
     return int(index.ntotal)
+
+
+def _unit_rows(weight: Float32Array) -> Float32Array:
+    """Rows (float32 [n, D]) divided by their norms, float32; rows of zeros stay."""
+    exact = weight.astype(np.float64)  # holds the square of every float32
+    norms = np.linalg.norm(exact, axis=1, keepdims=True)
+    return (exact / np.where(norms > 0, norms, 1)).astype(np.float32)

@@ -44,14 +44,6 @@ MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)
 """The largest message that a shard accepts: that of a fetch of MAX_ROWS scattered rows."""
 MAX_WRITE_BYTES = 1 << 30
 """Bytes of rows and values in one push or state write. The client splits none: a write is atomic on a shard."""
-MAX_QUERIES = 1 << 10
-"""Number of queries in one search."""
-MAX_NEIGHBOURS = 1 << 12
-"""Number of rows that one search finds for each query."""
-MAX_FOUND = 1 << 18
-"""Number of rows that one search finds for all its queries together."""
-SIMILARITY_NAMES = {pb.SIMILARITY_COSINE: "cosine", pb.SIMILARITY_INNER_PRODUCT: "inner_product"}
-"""Measures of similarity on the wire, and in `core.similarity`."""
 MAX_NAME_CHARACTERS = 256
 """Length of a run's name: error messages quote it, and gRPC sends those in headers of at most 8 KiB."""
 _DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from weightserver.common.version import __version__
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import spec_to_proto, to_bytes
+from weightserver.protocol.codec import spec_to_proto
 from weightserver.shard.schedule_change import ScheduleState
-from weightserver.shard.search import Found
 from weightserver.shard.shard import Shard
 from weightserver.storage.records import State
 
@@ -66,13 +65,4 @@ def read_blocks_response(shard: Shard, request: pb.ReadBlocksRequest) -> pb.Read
         blocks=[pb.Block(number=number, content=content) for number, content in blocks],
         next_block=next_block or 0,
         lineage=[] if next_block else shard.lineage_of(request.checkpoint).marks,
-    )
-
-
-def search_response(found: Found) -> pb.SearchResponse:
-    return pb.SearchResponse(
-        rows=to_bytes(found.rows),
-        similarity=to_bytes(found.similarity),
-        next_block=found.next_block or 0,
-        num_rows=found.num_rows,
     )

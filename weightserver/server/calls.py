@@ -26,7 +26,6 @@ from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import CallMetrics
-from weightserver.server.pace import SEARCH_SECONDS
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
@@ -114,8 +113,8 @@ class Calls:
         return ((MARK_KEY, self._shard.state.mark),)
 
     def _log_slow(self, method: str, status: str, seconds: float, clock: StageClock) -> None:
-        """Logs a call that took long, with its stages. A search is allowed the time that `Pace` gives it."""
-        if (method == "Search" and seconds < SEARCH_SECONDS + self._slow_seconds) or not self._may_log("slow", method):
+        """Logs a call that took long, with its stages."""
+        if not self._may_log("slow", method):
             return
         stages = {f"{stage}_seconds": round(spent, 4) for stage, spent in clock.seconds.items() if spent >= 0.0001}
         _log.warning("slow request", extra={"method": method, "status": status, "seconds": round(seconds, 3)} | stages)

@@ -25,12 +25,11 @@ import grpc
 from weightserver.core.errors import OverloadedError
 from weightserver.protocol.codec import WAITED_KEY
 
-LANES = {"Fetch": 24, "write": 16, "control": 16, "search": 1, "health": 16, "watch": 64}
-"""Calls at a time. Searches follow one another, so that they take one core. A health watch takes no thread once
-its message has arrived; until then it is in "health"."""
+LANES = {"Fetch": 24, "write": 16, "control": 16, "health": 16, "watch": 64}
+"""Calls at a time. A health watch takes no thread once its message has arrived; until then it is in "health"."""
 MAX_CALLS = sum(calls for lane, calls in LANES.items() if lane != "watch")
 """Calls at a time that are being received, executed or answered."""
-MAX_WAITING = {"Fetch": 64, "write": 64, "control": 64, "search": 16, "health": 0, "watch": 0}
+MAX_WAITING = {"Fetch": 64, "write": 64, "control": 64, "health": 0, "watch": 0}
 """Calls that may wait for a place. Health checks need no token, so none of them may occupy a thread by waiting."""
 RETRY_AFTER_MS = 100
 """Time within which the calls of a lane are expected to end; no more is expected of them."""
@@ -43,7 +42,6 @@ _LANE_OF_METHOD = {
     "Fetch": "Fetch",
     "PushGradients": "write",
     "WriteState": "write",
-    "Search": "search",
     "Check": "health",
     "List": "health",
     "Watch": "watch",

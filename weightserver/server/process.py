@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from threadpoolctl import threadpool_limits
 
 from weightserver.common.addresses import is_loopback, split_address
 from weightserver.common.logs import log_events
@@ -125,7 +124,6 @@ def serve(config: ServerConfig) -> None:
     stop = _Stop()
     stop.follow(parent=config.stop_with_parent)
     keep_large_buffers()
-    threadpool_limits(1, user_api="blas")  # searches; further threads would wait busily for them, on training's cores
     _allow_many_connections()
     front = _listening_server(config)
     if config.init and holds_data(config.data_dir):

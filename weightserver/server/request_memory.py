@@ -9,17 +9,13 @@ from contextlib import contextmanager
 
 from weightserver.core.blocks import rows_per_group
 from weightserver.core.errors import InvalidRequestError, OverloadedError
-from weightserver.core.similarity import MAX_PAIRS
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.server.lanes import LANES
-from weightserver.shard.search import rows_per_chunk
 
 _PAGE = 4096
 _BYTES_PER_ROW_NAMED = 48
 """A row's number, and the arrays that checking it and assigning it to blocks takes meanwhile."""
-_BYTES_PER_PAIR = 128
-"""A query and a row that are compared: in float32, in float64, and as a candidate that is sorted."""
 _SHARE_KEPT = 8
 """One part in this many of the memory is kept for other lanes than the one that holds the rest."""
 
@@ -112,15 +108,6 @@ def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
     num_groups = -(-spec.rows_per_block // rows_per_group(spec))
     block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim) + 8 * num_groups
     return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
-
-
-def search_bytes(spec: TableSpec, num_queries: int, k: int) -> int:
-    """Upper bound of a search: its queries, a chunk of rows, their similarities, and what was found."""
-    num_rows = rows_per_chunk(spec)
-    queries_at_a_time = min(num_queries, max(1, MAX_PAIRS // num_rows))
-    vectors = 4 * spec.dim * (8 * num_queries + 12 * num_rows)
-    candidates = _BYTES_PER_PAIR * queries_at_a_time * (num_rows + k)
-    return vectors + candidates + 12 * num_queries * k + answer_bytes(12 * num_queries * k)
 
 
 def answer_bytes(num_bytes: int) -> int:

@@ -28,23 +28,21 @@ from weightserver.server.answers import (
     describe_response,
     extend_schedule_response,
     read_blocks_response,
-    search_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_header, check_name, check_search, require, require_id
+from weightserver.server.checks import check_header, check_name, require, require_id
 from weightserver.server.metrics import ShardMetrics
-from weightserver.server.pace import Pace
-from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes, search_bytes
+from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import check_written, receive, write_header
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.reading import READ_BYTES, ReadAt, Rows
+from weightserver.shard.reading import READ_BYTES, Rows
 from weightserver.shard.schedule_change import Part
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
-_HELD_UNTIL_SENT = frozenset({"Describe", "ReadBlocks", "ReadSchedule", "Search"})
+_HELD_UNTIL_SENT = frozenset({"Describe", "ReadBlocks", "ReadSchedule"})
 """Unary methods written as generators of one answer, whose memory stays reserved until the caller has received it."""
 _EVENTS = {
     "Checkpoint": "checkpoint taken",
@@ -75,7 +73,6 @@ class WeightServerService:
         self._calls = Calls(
             shard, committer, metrics.calls, slow_seconds=slow_seconds, on_storage_error=on_storage_error
         )
-        self._pace = Pace()
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
         with self._calls.answering("Describe", context), self._memory.reservation("control") as reserved:
@@ -195,7 +192,6 @@ class WeightServerService:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yields serialized FetchResponses."""
         with self._calls.answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
-            self._pace.note_training()
             self._shard.check_table(request.table)
             named = named_rows(request.rows)
             reserved.take(fetch_bytes(self._shard.require_table().spec, named.count))
@@ -228,7 +224,6 @@ class WeightServerService:
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
         with self._calls.answering("PushGradients", context) as clock, self._memory.reservation("write") as reserved:
-            self._pace.note_training()
             write = receive(request_iterator, ("gradients",), self._shard, reserved)
             header, rows, (gradients,) = write.header, write.rows(), write.values()
             check_written(rows, self._shard, reserved)
@@ -245,7 +240,6 @@ class WeightServerService:
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
         with self._calls.answering("WriteState", context) as clock, self._memory.reservation("write") as reserved:
-            self._pace.note_training()
             write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserved)
             header, rows, (weight, momentum) = write.header, write.rows(), write.values()
             last_step = write.last_step()
@@ -296,22 +290,6 @@ class WeightServerService:
             require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
             reserved.take(answer_bytes(max(READ_BYTES, self._shard.require_table().codec.num_bytes)))
             yield read_blocks_response(self._shard, request)
-
-    def Search(self, request: pb.SearchRequest, context: grpc.ServicerContext) -> Iterator[pb.SearchResponse]:
-        with self._calls.answering("Search", context), self._memory.reservation("search") as reserved:
-            self._shard.check_table(request.table)
-            spec = self._shard.require_table().spec
-            query = check_search(request, spec)
-            reserved.take(search_bytes(spec, len(query.vectors), query.k))
-            found = self._shard.search(
-                query,
-                request.first_block,
-                step=None if request.raw else request.step,
-                at=ReadAt(request.checkpoint or None, request.identity),
-                schedule=request.schedule,
-                may_continue=self._pace.budget(context),
-            )
-            yield search_response(found)
 
     def ReadSchedule(
         self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext

@@ -28,7 +28,6 @@ from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
 from weightserver.shard.reading import ReadAt, Rows
 from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
-from weightserver.shard.search import Chunk, Found, Query, read_chunks, search
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -210,45 +209,6 @@ class Shard:
                 del found  # its memory is the snapshot's
             self._check_schedule(step, schedule)  # rows and learning rates were read before this
             yield answer
-
-    def search(
-        self,
-        query: Query,
-        first_block: int,
-        *,
-        step: int | None,
-        at: ReadAt,
-        schedule: int,
-        may_continue: Callable[[], bool],
-    ) -> Found:
-        """The stored rows most similar to each query, among the blocks from number `first_block` on; see `search`.
-
-        The rows are raw, or corrected for `step`. Each chunk of them is a snapshot of its own, as for `fetch`.
-
-        Raises:
-            StepError, NoTableError, OverloadedError, TableMismatchError: as for `fetch`.
-            StorageError: a block is damaged.
-        """
-        table = self.require_table()
-        schedule = schedule or self._schedule.digest
-        self._check_step(table, step, schedule)
-
-        def correct(chunk: Chunk) -> None:
-            self._check_still(table)
-            if step is not None:
-                reading.correct_rows(table, step, chunk.rows, chunk.found, weight_only=True)
-            self._check_schedule(step, schedule)  # rows and learning rates were read before this
-
-        chunks = read_chunks(
-            self._storage,
-            table,
-            at,
-            first_block,
-            num_shards=self.num_shards,
-            verify=self._verify_reads,
-            weight_only=step is None,
-        )
-        return search(chunks, query, correct, may_continue)
 
     def _check_step(self, table: Table, step: int | None, schedule: int) -> None:
         """Raises unless rows may be corrected for `step` by the learning rates of digest `schedule`."""

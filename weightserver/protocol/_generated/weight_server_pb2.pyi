@@ -12,12 +12,6 @@ class RowDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_DTYPE_FLOAT32: _ClassVar[RowDtype]
     ROW_DTYPE_BFLOAT16: _ClassVar[RowDtype]
 
-class Similarity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SIMILARITY_UNSPECIFIED: _ClassVar[Similarity]
-    SIMILARITY_COSINE: _ClassVar[Similarity]
-    SIMILARITY_INNER_PRODUCT: _ClassVar[Similarity]
-
 class SchedulePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SCHEDULE_PHASE_UNSPECIFIED: _ClassVar[SchedulePhase]
@@ -26,9 +20,6 @@ class SchedulePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCHEDULE_PHASE_GIVE_UP: _ClassVar[SchedulePhase]
 ROW_DTYPE_FLOAT32: RowDtype
 ROW_DTYPE_BFLOAT16: RowDtype
-SIMILARITY_UNSPECIFIED: Similarity
-SIMILARITY_COSINE: Similarity
-SIMILARITY_INNER_PRODUCT: Similarity
 SCHEDULE_PHASE_UNSPECIFIED: SchedulePhase
 SCHEDULE_PHASE_PREPARE: SchedulePhase
 SCHEDULE_PHASE_COMMIT: SchedulePhase
@@ -189,42 +180,6 @@ class Block(_message.Message):
     number: int
     content: bytes
     def __init__(self, number: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
-
-class SearchRequest(_message.Message):
-    __slots__ = ("queries", "k", "similarity", "first_block", "step", "raw", "checkpoint", "identity", "table", "schedule")
-    QUERIES_FIELD_NUMBER: _ClassVar[int]
-    K_FIELD_NUMBER: _ClassVar[int]
-    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    RAW_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    TABLE_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
-    queries: bytes
-    k: int
-    similarity: Similarity
-    first_block: int
-    step: int
-    raw: bool
-    checkpoint: str
-    identity: bytes
-    table: int
-    schedule: int
-    def __init__(self, queries: _Optional[bytes] = ..., k: _Optional[int] = ..., similarity: _Optional[_Union[Similarity, str]] = ..., first_block: _Optional[int] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ..., table: _Optional[int] = ..., schedule: _Optional[int] = ...) -> None: ...
-
-class SearchResponse(_message.Message):
-    __slots__ = ("rows", "similarity", "next_block", "num_rows")
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
-    NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
-    rows: bytes
-    similarity: bytes
-    next_block: int
-    num_rows: int
-    def __init__(self, rows: _Optional[bytes] = ..., similarity: _Optional[bytes] = ..., next_block: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class ReadScheduleRequest(_message.Message):
     __slots__ = ("start_step",)

@@ -114,11 +114,6 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.FromString,
                 _registered_method=True)
-        self.Search = channel.unary_unary(
-                '/pic.weightserver.v1.WeightServer/Search',
-                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchRequest.SerializeToString,
-                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchResponse.FromString,
-                _registered_method=True)
         self.ReadSchedule = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/ReadSchedule',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadScheduleRequest.SerializeToString,
@@ -258,15 +253,6 @@ class WeightServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Search(self, request, context):
-        """Search finds the stored rows that are most similar to given vectors, among some of the shard's blocks from a given
-        one on: as many as about a second allows, and fewer before an early deadline. Rows that were never written are not
-        searched. It never writes. The blocks are read in several snapshots.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ReadSchedule(self, request, context):
         """ReadSchedule reads about 1 MiB of learning rates, from a given step on.
         """
@@ -356,11 +342,6 @@ def add_WeightServerServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.SerializeToString,
-            ),
-            'Search': grpc.unary_unary_rpc_method_handler(
-                    servicer.Search,
-                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchRequest.FromString,
-                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchResponse.SerializeToString,
             ),
             'ReadSchedule': grpc.unary_unary_rpc_method_handler(
                     servicer.ReadSchedule,
@@ -800,33 +781,6 @@ class WeightServer:
             '/pic.weightserver.v1.WeightServer/ReadBlocks',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ReadBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Search(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pic.weightserver.v1.WeightServer/Search',
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchRequest.SerializeToString,
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SearchResponse.FromString,
             options,
             channel_credentials,
             insecure,
