@@ -6,7 +6,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -20,7 +19,6 @@ from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServer
 from weightserver.protocol.codec import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
-SINGLE_RATE = TableSpec(num_rows=40, dim=2, rows_per_block=5, correction="paper")
 HORIZON = 6
 SERVICE = "/pic.weightserver.v1.WeightServer"
 
@@ -338,28 +336,8 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "shard 0 holds another table of the same spec, of epoch ",
     ),
     "table: a short identity": (lambda s: s.create(identity=b"x"), INVALID, "identity must be 16 bytes"),
-    "table: one learning rate in a call that an older shard takes": (
-        lambda s: s.create(SINGLE_RATE),
-        INVALID,
-        "CreateTable is not for this spec: call CreateSingleRateTable",
-    ),
-    "table: each learning rate in the other": (
-        lambda s: s.stub.CreateSingleRateTable(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=60),
-        INVALID,
-        "CreateSingleRateTable is not for this spec: call CreateTable",
-    ),
-    "table: bfloat16 in a call that an older shard takes": (
-        lambda s: s.create(replace(SPEC, dtype="bfloat16")),
-        INVALID,
-        "CreateTable is not for this spec: call CreateBfloat16Table",
-    ),
-    "table: float32 in the call of bfloat16": (
-        lambda s: s.stub.CreateBfloat16Table(pb.CreateTableRequest(spec=spec_to_proto(SPEC)), timeout=60),
-        INVALID,
-        "CreateBfloat16Table is not for this spec: call CreateTable",
-    ),
     "table: a dtype of the future": (
-        lambda s: s.stub.CreateBfloat16Table(
+        lambda s: s.stub.CreateTable(
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, dtype=cast(pb.RowDtype, 2))),
             timeout=60,
         ),
@@ -367,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "dtype 2 of the table is unknown",
     ),
     "table: one learning rate, and no correction": (
-        lambda s: s.stub.CreateSingleRateTable(
+        lambda s: s.stub.CreateTable(
             pb.CreateTableRequest(spec=pb.TableSpec(num_rows=40, dim=2, rows_per_block=5, single_rate=True)), timeout=10
         ),
         INVALID,

@@ -29,7 +29,6 @@ from tests.helpers.comparing import same
 from weightserver import (
     ClusterError,
     LocalCluster,
-    NoTableError,
     StepError,
     TableMismatchError,
     TableSpec,
@@ -49,8 +48,6 @@ LATER_METHODS = {
     "ReadBlocks",
     "ReadSchedule",
     "ExtendTable",
-    "CreateSingleRateTable",
-    "CreateBfloat16Table",
 }
 
 
@@ -225,15 +222,6 @@ def test_an_older_shard_without_a_call_is_named(
         with pytest.raises(ClusterError, match="does not know this call"):
             skewed.learning_rates()  # which a trainer that resumes tolerates
         assert skewed.describe().spec == SPEC
-    client.drop_table()
-    with between(cluster, lacking, forget) as addresses, WeightClient(addresses, retry_seconds=1) as skewed:
-        for unknown in (replace(SPEC, correction="paper"), replace(SPEC, dtype="bfloat16")):
-            with pytest.raises(ClusterError, match=r"does not know this call: it runs an older version"):
-                skewed.create_table(unknown)
-        with pytest.raises(NoTableError):  # nor was another made
-            skewed.describe()
-    everything(client)
-    client.checkpoint("kept", step=1)
     with pytest.raises(SystemExit) as stopped:  # when the shards are updated, the same command resumes
         main(["backup", *cluster.addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0

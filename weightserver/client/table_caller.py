@@ -10,18 +10,17 @@ from weightserver.client.fan_out import Shards
 from weightserver.client.table_cache import KnownTable
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import creating_method, spec_to_proto, table_digest
+from weightserver.protocol.codec import spec_to_proto, table_digest
 
 
 def create_table(shards: Shards, spec: TableSpec) -> KnownTable:
     """Creates the table on every shard, or finds the same one there; see `WeightClient.create_table`."""
     answers = shards.describe()
     agreement.require_creatable(answers, spec)
-    method = creating_method(spec)
 
     def create(connection: ShardConnection, answer: pb.DescribeResponse, identity: bytes) -> bytes:
         request = pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch, identity=identity)
-        created: bytes = connection.call(method, request).identity
+        created: bytes = connection.call("CreateTable", request).identity
         return created
 
     # Shard 0 alone draws the table's identity, so that two callers at the same time create the same table.

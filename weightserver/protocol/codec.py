@@ -114,14 +114,6 @@ def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
     return TableSpec(**named)
 
 
-def creating_method(spec: TableSpec) -> str:
-    """The call that creates the table: those of older versions would ignore fields that they do not know, and create
-    another table; they refuse an unknown call."""
-    if spec.dtype != "float32":
-        return "CreateBfloat16Table"
-    return "CreateSingleRateTable" if spec.correction == "paper" else "CreateTable"
-
-
 def rows_to_proto(rows: Int64Array) -> pb.Rows:
     """Encodes strictly increasing rows (int64 [n]), as ids or as ranges, whichever is shorter."""
     ranges = to_ranges(rows)

@@ -18,7 +18,6 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
-    creating_method,
     float32_from_bytes,
     named_rows,
     spec_from_proto,
@@ -80,25 +79,8 @@ class WeightServerService:
             yield describe_response(self._shard)
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
-        return self._create_table("CreateTable", request, context)
-
-    def CreateSingleRateTable(
-        self, request: pb.CreateTableRequest, context: grpc.ServicerContext
-    ) -> pb.CreateTableResponse:
-        return self._create_table("CreateSingleRateTable", request, context)
-
-    def CreateBfloat16Table(
-        self, request: pb.CreateTableRequest, context: grpc.ServicerContext
-    ) -> pb.CreateTableResponse:
-        return self._create_table("CreateBfloat16Table", request, context)
-
-    def _create_table(
-        self, method: str, request: pb.CreateTableRequest, context: grpc.ServicerContext
-    ) -> pb.CreateTableResponse:
-        with self._calls.answering(method, context):
+        with self._calls.answering("CreateTable", context):
             spec, before = spec_from_proto(request.spec), self._shard.spec
-            if method != (right := creating_method(spec)):
-                raise ValueError(f"{method} is not for this spec: call {right}")
             epoch = request.epoch if request.HasField("epoch") else None
             require_id(request.identity, "identity", optional=True)
             identity = self._calls.commit(

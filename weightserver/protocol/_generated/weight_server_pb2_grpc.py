@@ -44,16 +44,6 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
                 _registered_method=True)
-        self.CreateSingleRateTable = channel.unary_unary(
-                '/pic.weightserver.v1.WeightServer/CreateSingleRateTable',
-                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
-                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
-                _registered_method=True)
-        self.CreateBfloat16Table = channel.unary_unary(
-                '/pic.weightserver.v1.WeightServer/CreateBfloat16Table',
-                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
-                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
-                _registered_method=True)
         self.ExtendTable = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/ExtendTable',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.SerializeToString,
@@ -133,22 +123,6 @@ class WeightServerServicer:
 
     def CreateTable(self, request, context):
         """CreateTable creates the table, or does nothing if the same one exists (ALREADY_EXISTS if another one does).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CreateSingleRateTable(self, request, context):
-        """CreateSingleRateTable is CreateTable for a spec with single_rate (INVALID_ARGUMENT for one without). It is a
-        separate call because an older shard would ignore that field; it refuses the unknown call.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CreateBfloat16Table(self, request, context):
-        """CreateBfloat16Table is CreateTable for a spec whose dtype is bfloat16 (INVALID_ARGUMENT for others), with or without
-        single_rate. An older shard, which would ignore the field, refuses the unknown call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -273,16 +247,6 @@ def add_WeightServerServicer_to_server(servicer, server):
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
             ),
-            'CreateSingleRateTable': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateSingleRateTable,
-                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
-                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
-            ),
-            'CreateBfloat16Table': grpc.unary_unary_rpc_method_handler(
-                    servicer.CreateBfloat16Table,
-                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.FromString,
-                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.SerializeToString,
-            ),
             'ExtendTable': grpc.unary_unary_rpc_method_handler(
                     servicer.ExtendTable,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendTableRequest.FromString,
@@ -401,60 +365,6 @@ class WeightServer:
             request,
             target,
             '/pic.weightserver.v1.WeightServer/CreateTable',
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CreateSingleRateTable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pic.weightserver.v1.WeightServer/CreateSingleRateTable',
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CreateBfloat16Table(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pic.weightserver.v1.WeightServer/CreateBfloat16Table',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CreateTableResponse.FromString,
             options,
