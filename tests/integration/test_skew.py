@@ -342,22 +342,3 @@ def test_a_newer_shard_can_be_backed_up(
         main(["backup", *addresses, "--output", str(tmp_path / "backup")])
     assert stopped.value.code == 0
     assert client.checkpoints()[0].name == "kept"
-
-
-def test_the_contract_only_grew(older: FileDescriptor) -> None:
-    """Messages of version 0.2 still mean the same on the wire."""
-    now = pb.DESCRIPTOR
-    for name, message in older.message_types_by_name.items():
-        for field in message.fields:
-            found = now.message_types_by_name[name].fields_by_number[field.number]
-            for what in ("name", "type", "is_repeated", "has_presence"):
-                assert getattr(found, what) == getattr(field, what), f"{name}.{field.name}"
-            if field.message_type is not None:
-                assert found.message_type is not None
-                assert found.message_type.full_name == field.message_type.full_name
-    for method in older.services_by_name["WeightServer"].methods:
-        known = now.services_by_name["WeightServer"].methods_by_name[method.name]
-        for what in ("client_streaming", "server_streaming"):
-            assert getattr(known, what) == getattr(method, what)
-        assert known.input_type.full_name == method.input_type.full_name
-        assert known.output_type.full_name == method.output_type.full_name
