@@ -88,7 +88,7 @@ def handlers() -> Iterator[tuple[WeightServerService, WeightServerService]]:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         storage = stack.enter_context(closing(LmdbStorage(Path(directory))))
         metrics, memory = ShardMetrics(shard=0, num_shards=1, version="0"), RequestMemory(1 << 32)
-        measured = Shard(storage, shard=0, num_shards=1, on_gaps=metrics.rows.correction_gaps)
+        measured = Shard(storage, shard=0, num_shards=1)
         fill(measured)
         services = []
         for shard, kept in ((measured, metrics), (Shard(storage, shard=0, num_shards=1), no_metrics())):

@@ -23,18 +23,6 @@ def metrics() -> ShardMetrics:
     return ShardMetrics(shard=0, num_shards=1, version="0")
 
 
-def test_gaps_fall_into_buckets_by_powers_of_two(metrics: ShardMetrics) -> None:
-    gaps = np.concatenate([np.arange(70), 2 ** np.arange(24), 2 ** np.arange(24) + 1, [10**9]])
-    for part in np.array_split(gaps, 3):
-        metrics.rows.correction_gaps(part)
-    name = "weightserver_correction_gap_steps"
-    for exponent in range(23):
-        counted = metrics.registry.get_sample_value(f"{name}_bucket", {"le": str(2.0**exponent)})
-        assert counted == (gaps <= 2**exponent).sum()
-    assert metrics.registry.get_sample_value(f"{name}_bucket", {"le": "+Inf"}) == len(gaps)
-    assert metrics.registry.get_sample_value(f"{name}_sum") == gaps.sum()
-
-
 def test_every_moment_belongs_to_one_stage() -> None:
     started = time.perf_counter()
     clock = StageClock("first", started)
@@ -63,8 +51,6 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
         "stages": "fetch_stage_seconds_sum",
         "requested": 'request_rows_sum{operation="fetch"}',
         "pushed": 'request_rows_sum{operation="push"}',
-        "gaps": "correction_gap_steps_sum",
-        "gap rows": "correction_gap_steps_count",
         "commits": "commit_seconds_count",
         "writes": "commit_writes_sum",
         "waits": "commit_wait_seconds_count",
@@ -95,7 +81,6 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
 
     assert max(covered() for _ in range(10)) > 0.8
     assert (moved["requested"], moved["pushed"]) == (20, 10)
-    assert (moved["gaps"], moved["gap rows"]) == (10 * 20, 20)
     assert moved["commits"] <= moved["writes"] == moved["waits"] == 4, "a push, a checkpoint, a session, a refusal"
     assert moved["fenced"] >= 1
     held = {name: sample(name) for name in ("newest_checkpoint_step", "checkpoints", "generation", "table_rows")}

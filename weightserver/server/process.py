@@ -140,7 +140,6 @@ def serve(config: ServerConfig) -> None:
             shard=config.shard,
             num_shards=config.num_shards,
             verify_reads=config.verify_reads,
-            on_gaps=front.metrics.rows.correction_gaps,
         )
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}

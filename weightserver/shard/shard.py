@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from weightserver.common.stages import StageClock
@@ -63,7 +63,6 @@ class Shard:
 
     Args:
         verify_reads: whether a fetch checks the checksums of its blocks; a write always does.
-        on_gaps: called with the number of updates that each fetched row has not seen, int64 [n].
 
     Raises:
         StorageError: the directory belongs to another shard, cluster or format, or is damaged.
@@ -76,13 +75,11 @@ class Shard:
         shard: int,
         num_shards: int,
         verify_reads: bool = True,
-        on_gaps: Callable[[Int64Array], None] = lambda gaps: None,
     ) -> None:
         self.shard = shard
         self.num_shards = num_shards
         self._storage = storage
         self._verify_reads = verify_reads
-        self._on_gaps = on_gaps
         self._state = State()
         self._schedule = ScheduleState()
         self._table: Table | None = None
@@ -204,7 +201,6 @@ class Shard:
                 found = reading.read_rows(txn, table, at, touched, verify=self._verify_reads)
                 self._check_still(table)
                 clock.start("correct")
-                self._on_gaps((self._state.clock if step is None else step) - found.last_step)
                 answer = found.answer(table, step, touched.rows, state=state)
                 del found  # its memory is the snapshot's
             self._check_schedule(step, schedule)  # rows and learning rates were read before this
