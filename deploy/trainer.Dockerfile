@@ -1,5 +1,5 @@
 # The trainer, started by torchrun: see train.sh. From the repository's root:
-#     docker build -f deploy/trainer.Dockerfile -t pic-trainer:0.2.0 .
+#     docker build -f deploy/trainer.Dockerfile -t pic-trainer:0.3.0 .
 # From the default package index torch is its CUDA build; the secret "pip" (a pip.conf) may name PyTorch's own CPU index.
 # Neither that secret nor "pip-ca" (certificates that pip trusts) is in a layer. BASE_IMAGE may be given by digest.
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm

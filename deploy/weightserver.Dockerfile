@@ -1,5 +1,5 @@
 # The weight server, without torch. From the repository's root:
-#     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.2.0 .
+#     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.3.0 .
 # The optional secrets "pip" (a pip.conf) and "pip-ca" (certificates that pip trusts) are in no layer. BASE_IMAGE may be
 # given by digest.
 ARG BASE_IMAGE=python:3.11.14-slim-bookworm

@@ -120,7 +120,7 @@ class LocalCluster(Closing):
         return self.directory / f"shard-{shard}.log"
 
     def _is_finished(self) -> bool:
-        """Whether all shards have started once; version 0.1 wrote no marker, so any data mean that they have."""
+        """Whether all shards have started once. Data without a marker, as of restored shards, mean that they have."""
         marker = self.directory / _MARKER
         if not marker.exists():
             return any(self.directory.glob("shard-*/data.mdb"))

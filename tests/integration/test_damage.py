@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from weightserver import StorageError, TableSpec
+from weightserver import StorageError, TableSpec, __version__
+from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
@@ -34,7 +34,6 @@ from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
-    FORMAT,
     State,
     put_json,
     put_record,
@@ -63,7 +62,16 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
         storage = LmdbStorage(path)
         Shard(storage, shard=number, num_shards=num_shards)
         num_rows = len(sharding.rows_of_shard(number, spec.num_rows))
-        kept = ShardCheckpoint("kept", 3, b"\xaa" * 16, generation=0, clock=3, rows_stored=num_rows)
+        kept = ShardCheckpoint(
+            "kept",
+            3,
+            b"\xaa" * 16,
+            marks=(f"{number:016}:1",),
+            generation=0,
+            clock=3,
+            rows_stored=num_rows,
+            num_rows=spec.num_rows,
+        )
         with storage.write() as txn:
             for block in range(number, spec.num_blocks, num_shards):
                 buffer = codec.initial(block)
@@ -233,20 +241,17 @@ def test_every_flipped_bit_of_a_record_is_found(stride: int, tmp_path: Path) -> 
     assert num_flips > 500 // stride
 
 
-@pytest.mark.parametrize("found", [1, FORMAT + 1, "x", None])
+@pytest.mark.parametrize("found", [2, 4, "0.2", "0.4", None])
 def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None:
+    """Formats 2 to 4 are those of versions 0.1 and 0.2."""
     (source,) = make_shards(tmp_path, 1)
     storage = LmdbStorage(source)
-    identity = {"format": found, "shard": 0, "num_shards": 1, "colour": "red"}
     with storage.write() as txn:
-        if found == 1:  # had no checksums
-            txn.put("meta", b"identity", json.dumps(identity).encode())
-        else:
-            put_json(txn, "identity", identity)
+        put_json(txn, "identity", {"format": found, "shard": 0, "num_shards": 1, "colour": "red"})
     storage.close()
     message = (
-        rf"shard-0 has format {found!r}, this version reads 2 to {FORMAT}: use the version of weightserver that wrote "
-        "it"
+        f"shard-0 has format {found}, weightserver {__version__} reads {FORMAT} only: use the version that wrote it, "
+        "or begin anew"
     )
     attempts: list[Callable[[], object]] = [
         lambda: serve(source),
@@ -264,10 +269,12 @@ def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("state", {"checkpoints": 5}),
-        ("state", {"checkpoints": ["kept"]}),
-        ("state", {"checkpoints": [], "clock": "3"}),
-        ("state", {"checkpoints": [], "colour": "red"}),
+        ("state", {"checkpoints": []}),
+        ("state", {"clock": "3"}),
+        ("state", {"colour": "red"}),
+        ("checkpoints", {"retained": 5}),
+        ("checkpoints", {"retained": ["kept"]}),
+        ("checkpoints", {"retained": [{"name": "kept"}]}),
         ("spec", {"table": [1]}),
         ("spec", {"num_rows": 3}),
         ("spec", {"table": {"num_rows": -1, "dim": 1}}),
@@ -288,7 +295,7 @@ def test_records_of_a_wrong_kind_are_one_line(key: str, value: dict[str, object]
         lambda: reshard([source], [tmp_path / "new"]),
     ]
     for attempt in attempts:
-        with pytest.raises(StorageError, match=f"its {key} is damaged .*: restore it from a backup"):
+        with pytest.raises(StorageError, match=r"its (state|spec|identity) is damaged .*: restore it from a backup"):
             attempt()
     assert len(verify_directory(source).problems) == 1
 

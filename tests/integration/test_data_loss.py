@@ -544,7 +544,7 @@ def test_directories_of_several_times_are_not_resharded_as_they_are(
 
 @pytest.mark.guard
 def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
-    """Both have the same table, as tables of one spec that were upgraded from version 0.1 do."""
+    """Both have the same table."""
     place.client.close()
     place.cluster.close()
     shutil.copytree(place.directory, tmp_path / "copy")

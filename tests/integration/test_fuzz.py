@@ -73,7 +73,7 @@ class Inputs:
         if r.random() < 0.02:
             versions = [] if r.random() < 0.2 else [(VERSION_KEY, r.choice(VERSIONS))]
             return (*versions, (ACKNOWLEDGED_KEY, mark)), {"INVALID_ARGUMENT"}
-        version = (VERSION_KEY, r.choice([__version__, __version__, "0.2", "0.10.1", "3.0"]))
+        version = (VERSION_KEY, r.choice([__version__, "0.3", "0.3.99"]))
         if r.random() < 0.02:
             incarnation, _, commit = mark.partition(":")
             lost = [f"{incarnation}:{int(commit) + 10**9}", "0" * 16 + ":0", f"{'f' * 16}:{2**63}"]

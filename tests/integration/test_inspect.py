@@ -69,7 +69,9 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
         while not stopped.is_set():
             number += 1
             names = tuple(
-                ShardCheckpoint(f"{number}", number, generation=n, clock=number, rows_stored=number)
+                ShardCheckpoint(
+                    f"{number}", number, marks=(f"{n:016}:0",), generation=n, clock=n, rows_stored=number, num_rows=9
+                )
                 for n in range(number % 50)
             )
             with kept.write() as txn:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import runpy
-import tarfile
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +17,9 @@ from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig, parse_config
 from trainer.data import load_dataset
 from trainer.loop import train
-from trainer.run.checkpoint_file import saved_steps
 from trainer.run.history import ImageHistory
 from trainer.run.resume import check_same_run, update_settings
 from trainer.schedule import learning_rates
-from weightserver.operations.inspect import inspect_directory
-from weightserver.storage.records import FORMAT
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CONFIGS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs_0.1.json").read_text())
@@ -88,30 +83,6 @@ def test_a_resumed_run_of_an_earlier_version_trains_as_it_did(tmp_path: Path) ->
     (run.output / "config.json").write_text(json.dumps(was | {"correction": True, "small_crop_scale": [0.05, 0.14]}))
     train(replace(run, resume=True))  # again from step 8 on
     assert losses(run.output) == before
-
-
-@pytest.mark.parametrize(
-    ("version", "rows", "format_before"),
-    [("0.1", "resident", 2), pytest.param("0.1", "remote", 2, marks=pytest.mark.guard), ("0.2", "resident", 3)],
-)
-def test_a_run_that_an_earlier_version_wrote_is_resumed(
-    version: str, rows: str, format_before: int, tmp_path: Path
-) -> None:
-    """The run was killed after its third checkpoint; it ends as it would have ended under that version."""
-    with tarfile.open(GOLDEN / f"version_{version}" / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    with np.load(GOLDEN / f"version_{version}" / "seen.npz", allow_pickle=False) as seen:
-        expected = seen["losses"]
-    output = tmp_path / "run"
-    shards = [output / "servers" / f"shard-{shard}" for shard in range(2)]
-    assert saved_steps(output / "checkpoints") == [0, 7, 14]
-    assert [inspect_directory(shard)["format"] for shard in shards] == [format_before, format_before]
-    writer = runpy.run_path(str(GOLDEN / "write.py"))
-    train(TrainConfig(**writer["RUN"], encoder=writer["encoder"](), output=output, rows=cast(Any, rows), resume=True))
-    # On the processor that wrote the file they are the same bits; others round differently.
-    np.testing.assert_allclose(losses(output), expected, rtol=1e-4)
-    assert saved_steps(output / "checkpoints") == [14, 21, 24]
-    assert [inspect_directory(shard)["format"] for shard in shards] == [FORMAT, FORMAT]
 
 
 def test_new_runs_write_defaults_as_numbers(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weightserver.common.version import __version__
+from weightserver.common.version import __version__, works_with
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import ClusterError, FencedError, NoTableError, TableMismatchError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import is_understood, spec_from_proto
+from weightserver.protocol.codec import spec_from_proto
 
 Answers = Sequence[pb.DescribeResponse]
 COMMON_STATE_REMEDY = (
@@ -33,10 +33,10 @@ def shard_order(answers: Answers, addresses: Sequence[str]) -> list[int]:
     num_shards = answers[0].num_shards
     position: dict[int, int] = {}
     for number, (answer, address) in enumerate(zip(answers, addresses, strict=True)):
-        if not is_understood(answer.server_version):
+        if not works_with(answer.server_version):
             raise ClusterError(
-                f"{address} is a shard of version {answer.server_version}, this client is of {__version__}: update the "
-                "shard"
+                f"{address} is a shard of version {answer.server_version}, this client is of {__version__}: use one "
+                "minor version for all"
             )
         if answer.num_shards != num_shards:
             raise ClusterError(

@@ -31,13 +31,13 @@ class ShardCheckpoint(Checkpoint):
     generation: int
     clock: int
     rows_stored: int
-    num_rows: int = 0
-    """Number of rows of the table when it was taken; 0 if version 0.1 took it, which did not record it."""
+    num_rows: int
+    """Number of rows of the table when it was taken."""
 
     @property
     def mark(self) -> str:
-        """The shard's mark when the checkpoint was taken; empty if version 0.1 took it."""
-        return self.marks[0] if self.marks else ""
+        """The shard's mark when the checkpoint was taken."""
+        return self.marks[0]
 
 
 def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoint]:

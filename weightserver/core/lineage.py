@@ -49,10 +49,7 @@ class Lineage:
         return Lineage(tuple(ancestors.items())[-MAX_ANCESTORS:])
 
     def up_to(self, mark: str) -> Lineage:
-        """The lineage of the state named by a mark, which is this state or an earlier one; empty if the mark is, as in
-        data of version 0.1."""
-        if not mark:
-            return Lineage()
+        """The lineage of the state named by a mark, which is this state or an earlier one."""
         names = [name for name, _ in self.ancestors]
         incarnation, _ = split_mark(mark)
         before = self.ancestors[: names.index(incarnation)] if incarnation in names else self.ancestors

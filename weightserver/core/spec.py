@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from weightserver.core.arrays import checked_integer
 
@@ -100,14 +100,6 @@ class TableSpec:
     def value_bytes(self) -> int:
         """Bytes of a stored value."""
         return _VALUE_BYTES[self.dtype]
-
-    def as_stored(self) -> dict[str, Any]:
-        """The values by name, for files and digests: without the dtype of a table of float32, which versions without a
-        choice of it read and hash alike."""
-        named = asdict(self)
-        if self.dtype == "float32":
-            del named["dtype"]
-        return named
 
     def is_another_size_of(self, other: TableSpec) -> bool:
         """Whether the two differ in num_rows and in nothing else."""

@@ -32,13 +32,12 @@ from weightserver.common.atomic_files import (
     sha256,
     to_path,
 )
-from weightserver.common.version import __version__
+from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import BACKUP_PREFIX, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError, StorageError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import (
-    FORMAT,
     MANIFEST,
     SCHEDULE,
     UNFINISHED,
@@ -170,7 +169,7 @@ def _copy(client: WeightClient, directory: Path, begun: _Begun) -> None:
     )
     for shard in range(len(shards)):
         block_files(directory, made, shard)  # raises if a file is missing
-    _write_json(directory / MANIFEST, {"format": FORMAT, "sha256": made.digest, "backup": made.as_stored()})
+    _write_json(directory / MANIFEST, {"format": FORMAT, "sha256": made.digest, "backup": asdict(made)})
 
 
 def _copy_shard(client: WeightClient, directory: Path, shard: int, info: TableInfo, name: str) -> dict[str, Any]:
@@ -238,8 +237,7 @@ class _BlockSource:
     def read(self, first: int) -> tuple[list[tuple[int, bytearray]], int]:
         """Blocks from number `first` in their present form, enough for a file, and the end of their numbers.
 
-        The end is at most the table's number of blocks, even if the table has grown since and the shard reads on:
-        checkpoints of version 0.1 do not record the size of the table.
+        The end is at most the table's number of blocks.
         """
         codec, num_blocks = self.codec, self.info.spec.num_blocks
         blocks = list[tuple[int, bytearray]]()

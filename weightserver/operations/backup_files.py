@@ -24,12 +24,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from weightserver.common.atomic_files import sha256
+from weightserver.common.version import FORMAT, refusal
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
 
-FORMAT = 2
-_READABLE_FORMATS = (1, FORMAT)
 MANIFEST, UNFINISHED, SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
 
 
@@ -50,14 +49,10 @@ class Backup:
     """Version of the software that made the backup."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """Per shard: clock, schedule_version, rows_stored, lineage (marks up to the checkpoint; missing in backups of
-    version 0.1), and files: name -> {bytes, sha256}."""
-    table_identity: str = ""
-    """Hexadecimal; empty in backups of version 0.1."""
-
-    def as_stored(self) -> dict[str, Any]:
-        """The values by name, as the manifest holds them."""
-        return asdict(self) | {"spec": self.spec.as_stored()}
+    """Per shard: clock, schedule_version, rows_stored, lineage (marks up to the checkpoint), and files:
+    name -> {bytes, sha256}."""
+    table_identity: str
+    """Hexadecimal."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,9 +64,8 @@ class Backup:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, without the fields that a backup of version 0.1 lacks."""
-        fields = {name: value for name, value in self.as_stored().items() if value or name != "table_identity"}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the manifest."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 def read_backup(directory: Path) -> Backup:
@@ -86,11 +80,8 @@ def read_backup(directory: Path) -> Backup:
         raise ValueError(f"{directory} holds {what}")
     try:
         stored = json.loads(path.read_text())
-        if stored["format"] not in _READABLE_FORMATS:
-            readable = f"{_READABLE_FORMATS[0]} and {FORMAT}"
-            raise ValueError(
-                f"{directory} has format {stored['format']}, this version reads {readable}: use the one that made it"
-            )
+        if stored["format"] != FORMAT:
+            raise ValueError(f"{directory} {refusal(stored['format'])}")
         fields = stored["backup"]
         made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:

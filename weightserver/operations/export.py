@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ class _Selection:
     @property
     def metadata(self) -> dict[str, str]:
         return {
-            "spec": json.dumps(self.info.spec.as_stored()),
+            "spec": json.dumps(asdict(self.info.spec)),
             "run": self.info.run,
             "checkpoint": self.checkpoint.name if self.checkpoint else "",
             "step": str(self.step),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from weightserver.common.atomic_files import to_path
-from weightserver.storage.records import State, read_format, read_horizon, read_identity, read_spec, read_state
+from weightserver.common.version import FORMAT
+from weightserver.storage.records import State, read_horizon, read_identity, read_spec, read_state
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 
@@ -28,7 +29,7 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
     spec, state = (read_spec(snapshot), read_state(snapshot)) if complete else (None, State())
     return {
         "directory": str(snapshot.directory),
-        "format": read_format(snapshot),
+        "format": FORMAT,
         **(asdict(identity) if identity else {}),
         "spec": spec and asdict(spec),
         "run": state.run,

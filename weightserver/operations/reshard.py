@@ -12,7 +12,7 @@ import heapq
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> d
     kept = table.checkpoint
     return {
         "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
-        "spec": table.spec.as_stored(),
+        "spec": asdict(table.spec),
         "num_shards": num_targets,
         "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
     }

@@ -13,7 +13,6 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.lineage import Lineage
 from weightserver.operations.backup_files import SCHEDULE, Backup, block_files, check_file, read_backup, read_blocks
-from weightserver.storage.records import earlier_identity
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 
@@ -61,9 +60,9 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         clock=copied["clock"],
         schedule_version=copied["schedule_version"] + 1,
         checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
-        identity=bytes.fromhex(made.table_identity) or earlier_identity(made.spec.as_stored()),
+        identity=bytes.fromhex(made.table_identity),
         timeline=made.identity,
-        lineage=Lineage().joined(copied.get("lineage", ())),
+        lineage=Lineage().joined(copied["lineage"]),
     )
 
 

@@ -7,7 +7,7 @@ compares them) with one copy instead of three. Decoding makes none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -24,8 +24,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
 """Keys of the metadata of calls and answers; see the contract."""
-OLDEST_VERSION = (0, 2)
-"""Oldest version of a client or shard that this one works with."""
 RETRY_HINT = "grpc-retry-pushback-ms"
 """Key of the trailing metadata in which an overloaded shard says when to retry; the name is that of gRFC A6."""
 ONE_MESSAGE_KEY = "weightserver-one-message"
@@ -52,12 +50,6 @@ _VARINT, _LENGTH_DELIMITED = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
-def is_understood(version: str) -> bool:
-    """Whether this version works with a client or shard of that version."""
-    parts = version.split(".")[:2]
-    return len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= OLDEST_VERSION
-
-
 def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
     return pb.TableSpec(
         **vars(spec)
@@ -70,11 +62,8 @@ def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
 
 
 def table_digest(spec: TableSpec, identity: bytes) -> int:
-    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0.
-
-    A version that does not know a spec's dtype computes another digest, so that no shard takes it for float32.
-    """
-    return xxhash.xxh3_64_intdigest(repr(tuple(spec.as_stored().values())).encode() + identity) or 1
+    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
+    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
 
 
 class ScheduleHash:

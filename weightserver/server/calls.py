@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 
 from weightserver.common.stages import StageClock, call_clock
-from weightserver.common.version import __version__
+from weightserver.common.version import __version__, works_with
 from weightserver.core.errors import (
     DamagedRecordError,
     DataLossError,
@@ -22,7 +22,7 @@ from weightserver.core.errors import (
     StorageError,
     WeightServerError,
 )
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, VERSION_KEY, is_understood
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import CallMetrics
@@ -98,12 +98,12 @@ class Calls:
                 self._log_slow(method, status.name, seconds, clock)
 
     def _check_caller(self, context: grpc.ServicerContext) -> None:
-        """Refuses callers of older versions, and callers that know of acknowledged writes that the shard lacks."""
+        """Refuses callers of other minor versions, and those that know of acknowledged writes that the shard lacks."""
         metadata = dict(context.invocation_metadata())
-        version = str(metadata.get(VERSION_KEY, "0.1"))
-        if not is_understood(version):
+        version = str(metadata.get(VERSION_KEY, "none"))
+        if not works_with(version):
             raise InvalidRequestError(
-                f"this shard has version {__version__}, the caller {version[:20]}: update the caller"
+                f"this shard has version {__version__}, the caller {version[:20]}: use one minor version for all"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))

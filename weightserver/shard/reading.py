@@ -263,7 +263,7 @@ def read_blocks(
     found: list[tuple[int, bytes]] = []
     with storage.read() as txn:
         kept = read_state(txn).checkpoint(checkpoint)
-        up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows or spec.num_rows).num_blocks
+        up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows).num_blocks
         block = txn.next_block(first)
         if block is not None:
             txn.prefetch(range(block, block + num_wanted * num_shards, num_shards), up_to=up_to)

@@ -34,14 +34,12 @@ from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.shard.unswept import Submit, Unswept
 from weightserver.storage.interface import DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
-    FORMAT,
     ShardIdentity,
     State,
     descends,
     get_record,
     put_record,
     read_earlier_sizes,
-    read_format,
     read_identity,
     read_lineage,
     read_peers,
@@ -49,7 +47,6 @@ from weightserver.storage.records import (
     read_spec,
     read_state,
     read_table_identity,
-    upgrade,
     write_identity,
     write_lineage,
     write_peers,
@@ -97,8 +94,6 @@ class Shard:
                 write_peers(txn, [])
             elif stored != identity:
                 raise StorageError(_identity_mismatch(storage, stored, identity))
-            elif read_format(txn) != FORMAT:
-                upgrade(txn, self._incarnation)
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
@@ -256,7 +251,7 @@ class Shard:
                 write_schedule_state(txn, batch.schedule)
             if txn.changed or batch.state is not before:
                 state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
-                if before.incarnation not in ("", self._incarnation):
+                if before.incarnation != self._incarnation:
                     lineage = lineage.joined([before.mark])
                     write_lineage(txn, lineage)
                 write_state(txn, state, before)

@@ -10,12 +10,13 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
+from weightserver.common.version import FORMAT, refusal
 from weightserver.core.arrays import Float32Array
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import DamagedRecordError, NoTableError, StorageError
@@ -23,10 +24,6 @@ from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import Reader, Transaction
 
-FORMAT = 4
-_READABLE_FORMATS = (2, 3, FORMAT)
-"""Format 2, of version 0.1, kept the checkpoints in `state`, and had neither marks nor a table's identity. Format 3, of
-version 0.2, had no blocks with checksums of groups (see `core.blocks`)."""
 MAX_CHECKPOINTS = 1_000
 """Number of checkpoints that a shard may retain."""
 _SCHEDULE_CHUNK = 65_536
@@ -70,8 +67,8 @@ class State:
 
     @property
     def mark(self) -> str:
-        """Names the state, see `Lineage`; empty if version 0.1 wrote it."""
-        return f"{self.incarnation}:{self.commit}" if self.incarnation else ""
+        """Names the state, see `Lineage`."""
+        return f"{self.incarnation}:{self.commit}"
 
     def checkpoint(self, name: str, checkpoint_id: bytes = b"") -> ShardCheckpoint:
         """The retained checkpoint of that name and, if given, id.
@@ -101,29 +98,20 @@ def read_identity(txn: Reader) -> ShardIdentity | None:
     Raises:
         StorageError: it is damaged, or of another format.
     """
-    stored = txn.get("meta", b"identity")
     with _guarded(txn, "identity"):
-        if stored is None:
+        found = get_json(txn, "identity")
+        if found is None:
             if any(True for _ in txn.items("meta")):
                 raise ValueError("it is missing")
             return None
-        found = _json_object(_bare(stored) or _checked("meta", b"identity", stored))
         found_format = found.pop("format")
-        if found_format in _READABLE_FORMATS:
-            return _built(ShardIdentity, found)
-    raise StorageError(
-        f"{txn.directory} has format {found_format!r}, this version reads {_READABLE_FORMATS[0]} to {FORMAT}: "
-        "use the version of weightserver that wrote it"
-    )
+        if found_format == FORMAT:
+            return _built(ShardIdentity, **found)
+    raise StorageError(f"{txn.directory} {refusal(found_format)}")
 
 
 def write_identity(txn: Transaction, identity: ShardIdentity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
-
-
-def read_format(txn: Reader) -> int:
-    """The format of the directory; the present one if nothing is stored yet."""
-    return int((get_json(txn, "identity") or {"format": FORMAT})["format"])
 
 
 def read_spec(txn: Reader) -> TableSpec | None:
@@ -136,7 +124,7 @@ def read_spec(txn: Reader) -> TableSpec | None:
 def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
     """Number of rows of the table before each of its extensions, the newest last."""
     with _guarded(txn, "spec"):
-        return tuple(map(int, _stored(txn, "spec").get("earlier_sizes", ())))
+        return tuple(map(int, _stored(txn, "spec")["earlier_sizes"]))
 
 
 def read_table_identity(txn: Transaction) -> bytes:
@@ -145,28 +133,21 @@ def read_table_identity(txn: Transaction) -> bytes:
         stored = _stored(txn, "spec")
         if stored["table"] is None:
             return b""
-        return bytes.fromhex(stored["identity"]) if "identity" in stored else earlier_identity(stored["table"])
-
-
-def earlier_identity(spec: dict[str, Any]) -> bytes:
-    """The identity of a table of version 0.1, which stored none: derived from its spec, the same on all shards."""
-    never_changing = {name: value for name, value in spec.items() if name != "num_rows"}
-    return xxhash.xxh3_128_digest(json.dumps(never_changing, sort_keys=True).encode())
+        return bytes.fromhex(stored["identity"])
 
 
 def write_spec(
     txn: Transaction, spec: TableSpec | None, identity: bytes = b"", earlier_sizes: tuple[int, ...] = ()
 ) -> None:
-    table = {"table": spec and spec.as_stored(), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
+    table = {"table": spec and asdict(spec), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
     put_json(txn, "spec", table)
 
 
 def read_state(txn: Reader) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
-        kept = stored["checkpoints"] if "checkpoints" in stored else _stored(txn, "checkpoints")["retained"]
-        checkpoints = tuple(map(_checkpoint_from_json, kept))
-        return _built(State, stored | {"checkpoints": checkpoints})
+        checkpoints = tuple(map(_checkpoint_from_json, _stored(txn, "checkpoints")["retained"]))
+        return _built(State, **stored, checkpoints=checkpoints)
 
 
 def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
@@ -195,15 +176,14 @@ def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
 
 
 def _checkpoint_from_json(stored: dict[str, Any]) -> ShardCheckpoint:
-    """The checkpoint of a stored object; version 0.1 stored no mark, and no number of rows."""
     named = dict(stored)
-    checkpoint_id, mark = bytes.fromhex(named.pop("identity", "")), named.pop("mark", "")
-    return _built(ShardCheckpoint, {**named, "checkpoint_id": checkpoint_id, "marks": (mark,) if mark else ()})
+    checkpoint_id, mark = bytes.fromhex(named.pop("identity")), named.pop("mark")
+    return _built(ShardCheckpoint, **named, checkpoint_id=checkpoint_id, marks=(mark,))
 
 
 def read_lineage(txn: Transaction) -> Lineage:
     with _guarded(txn, "lineage"):
-        return Lineage().joined(_stored_marks(txn, "lineage"))
+        return Lineage().joined(_stored(txn, "lineage")["marks"])
 
 
 def write_lineage(txn: Transaction, lineage: Lineage) -> None:
@@ -213,7 +193,7 @@ def write_lineage(txn: Transaction, lineage: Lineage) -> None:
 def read_peers(txn: Transaction) -> list[str]:
     """The marks of all shards that a client reported last, in the order of shards; empty if none did."""
     with _guarded(txn, "peers"):
-        return list(map(str, _stored_marks(txn, "peers")))
+        return list(map(str, _stored(txn, "peers")["marks"]))
 
 
 def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
@@ -289,19 +269,6 @@ def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
         return None if content is None else _json_object(content)
 
 
-def upgrade(txn: Transaction, incarnation: str) -> None:
-    """Upgrades a directory of an earlier format to the present one; blocks do not change until they are written."""
-    identity = read_identity(txn)
-    assert identity is not None
-    if read_format(txn) == 2:
-        spec, table_identity, state = read_spec(txn), read_table_identity(txn), read_state(txn)
-        write_spec(txn, spec, table_identity, read_earlier_sizes(txn))
-        write_state(txn, replace(state, incarnation=incarnation))
-        write_lineage(txn, Lineage())
-        write_peers(txn, [])
-    write_identity(txn, identity)
-
-
 def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
     put_record(txn, "meta", key.encode(), json.dumps(value).encode())
 
@@ -345,25 +312,11 @@ def _name(database: str, key: bytes) -> str:
     return key.decode(errors="replace") if database == "meta" else f"{database} {key.hex()}"
 
 
-def _bare(stored: memoryview) -> bytes:
-    """An identity without a checksum, as in format 1; empty if it is not one."""
-    with contextlib.suppress(ValueError):
-        json.loads(bytes(stored))
-        return bytes(stored)
-    return b""
-
-
 def _stored(txn: Reader, key: str) -> dict[str, Any]:
     stored = get_json(txn, key)
     if stored is None:
         raise ValueError("it is missing")
     return stored
-
-
-def _stored_marks(txn: Reader, key: str) -> list[str]:
-    """The stored marks; empty in a directory of format 2."""
-    marks: list[str] = _stored(txn, key)["marks"] if read_format(txn) != 2 else []
-    return marks
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
@@ -376,7 +329,7 @@ def _json_object(content: bytes) -> dict[str, Any]:
 Record = TypeVar("Record", ShardIdentity, ShardCheckpoint, State)
 
 
-def _built(kind: type[Record], stored: dict[str, Any]) -> Record:
+def _built(kind: type[Record], **stored: Any) -> Record:
     """The record with these values, whose types are checked against its fields."""
     made = kind(**stored)
     for field in fields(made):

@@ -91,8 +91,6 @@ class ShardBuilder(Closing):
         """All blocks below this number are stored."""
         if build is not None and build["origin"] == self._origin:
             self.next_block = build["next_block"]
-            if identity is not None and not self.finished:
-                write_identity(txn, identity)  # in the present format: an earlier version may have begun
         elif identity is not None and not self.finished:
             raise StorageError(f"{self.directory} was begun from something else: remove it, or finish that first")
         elif identity is not None or txn.next_block(0) is not None:

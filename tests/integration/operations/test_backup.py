@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.shard import reading
-from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import read_state, write_state
 
 
 @pytest.mark.guard
@@ -103,19 +100,16 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
 
 @pytest.mark.guard
 @pytest.mark.parametrize(
-    ("blocks_per_read", "dim", "num_rows_known"),
+    ("blocks_per_read", "dim"),
     [
-        (1, 1_100, True),
-        (1, 1_100, False),
-        (3, 338, True),
-        (3, 338, False),
+        (1, 1_100),
+        (3, 338),
     ],
 )
 def test_a_backup_ends_with_its_checkpoints_table(
-    blocks_per_read: int, dim: int, num_rows_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blocks_per_read: int, dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table grows and gets new rows while the backup reads, and the last read is full. Checkpoints of version 0.1
-    do not record the size of the table."""
+    """The table grows and gets new rows while the backup reads, and the last read is full."""
     spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
     rows, new = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300)
     copy_shard: list[Any] = []
@@ -127,11 +121,6 @@ def test_a_backup_ends_with_its_checkpoints_table(
         client.push_gradients(rows, np.ones((len(rows), spec.dim), np.float32), step=0)
         client.checkpoint("one", step=1)
         kept = client.fetch_state(rows)
-    if not num_rows_known:
-        for directory in targets_in(tmp_path / "old", 2):
-            forget_num_rows(directory)
-    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
-        client.open_session("run")
 
         def extend_and_copy(*arguments: Any) -> Any:
             if not copy_shard:
@@ -151,15 +140,6 @@ def test_a_backup_ends_with_its_checkpoints_table(
         assert same(client.fetch_state(rows), kept)
         client.extend_table(2 * spec.num_rows)
         assert np.array_equal(client.fetch_state(new).weight, initial_rows(spec, new))
-
-
-def forget_num_rows(directory: Path) -> None:
-    """Makes a shard's checkpoints look like those of version 0.1."""
-    storage = LmdbStorage(directory)
-    with storage.write() as txn:
-        state = read_state(txn)
-        write_state(txn, replace(state, checkpoints=tuple(replace(known, num_rows=0) for known in state.checkpoints)))
-    storage.close()
 
 
 def test_an_incomplete_backup_gets_no_manifest(

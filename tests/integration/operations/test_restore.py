@@ -167,15 +167,15 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
         "manifest.json is damaged (checksum)",
         source=damaged("manifest.json", lambda content: content.replace(b'"epoch": ', b'"epoch": 9')),
     )
-    foreign = damaged("*.json", lambda content: content.replace(b'"format": 2', b'"format": 3', 1))
-    fails("has format 3, this version reads 1 and 2", source=foreign)
+    foreign = damaged("*.json", lambda content: content.replace(b'"format": "0.3"', b'"format": 2', 1))
+    fails("has format 2, weightserver 0.3.0 reads 0.3 only: use the version that wrote it", source=foreign)
     assert not (tmp_path / "new").exists()
     fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
     certified = damaged("shard-0/blocks*", flipped)
     (path,) = certified.glob("shard-0/blocks*")
     manifest = read_backup(certified)
     manifest.shards[0]["files"][path.name]["sha256"] = sha256(path)
-    text = json.dumps({"format": 2, "sha256": manifest.digest, "backup": asdict(manifest)})
+    text = json.dumps({"format": "0.3", "sha256": manifest.digest, "backup": asdict(manifest)})
     (certified / "manifest.json").write_text(text)
     fails("is damaged (checksum) in rows ", source=certified, target=tmp_path / "certified")
     command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
