@@ -11,17 +11,16 @@ from weightserver.core.blocks import BlockCodec, Buffer, rows_per_group
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import Transaction
 
-_EARLIER = {5: 1, 6: 2, 7: 3, 8: 4}
+_EARLIER = {5: 2, 7: 4}
 
 
 def in_earlier_form(spec: TableSpec, block: int, stored: Buffer, *, of_0_1: bool = False) -> bytes:
     """The same rows in the earlier form; version 0.1 did not say whether values are small."""
-    block_format = _EARLIER[stored[0]]
-    is_small = block_format % 2 == 0 and not of_0_1
+    block_format = _EARLIER[stored[0]] - of_0_1
+    is_small = not of_0_1
     num_groups = -(-spec.rows_per_block // rows_per_group(spec))
     content = bytes(stored[16 : len(stored) - 8 * num_groups])
     checksum = xxhash.xxh3_64_intdigest(content, seed=block + (1 << 63 if is_small else 0))
-    block_format -= block_format % 2 == 0 and of_0_1
     return struct.pack("<HHIQ", block_format, spec.rows_per_block, spec.dim, checksum) + content
 
 

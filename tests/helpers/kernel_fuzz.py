@@ -164,11 +164,12 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
     generator, refused = np.random.default_rng(seed), 0
     for _ in range(rounds):
         arguments = Arguments(generator)
-        bad, _ = module.look(*arguments.look)
+        bad = module.look(*arguments.look)
         assert bad == -1
         message = module.answer(*arguments.answer)
         layout, num_rows = arguments.answer[0], len(arguments.answer[4])
         size = num_rows * layout[1] * layout[2]
+        assert message is not None
         assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
         assert module.push(*arguments.push) == num_rows
         assert module.replace(*arguments.replace) == num_rows

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a gradient that overflows": (
         lambda c: c.push_gradients([50, 51], HUGE, step=19),
         StepError,
-        r"row 50 would become infinite or NaN in update 19",
+        r"row 50 would be infinite or NaN after update 19",
     ),
     "a gap in the schedule": (
         lambda c: c.extend_schedule(22, [0.1]),

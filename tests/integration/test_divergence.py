@@ -1,5 +1,5 @@
-"""Learning rates under which dense torch.optim.SGD makes rows infinite or NaN, on real shards: an error with the row
-and the update, and nothing is stored."""
+"""Rows and learning rates that leave float32 on real shards: unstable rates are refused when they are given, and a row
+that is infinite or NaN is neither answered nor stored."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from weightserver import StepError, TableSpec, WeightClient
+from weightserver import InvalidRequestError, LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
+from weightserver.protocol._generated import weight_server_pb2 as pb
 
-SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5, momentum=0.0, weight_decay=0.125)
-DIVERGING, RESET = 64.0, 8.0
-"""1 − η·λ is −7, and 0: that makes any finite weight 0."""
-RATES = np.array([*np.full(60, DIVERGING), RESET, *np.full(39, 0.01)], np.float32)
+SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5, momentum=0.5, weight_decay=0.125)
+LIMIT = 24.0
+"""Learning rates from here on, 2·(1 + m)/λ, are not stable."""
+RATES = np.linspace(4, 0.01, 100, dtype=np.float32)
 ROWS = np.arange(SPEC.num_rows)
+LARGEST = float(np.finfo(np.float32).max)
 
 
-def overflows(weight: npt.NDArray[np.float32], rates: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """The update in which torch.optim.SGD makes each row infinite or NaN, else the number of updates."""
-    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.SGD([parameter], momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
-    first = np.full(len(weight), len(rates))
-    for step, rate in enumerate(rates.tolist()):
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        bad = ~torch.isfinite(parameter).all(dim=1).numpy()
-        first[bad] = np.minimum(first[bad], step)
-    return first
-
-
-def decided(weight: npt.NDArray[np.float32], rates: npt.NDArray[np.float32]) -> list[int]:
-    """Rows of which no fused multiply-add changes when they overflow: η·u' is 8·w where w' is −7·w."""
-    return np.flatnonzero(overflows(weight, rates) == overflows(weight * np.float32(8 / 7), rates)).tolist()
-
-
-def begin(client: WeightClient, correction: bool | Literal["paper"]) -> npt.NDArray[np.float32]:
-    """Makes a table with an open session and no stored rows; returns its weights."""
+def begin(client: WeightClient, correction: bool | Literal["paper"]) -> None:
+    """Makes a table with an open session and no stored rows."""
     client.create_table(replace(SPEC, correction=correction))
     client.extend_schedule(0, RATES)
     client.open_session("diverging")
-    return initial_rows(SPEC, ROWS)
+
+
+def write(client: WeightClient, row: int, weight: float, momentum_buffer: float, last_step: int = 0) -> None:
+    weights, buffers = (np.full((1, SPEC.dim), value, np.float32) for value in (weight, momentum_buffer))
+    client.write_state([row], weights, buffers, last_step)
+
+
+def largest_of_sgd(weight: float, momentum_buffer: float, rates: npt.NDArray[np.float32]) -> list[float]:
+    """The |weight| that torch.optim.SGD in float64 leaves after each update without a gradient."""
+    parameter = torch.nn.Parameter(torch.tensor([weight], dtype=torch.float64))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD([parameter], momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
+    optimizer.state[parameter]["momentum_buffer"] = torch.tensor([momentum_buffer], dtype=torch.float64)
+    sizes = [abs(weight)]
+    for rate in rates.tolist():
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        sizes.append(abs(parameter.item()))
+    return sizes
 
 
 def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, match: str, size: float = 1.0) -> None:
@@ -60,71 +61,89 @@ def assert_push_is_refused(client: WeightClient, rows: list[int], *, step: int, 
     assert client.describe().rows_stored == info.rows_stored
 
 
-def test_rows_that_overflow_are_neither_answered_nor_stored(client: WeightClient) -> None:
-    """The correction of every row ends in 0."""
-    weight = begin(client, True)
-    expected, named = overflows(weight, RATES), decided(weight, RATES)
-    assert (expected < 60).all()
-    assert len(set(expected)) > 1
-    assert np.isfinite(client.fetch(ROWS, step=int(expected.min()) - 1)).all()
-    for row in (named[0], named[-1]):
-        lost = rf"row {row} would become infinite or NaN in update {expected[row]}, nothing was written"
-        assert np.isfinite(client.fetch([row], step=int(expected[row]))).all()
-        for step in (int(expected[row]) + 1, 61, 100):
-            with pytest.raises(StepError, match=lost):
-                client.fetch([row], step=step)
-            with pytest.raises(StepError, match=lost):
-                client.fetch_state([row], step=step)
-        assert_push_is_refused(client, [row], step=80, match=lost)
-    # Finite states may be written, whatever becomes of them; those of zeros are zeros whatever the coefficients.
-    largest = np.full((2, 2), np.finfo(np.float32).max, np.float32)
-    client.write_state([16, 17], np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32), 0)
-    client.write_state([18, 19], largest, -largest, 0)
-    assert not client.fetch([16, 17], step=100).any()
-    assert (client.fetch_state([18, 19]).weight == largest).all()
-    assert_push_is_refused(client, [16, 17, 18], step=80, match="row 18 would become infinite or NaN in update 0,")
-    client.push_gradients([16, 17], np.ones((2, 2), np.float32), step=80)
-    client.checkpoint("kept", step=81)
-    client.write_state([18, 19], largest, largest, 100)
-    assert (client.fetch([18, 19], step=100) == largest).all()
-    with pytest.raises(StepError, match="row 18 would become infinite or NaN in update 0,"):
-        client.fetch([18, 19], step=100, checkpoint="kept")
-
-
-def test_late_gradients_that_would_have_diverged_since_are_refused(client: WeightClient) -> None:
+def test_unstable_learning_rates_are_refused_when_they_are_given(cluster: LocalCluster, client: WeightClient) -> None:
+    """By the client before it sends them, and by the shards; an unstable update would make rows grow for ever."""
     begin(client, True)
-    client.write_state([3, 4], np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32), 70)
-    impulse = np.full((1, 2), -DIVERGING, np.float32)
-    assert decided(impulse, RATES[11:]) == [0]
-    first = int(overflows(impulse, RATES[11:])[0])
-    assert_push_is_refused(
-        client, [3, 4], step=10, match=f"row 3 would become infinite or NaN in update {11 + first}, "
+    growing = largest_of_sgd(1.0, 0.0, np.full(3_000, LIMIT * 1.001, np.float32))
+    assert growing[-1] > growing[100] > growing[10] > 1
+    told = r"the learning rate 24 of step 102 makes rows grow .* momentum 0.5 and weight decay 0.125 .* less than 24"
+    with pytest.raises(ValueError, match=told):
+        client.extend_schedule(100, np.array([1, 23.99, LIMIT, 30], np.float32))
+    rates = np.array([1, 2, LIMIT], "<f4").tobytes()
+    request = pb.ExtendScheduleRequest(
+        phase=pb.SCHEDULE_PHASE_PREPARE, change=b"c" * 16, start_step=100, learning_rates=rates, last=True
     )
-    client.push_gradients([3, 4], np.ones((2, 2), np.float32), step=60)  # the last to diverge was 59
+    with pytest.raises(InvalidRequestError, match=told):
+        client._shards.connections()[0].call("ExtendSchedule", request)
+    assert client.describe().horizon == 100
+    client.extend_schedule(100, np.array([np.nextafter(np.float32(LIMIT), np.float32(0))]))
+
+
+def test_without_weight_decay_every_learning_rate_is_stable(client: WeightClient) -> None:
+    client.create_table(replace(SPEC, weight_decay=0.0))
+    client.extend_schedule(0, np.full(20, LARGEST, np.float32))
+    client.open_session("huge")
+    assert (client.fetch(ROWS, step=20) == initial_rows(SPEC, ROWS)).all()
+    write(client, 3, 1.0, 2.0)
+    with pytest.raises(StepError, match="row 3 would be infinite or NaN after update 9"):
+        client.fetch([3], step=10)
+
+
+def test_rows_beyond_float32_are_neither_answered_nor_stored(client: WeightClient) -> None:
+    """Rows of any size, corrected to any step: the row as in exact arithmetic, or an error that names it."""
+    begin(client, True)
+    for row, share in enumerate(np.linspace(0.21, 0.99, 9).tolist()):
+        write(client, row, share * LARGEST, -share * LARGEST)
+        sizes = largest_of_sgd(share * LARGEST, -share * LARGEST, RATES)
+        for step in (0, 1, 2, 3, 5, 8, 13, 100):
+            for call in (client.fetch, lambda rows, step: client.fetch_state(rows, step=step).weight):
+                try:
+                    found = call([row, 20], step=step)[0]
+                except StepError as refusal:
+                    error = str(refusal)
+                else:
+                    assert sizes[step] < LARGEST * (1 + 1e-5)
+                    np.testing.assert_allclose(np.abs(found), sizes[step], rtol=1e-5)
+                    continue
+                assert max(sizes) > LARGEST  # a product on the way may be beyond float32, and the row not
+                assert f"row {row} would be infinite or NaN after update {step - 1}, nothing was" in error
+    assert_push_is_refused(client, [9, 8], step=2, match="row 8 would be infinite or NaN after update 2,")
+    assert_push_is_refused(
+        client, [20], step=2, size=LARGEST / 2, match="row 20 would be infinite or NaN after update 2,"
+    )
+    client.checkpoint("kept", step=2)
+    write(client, 8, LARGEST, LARGEST, 100)
+    assert (client.fetch([8], step=100) == np.float32(LARGEST)).all()
+    with pytest.raises(StepError, match="row 8 would be infinite or NaN after update 2,"):
+        client.fetch([8], step=3, checkpoint="kept")
+
+
+def test_late_gradients_beyond_float32_are_refused(client: WeightClient) -> None:
+    begin(client, True)
+    for row in (3, 4):
+        write(client, row, 1.0, 0.0, 12)
+    assert_push_is_refused(
+        client, [3, 4], step=10, size=LARGEST, match="row 3 would be infinite or NaN after update 11, "
+    )
+    client.push_gradients([3, 4], np.ones((2, 2), np.float32), step=10)
     assert np.isfinite(client.fetch([3, 4], step=100)).all()
 
 
-def test_the_papers_correction_diverges_where_its_one_rate_does(client: WeightClient) -> None:
-    weight = begin(client, "paper")
-    rates = np.full(60, RATES[59])
-    row = decided(weight, rates)[0]
-    lost = f"row {row} would become infinite or NaN in update {overflows(weight, rates)[row]},"
-    with pytest.raises(StepError, match=lost):
-        client.fetch([row], step=60)
-    assert not client.fetch([row], step=61).any()  # by the rate that resets
-    assert np.isfinite(client.fetch(ROWS, step=100)).all()
-    assert_push_is_refused(client, [row], step=60, match=lost)
-    client.push_gradients([row], np.ones((1, 2), np.float32), step=99)
+def test_the_papers_correction_is_checked_too(client: WeightClient) -> None:
+    begin(client, "paper")
+    write(client, 5, LARGEST, -LARGEST)
+    with pytest.raises(StepError, match="row 5 would be infinite or NaN after update 1,"):
+        client.fetch([5], step=2)
+    assert_push_is_refused(client, [5, 6], step=2, match="row 5 would be infinite or NaN after update 2,")
 
 
 def test_without_correction_rows_stand_still_and_only_updates_may_overflow(client: WeightClient) -> None:
-    weight = begin(client, False)
-    assert (client.fetch(ROWS, step=100) == weight).all()
+    begin(client, False)
+    assert (client.fetch(ROWS, step=100) == initial_rows(SPEC, ROWS)).all()
     client.push_gradients([5], np.ones((1, 2), np.float32), step=20)
     assert_push_is_refused(
-        client, [5, 6], step=30, size=1e37, match="row 5 would become infinite or NaN in update 30, nothing was written"
+        client, [5, 6], step=21, size=3e38, match="row 5 would be infinite or NaN after update 21, nothing was written"
     )
-    largest = np.full((1, 2), np.finfo(np.float32).max, np.float32)
-    client.write_state([7], largest, largest, 0)
-    assert (client.fetch([7], step=100) == largest).all()
-    assert_push_is_refused(client, [7], step=30, match="row 7 would become infinite or NaN in update 30, ")
+    write(client, 7, LARGEST, -LARGEST)
+    assert (client.fetch([7], step=100) == np.float32(LARGEST)).all()
+    assert_push_is_refused(client, [7], step=30, match="row 7 would be infinite or NaN after update 30, ")

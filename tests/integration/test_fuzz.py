@@ -320,7 +320,7 @@ def test_handlers(count: int) -> None:
                         assert part.momentum_buffer is not None
                         assert np.isfinite([part.weight, part.momentum_buffer]).all()
                 except StepError as error:
-                    assert f"row {row} would become infinite or NaN in update" in str(error)  # noqa: PT017
+                    assert f"row {row} would be infinite or NaN after update" in str(error)  # noqa: PT017
         place.prepare()
         opened = place.shard.state.epoch + 1
         for request in (

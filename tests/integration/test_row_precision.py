@@ -119,9 +119,9 @@ def test_float32_state_is_rounded_once_on_its_way(client: WeightClient) -> None:
 def test_a_diverging_row_is_refused(client: WeightClient) -> None:
     begin(client)
     client.write_state([4], np.full((1, SPEC.dim), 3e38, np.float32), np.full((1, SPEC.dim), -3e38, np.float32), 0)
-    with pytest.raises(StepError, match="row 4 would become infinite or NaN in update"):
+    with pytest.raises(StepError, match="row 4 would be infinite or NaN after update"):
         client.fetch([4], step=100)
-    with pytest.raises(StepError, match="row 4 would become infinite or NaN in update"):
+    with pytest.raises(StepError, match="row 4 would be infinite or NaN after update"):
         client.push_gradients([4], np.full((1, SPEC.dim), 3e38, np.float32), step=99)
     assert client.fetch_state([4]).last_step == 0
 

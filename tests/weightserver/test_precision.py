@@ -115,24 +115,14 @@ def test_nan_and_infinite_values_are_seen() -> None:
     for bits in (0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F81, 0xFFFF):
         stored = np.array([[0, 0x8000, bits]], np.uint16)
         assert not precision.all_finite(stored)
-        assert not precision.all_within(2.0**32, stored)
     edge = np.array([0x7F7F, 0xFF7F, 1, 0x8001], np.uint16)
     assert precision.all_finite(edge)
     assert precision.all_finite(edge[:0])
-    assert not precision.all_within(2.0**32, edge)
-    for sign in (0, 0x8000):
-        assert precision.all_within(2.0**32, np.array([sign | 0x4F80, 3], np.uint16))
-        assert not precision.all_within(2.0**32, np.array([sign | 0x4F81, 3], np.uint16))
 
 
 def test_float32_is_not_touched() -> None:
     precision, values = precision_of(TableSpec(num_rows=1, dim=4)), np.ones((2, 4), np.float32)
     assert isinstance(precision, Float32)
-    edge = np.full((300, 4), -(2.0**32), np.float32)  # whose squares add up to far more than 2^64
-    assert precision.all_within(2.0**32, edge)
-    for beyond in (np.nextafter(np.float32(2.0**32), np.float32(np.inf)), -np.inf, np.nan):
-        edge[-1, -1] = beyond
-        assert not precision.all_within(2.0**32, edge)
     assert precision.rounded(values, np.arange(2), 0, WEIGHT) is values
     assert precision.widened(values) is values
 

@@ -161,8 +161,8 @@ def test_what_each_checksum_covers(spec: TableSpec) -> None:
         expected = xxhash.xxh3_64_intdigest(block[weight + first : weight + stop], seed=(BLOCK << 16) + group)
         expected = xxhash.xxh3_64_intdigest(block[momentum_buffer + first : momentum_buffer + stop], seed=expected)
         assert found[group] == expected
-    assert block[0] == (6 if spec.dtype == "float32" else 8)
-    root = xxhash.xxh3_64_intdigest(block[16:weight], seed=BLOCK + 2**63)
+    assert block[0] == (5 if spec.dtype == "float32" else 7)
+    root = xxhash.xxh3_64_intdigest(block[16:weight], seed=BLOCK)
     assert int.from_bytes(block[8:16], "little") == xxhash.xxh3_64_intdigest(block[end:], seed=root)
 
 
@@ -255,7 +255,7 @@ def test_a_block_of_another_length_is_refused() -> None:
         stored[BLOCK] = changed
         assert f"has {len(changed)} bytes, not {len(whole)}: " in stored.damaged([0])
     stored[BLOCK] = whole[:-24]
-    assert f"is damaged: format 6 with {len(whole) - 24} bytes, not {len(whole)}: " in stored.damaged([0])
+    assert f"is damaged: format 5 with {len(whole) - 24} bytes, not {len(whole)}: " in stored.damaged([0])
     old = in_earlier_form(SMALL, BLOCK, whole)
     stored[BLOCK] = old + bytes(24)
     assert f"is damaged: format 2 with {len(whole)} bytes, not {len(old)}: " in stored.damaged([0])
@@ -323,20 +323,6 @@ def test_a_write_renews_the_checksums_that_a_new_seal_has(spec: TableSpec) -> No
                 assert again == stored[BLOCK], (value, size, share)
 
 
-@pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("spec", in_both(SMALL), ids=named)
-def test_a_block_is_one_of_small_values_again_when_its_last_large_one_goes(spec: TableSpec) -> None:
-    codec, large, last = BlockCodec(spec), sealed(spec), groups(spec)[-1][:1]
-    any_values, small_values = codec.layout[9:11]
-    codec.views(large).weight[last] = codec.precision.rounded(np.full((1, 64), 1e20, np.float32), last, 0, 0)
-    codec.seal(BLOCK, large)
-    stored = Stored(spec, {BLOCK: bytes(large)})
-    stored.write([0], 0.5)
-    assert stored[BLOCK][0] == any_values
-    stored.write(last, 0.5)
-    assert stored[BLOCK][0] == small_values
-
-
 # ---- the earlier form
 
 
@@ -356,7 +342,6 @@ def test_blocks_of_the_earlier_form_are_read_and_become_new_ones(spec: TableSpec
             answers = [list(one.shard.fetch(some, step=step, state=True)) for one in (expected, mixed)]
             assert answers[0][0].serialized() == answers[1][0].serialized()
     for block in range(4):
-        assert codec.is_small(mixed[block]) is (block not in old or not of_0_1)
         assert np.array_equal(codec.written(mixed[block]), codec.written(new[block]))
         for one in (expected, mixed):
             one.write([2, 9], 0.5, block)

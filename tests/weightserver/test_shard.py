@@ -203,7 +203,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     go.set()
     blocked.result(60)
     assert good.result(60) is True
-    with pytest.raises(StepError, match=r"row . would become infinite or NaN in update 5"):
+    with pytest.raises(StepError, match=r"row . would be infinite or NaN after update 5"):
         bad.result(60)
     assert last.result(60) is True, "the failed write's sequence number was kept"
     expected = initial_rows(SPEC, ROWS)

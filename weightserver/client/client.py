@@ -42,6 +42,7 @@ from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.correction import require_stable
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import Sharding
@@ -164,6 +165,7 @@ class WeightClient(Closing):
         describe().
 
         Raises:
+            ValueError: a learning rate η with η·λ ≥ 2·(1 + m), which makes rows grow without a gradient.
             StepError: a gap would remain before `start_step`.
             TableMismatchError: a step that was used would change.
             FencedError: the session was superseded, or another client changed the schedule at the same time.
@@ -171,6 +173,8 @@ class WeightClient(Closing):
         """
         start_step = arguments.checked_step(start_step, "start_step")
         rates = arguments.checked_learning_rates(learning_rates)
+        spec = self._cache.table.spec
+        require_stable(rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step)
         answers = self._shards.describe()
         caller = ScheduleCaller(
             self._shards.connections(),
@@ -263,7 +267,7 @@ class WeightClient(Closing):
 
         Raises:
             StepError: `step` lies beyond the horizon, or before an update that a row has seen, or SGD makes a row
-                infinite or NaN before it.
+                infinite or NaN when corrected to it.
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
@@ -310,7 +314,7 @@ class WeightClient(Closing):
 
         Raises:
             FencedError: no session is open, or it was superseded.
-            StepError: no learning rate is known for `step`, or SGD makes a row infinite or NaN; nothing was written.
+            StepError: no learning rate is known for `step`, or a row would be infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), arguments.checked_step(step, "step")
         gradients = arguments.checked_values(gradients, (len(rows), self._cache.table.spec.dim), "gradients")

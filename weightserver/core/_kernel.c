@@ -22,7 +22,7 @@
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 4
+#define INTERFACE 5
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
@@ -37,8 +37,8 @@ typedef uint64_t (*checksum_function)(const void *, size_t, uint64_t); /* XXH3_6
 
 typedef struct {
     Py_ssize_t rows, dim, value_bytes, group_rows, last_step_at, weight_at, momentum_at, groups_at, num_bytes;
-    int any_values, small_values;                 /* the formats */
-    int earlier_any_values, earlier_small_values; /* of blocks that end at groups_at */
+    int format, small_values;                 /* the latter of earlier blocks */
+    int earlier_format, earlier_small_values; /* of blocks that end at groups_at */
 } Layout;
 
 static Py_ssize_t num_groups(const Layout *layout)
@@ -51,8 +51,8 @@ static int parse_layout(PyObject *object, void *out)
     Layout *layout = out;
     if (!PyArg_ParseTuple(object, "nnnnnnnnniiii", &layout->rows, &layout->dim, &layout->value_bytes,
                           &layout->group_rows, &layout->last_step_at, &layout->weight_at, &layout->momentum_at,
-                          &layout->groups_at, &layout->num_bytes, &layout->any_values, &layout->small_values,
-                          &layout->earlier_any_values, &layout->earlier_small_values))
+                          &layout->groups_at, &layout->num_bytes, &layout->format, &layout->small_values,
+                          &layout->earlier_format, &layout->earlier_small_values))
         return 0;
     Py_ssize_t values = layout->value_bytes * layout->dim;
     int sound = layout->rows > 0 && layout->rows < 1 << 16 && layout->dim > 0 && layout->dim < 1 << 24
@@ -187,11 +187,6 @@ static int has_groups(const Layout *layout, Py_ssize_t num_bytes)
     return num_bytes == layout->num_bytes;
 }
 
-static int has_small_values(const Layout *layout, const unsigned char *bytes)
-{
-    return bytes[0] == layout->small_values || bytes[0] == layout->earlier_small_values;
-}
-
 /* Whether a block is intact, as far as the rows in these slots depend on it, or the first num_slots if there are none;
  * without checksums, has a known length. */
 static int is_sound(const Layout *layout, const unsigned char *bytes, Py_ssize_t num_bytes, uint64_t number,
@@ -210,7 +205,7 @@ static int is_sound(const Layout *layout, const unsigned char *bytes, Py_ssize_t
     memcpy(&stored, bytes + START_BYTES, 8);
     int is_grouped = has_groups(layout, num_bytes);
     int is_small = format == (is_grouped ? layout->small_values : layout->earlier_small_values);
-    if (!is_small && format != (is_grouped ? layout->any_values : layout->earlier_any_values))
+    if (!is_small && format != (is_grouped ? layout->format : layout->earlier_format))
         return 0;
     if (rows != layout->rows || dim != (uint64_t)layout->dim)
         return 0;
@@ -250,7 +245,6 @@ static PyObject *look(PyObject *module, PyObject *args)
         goto end;
     }
     Py_ssize_t bad = -1;
-    int all_small = 1;
     Py_BEGIN_ALLOW_THREADS
     checksum_function checksum = (checksum_function)(uintptr_t)checksum_address;
     const packed_i64 *start = touched.starts.buf, *slot = touched.slots.buf, *names = number.buf;
@@ -270,14 +264,13 @@ static PyObject *look(PyObject *module, PyObject *args)
         }
         const unsigned char *bytes = block->buf;
         const packed_i64 *steps = (const packed_i64 *)(bytes + touched.layout.last_step_at);
-        all_small &= has_small_values(&touched.layout, bytes);
         for (Py_ssize_t i = start[b]; i < start[b + 1]; i++)
             out[i] = steps[slot[i]];
     }
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&number);
     PyBuffer_Release(&seen);
-    result = Py_BuildValue("nO", bad, all_small ? Py_True : Py_False);
+    result = PyLong_FromSsize_t(bad);
 end:
     release_touched(&touched);
     return result;
@@ -395,6 +388,16 @@ static void round_row(uint64_t seed, int64_t row, int64_t step, int array, const
     }
 }
 
+/* Whether no value is infinite or NaN: by the bits, of which the greatest finite number's are the greatest. */
+static int all_finite(const packed_float *values, Py_ssize_t count)
+{
+    const packed_u32 *bits = (const packed_u32 *)values;
+    uint32_t differences = 0; /* of numbers below 2^31: the uppermost bit says which is greater */
+    for (Py_ssize_t j = 0; j < count; j++)
+        differences |= UINT32_C(0x7F7FFFFF) - (bits[j] & 0x7FFFFFFF);
+    return !(differences >> 31);
+}
+
 /* ---- rows as a fetch answers them */
 
 typedef struct {
@@ -430,7 +433,8 @@ typedef struct {
     float *scratch;                   /* 4 rows */
 } Answer;
 
-static void answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *weight, const unsigned char *momentum)
+/* Returns whether the row is finite. */
+static int answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *weight, const unsigned char *momentum)
 {
     const Layout *layout = &answer->touched->layout;
     Py_ssize_t dim = layout->dim, row_bytes = layout->value_bytes * dim;
@@ -443,7 +447,7 @@ static void answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *
         memcpy(weight_out, weight, row_bytes);
         if (momentum_out != NULL)
             memcpy(momentum_out, momentum, row_bytes);
-        return;
+        return 1;
     }
     const packed_float *four = answer->coefficients + 4 * i;
     Coefficients c = {four[0], four[1], four[2], four[3]};
@@ -452,21 +456,28 @@ static void answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *
         if (momentum_out != NULL)
             correct_momentum(c, (const packed_float *)weight, (const packed_float *)momentum, dim,
                              (packed_float *)momentum_out);
-        return;
+        return all_finite((const packed_float *)weight_out, dim)
+               && (momentum_out == NULL || all_finite((const packed_float *)momentum_out, dim));
     }
     const Rounding *rounding = &answer->rounding;
     widen((const packed_u16 *)weight, dim, w);
     widen((const packed_u16 *)momentum, dim, u);
     correct_weight(c, w, u, dim, w_out);
+    if (!all_finite(w_out, dim))
+        return 0;
     round_row(rounding->seed, answer->rows[i], rounding->step, WEIGHT, w_out, dim, (packed_u16 *)weight_out);
     if (momentum_out != NULL) {
         correct_momentum(c, w, u, dim, u_out);
+        if (!all_finite(u_out, dim))
+            return 0;
         round_row(rounding->seed, answer->rows[i], rounding->step, MOMENTUM_BUFFER, u_out, dim,
                   (packed_u16 *)momentum_out);
     }
+    return 1;
 }
 
-static void fill_answer(const Answer *answer, unsigned char *initial_weight, const unsigned char *zeros)
+/* Returns whether all rows are finite. */
+static int fill_answer(const Answer *answer, unsigned char *initial_weight, const unsigned char *zeros)
 {
     const Touched *touched = answer->touched;
     const Layout *layout = &touched->layout;
@@ -476,23 +487,25 @@ static void fill_answer(const Answer *answer, unsigned char *initial_weight, con
         const unsigned char *bytes = touched->blocks[b].buf;
         int is_stored = touched->blocks[b].obj != NULL;
         for (Py_ssize_t i = start[b]; i < start[b + 1]; i++) {
+            const unsigned char *weight = initial_weight, *momentum = zeros;
             if (is_stored) {
-                answer_row(answer, i, bytes + layout->weight_at + slot[i] * row_bytes,
-                           bytes + layout->momentum_at + slot[i] * row_bytes);
+                weight = bytes + layout->weight_at + slot[i] * row_bytes;
+                momentum = bytes + layout->momentum_at + slot[i] * row_bytes;
             } else if (layout->value_bytes == 4) {
                 initial_row(&answer->initial, answer->rows[i], dim, (packed_float *)initial_weight);
-                answer_row(answer, i, initial_weight, zeros);
             } else {
                 initial_row(&answer->initial, answer->rows[i], dim, answer->scratch);
                 round_row(answer->rounding.seed, answer->rows[i], 0, WEIGHT, answer->scratch, dim,
                           (packed_u16 *)initial_weight);
-                answer_row(answer, i, initial_weight, zeros);
             }
+            if (!answer_row(answer, i, weight, momentum))
+                return 0;
         }
     }
+    return 1;
 }
 
-/* Writes the rows of blocks, corrected, into a new message: each array after its head. */
+/* Writes the rows of blocks, corrected, into a new message: each array after its head. None if one is not finite. */
 static PyObject *answer(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -555,9 +568,14 @@ static PyObject *answer(PyObject *module, PyObject *args)
         memcpy(next, heads[2], head_bytes[2]);
         memcpy(next + head_bytes[2], last_step.buf, 8 * num_rows);
     }
+    int is_finite;
     Py_BEGIN_ALLOW_THREADS
-    fill_answer(&made, own + 16 * dim, own + 20 * dim);
+    is_finite = fill_answer(&made, own + 16 * dim, own + 20 * dim);
     Py_END_ALLOW_THREADS
+    if (!is_finite) {
+        Py_DECREF(result);
+        result = Py_NewRef(Py_None);
+    }
 end:
     PyMem_Free(own);
     if (made.initial.quantiles.obj != NULL)
@@ -573,33 +591,6 @@ end:
 }
 
 /* ---- blocks as a write changes them */
-
-/* The bits of 2^32 (see `SMALL` in blocks.py) and of infinity; greater ones, without the sign, are greater numbers or
- * NaN. In bfloat16 their upper halves are the same numbers. */
-#define SMALL_BITS UINT32_C(0x4F800000)
-#define BEFORE_INFINITY_BITS UINT32_C(0x7F7FFFFF)
-
-static int any_above(const packed_u32 *values, Py_ssize_t count, uint32_t bound)
-{
-    uint32_t differences = 0; /* of numbers below 2^31: the uppermost bit says which is greater */
-    for (Py_ssize_t j = 0; j < count; j++)
-        differences |= bound - (values[j] & 0x7FFFFFFF);
-    return differences >> 31;
-}
-
-static int any_above_half(const packed_u16 *values, Py_ssize_t count, uint16_t bound)
-{
-    uint16_t differences = 0;
-    for (Py_ssize_t j = 0; j < count; j++)
-        differences |= (uint16_t)(bound - (values[j] & 0x7FFF));
-    return differences >> 15;
-}
-
-static int are_small(const Layout *layout, const unsigned char *values, Py_ssize_t count)
-{
-    return layout->value_bytes == 4 ? !any_above((const packed_u32 *)values, count, SMALL_BITS)
-                                    : !any_above_half((const packed_u16 *)values, count, SMALL_BITS >> 16);
-}
 
 typedef struct {
     float weight_decay, momentum, learning_rate;
@@ -725,7 +716,7 @@ static void draw_block(const Change *change, uint64_t number, unsigned char *out
     }
 }
 
-/* Applies gradient i to a row; returns whether its values are small, or -1 if one is infinite or NaN. */
+/* Applies gradient i to a row; returns whether the result is finite. */
 static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned char *weight, unsigned char *momentum)
 {
     const Layout *layout = &change->touched.layout;
@@ -748,16 +739,13 @@ static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned ch
     } else {
         update_row(change->rates, NULL, gradient, dim, w, u);
     }
-    const packed_u32 *w_bits = (const packed_u32 *)w, *u_bits = (const packed_u32 *)u;
-    int is_small = !any_above(w_bits, dim, SMALL_BITS) && !any_above(u_bits, dim, SMALL_BITS);
-    if (!is_small && (any_above(w_bits, dim, BEFORE_INFINITY_BITS) || any_above(u_bits, dim, BEFORE_INFINITY_BITS)))
-        return -1;
+    if (!all_finite(w, dim) || !all_finite(u, dim))
+        return 0;
     if (layout->value_bytes == 2) {
         round_row(change->seed, row, change->step + 1, WEIGHT, w, dim, (packed_u16 *)weight);
         round_row(change->seed, row, change->step + 1, MOMENTUM_BUFFER, u, dim, (packed_u16 *)momentum);
-        is_small = is_small || (are_small(layout, weight, dim) && are_small(layout, momentum, dim)); /* rounded down */
     }
-    return is_small;
+    return 1;
 }
 
 static void seal_group(const Change *change, uint64_t number, Py_ssize_t group, unsigned char *out)
@@ -767,15 +755,15 @@ static void seal_group(const Change *change, uint64_t number, Py_ssize_t group, 
     of_groups[group] = checksum_of_group(layout, out, number, group, change->checksum);
 }
 
-static void seal_root(const Change *change, uint64_t number, int is_small, unsigned char *out)
+static void seal_root(const Change *change, uint64_t number, unsigned char *out)
 {
     const Layout *layout = &change->touched.layout;
-    uint16_t format = (uint16_t)(is_small ? layout->small_values : layout->any_values), rows = (uint16_t)layout->rows;
+    uint16_t format = (uint16_t)layout->format, rows = (uint16_t)layout->rows;
     uint32_t dim = (uint32_t)layout->dim;
     memcpy(out, &format, 2);
     memcpy(out + 2, &rows, 2);
     memcpy(out + 4, &dim, 4);
-    uint64_t checksum = checksum_of_root(layout, out, seed_of_root(number, is_small), change->checksum);
+    uint64_t checksum = checksum_of_root(layout, out, seed_of_root(number, 0), change->checksum);
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
@@ -788,7 +776,7 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
     const packed_i64 *start = touched->starts.buf, *slots = touched->slots.buf, *names = change->numbers.buf;
     uint64_t number = (uint64_t)names[b];
     const Py_buffer *stored = &touched->blocks[b];
-    int was_small = 0, was_grouped = 0, is_small = 1;
+    int was_grouped = 0;
     if (stored->obj == NULL) {
         draw_block(change, number, out);
     } else {
@@ -797,7 +785,6 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         memcpy(out, stored->buf, stored->len); /* checked are the bytes that will be stored */
         if (!is_sound(layout, out, stored->len, number, NULL, layout->rows, change->checksum))
             return -1;
-        was_small = has_small_values(layout, out);
         was_grouped = has_groups(layout, stored->len);
     }
     Py_ssize_t row_bytes = layout->dim * layout->value_bytes, added = 0;
@@ -808,15 +795,12 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         unsigned char *weight = out + layout->weight_at + slot * row_bytes;
         unsigned char *momentum = out + layout->momentum_at + slot * row_bytes, bit = (unsigned char)(1 << slot % 8);
         if (change->is_push) {
-            int row_is_small = push_row(change, i, row, weight, momentum);
-            if (row_is_small < 0)
+            if (!push_row(change, i, row, weight, momentum))
                 return -1;
-            is_small &= row_is_small;
             steps[slot] = change->step + 1;
         } else {
             memcpy(weight, change->weight + i * row_bytes, row_bytes);
             memcpy(momentum, change->momentum + i * row_bytes, row_bytes);
-            is_small &= are_small(layout, weight, layout->dim) && are_small(layout, momentum, layout->dim);
             steps[slot] = change->last_step[i];
         }
         added += !(bitmap[slot / 8] & bit);
@@ -834,12 +818,7 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         for (Py_ssize_t group = 0; group < num_groups(layout); group++)
             seal_group(change, number, group, out);
     }
-    if (!was_small) { /* the other rows may have large values */
-        Py_ssize_t count = layout->rows * layout->dim;
-        is_small = are_small(layout, out + layout->weight_at, count)
-                   && are_small(layout, out + layout->momentum_at, count);
-    }
-    seal_root(change, number, is_small, out);
+    seal_root(change, number, out);
     return added;
 }
 

@@ -2,7 +2,7 @@
 
 A block is one stored value of r = rows_per_block rows, everything little-endian:
 
-    offset 0     u16    format: 6 if no |value| is beyond 2^32, as in any sane training; else 5. In bfloat16 8, else 7
+    offset 0     u16    format: 5, in bfloat16 7
     offset 2     u16    r
     offset 4     u32    D
     offset 8     u64    the root, a checksum of everything below but the values
@@ -16,8 +16,7 @@ A block is one stored value of r = rows_per_block rows, everything little-endian
 
 All checksums are XXH3-64, chained: the second part is seeded by the checksum of the first.
 
-    root         the bytes from offset 16 to the weights, seeded by the block's number, plus 2^63 in formats 6 and 8;
-                 then the checksums of all groups
+    root         the bytes from offset 16 to the weights, seeded by the block's number; then the checksums of all groups
     a group's    its weights, seeded by 2^16 times the block's number plus the group's; then its momentum buffers
 
 The root and a group's checksum prove the rows of the group, with their last steps, which is what a fetch verifies. A
@@ -26,11 +25,11 @@ changes.
 
 Earlier versions wrote formats 1 and 2, in bfloat16 3 and 4, which end before the checksums of groups: at offset 8 is
 the checksum of all bytes from offset 16 on, seeded like the root. Such blocks stay readable, and a write brings them to
-the present form. Version 0.1 wrote all blocks in format 1.
+the present form. Version 0.1 wrote all blocks in format 1. Earlier blocks of an even format, 6 and 8 among them, have
+no |value| beyond 2^32, and 2^63 is added to the seed of their checksum.
 
-Rows of a stored block that were never written hold their initial values. The even formats save fetches a check of
-values that no sane schedule makes overflow. With D = 128 and r = 63 a block takes 65,168 bytes, which with the page
-header of LMDB's overflow pages is 16 pages of 4 KiB. In bfloat16 so does one of 125 rows.
+Rows of a stored block that were never written hold their initial values. With D = 128 and r = 63 a block takes 65,168
+bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB. In bfloat16 so does one of 125 rows.
 """
 
 from __future__ import annotations
@@ -52,13 +51,10 @@ from weightserver.core.kernel import Initial
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
 
-SMALL = 2.0**32
-"""The largest |value| of blocks of small values."""
-_MOST_STANDARD_DEVIATIONS = 10
-"""No initial weight lies beyond so many."""
 _FORMATS = {"float32": (5, 6), "bfloat16": (7, 8)}
 _EARLIER_FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
-"""Formats of any and of small values, by dtype; the earlier ones have no checksums of groups."""
+"""Formats by dtype: the one that is written, and the one of earlier blocks of small values. Those of `_EARLIER_FORMATS`
+have no checksums of groups."""
 _GROUP_BYTES = 2_048
 """Of the weights of a group of rows, if it has more than one."""
 _MAX_RANGES = 8
@@ -146,11 +142,6 @@ class BlockCodec:
         """What the compiled kernel draws initial weights from."""
         return source_of(self._spec)
 
-    @property
-    def initial_are_small(self) -> bool:
-        """Whether no initial weight is beyond ±SMALL."""
-        return _MOST_STANDARD_DEVIATIONS * self._spec.init_std <= SMALL
-
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""
         return int.from_bytes(buffer[self._bitmap], "little").bit_count()
@@ -185,18 +176,9 @@ class BlockCodec:
         contents = memoryview(buffer)
         for group in self._groups_of(slots):
             _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._group_checksum(block, group, contents))
-        any_values, small_values = self._formats
-        block_format = small_values if self._has_small_values(buffer, slots) else any_values
+        block_format = self._formats[0]
         root = self._root_checksum(block, block_format, contents)
         _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, root)
-
-    def _has_small_values(self, buffer: bytearray, slots: Slots | None) -> bool:
-        """Whether no |value| is beyond SMALL, where only those of `slots` have changed since the last seal."""
-        _, weight, momentum_buffer = self.views(buffer)
-        if slots is not None and self.is_small(buffer):
-            weight, momentum_buffer = weight[slots], momentum_buffer[slots]
-        within = self.precision.all_within
-        return within(SMALL, weight) and within(SMALL, momentum_buffer)
 
     def renewed(self, block: int, stored: Buffer) -> bytearray:
         """A sealed copy of a stored block in the present form, checked as by `check`."""
@@ -206,10 +188,6 @@ class BlockCodec:
             buffer += bytes(self.num_bytes - len(buffer))
             self.seal(block, buffer)
         return buffer
-
-    def is_small(self, buffer: Buffer) -> bool:
-        """Whether no |value| of a sealed block is beyond SMALL."""
-        return buffer[0] in self._small_formats
 
     def problem(self, block: int, buffer: Buffer, slots: Slots | None = None) -> str:
         """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is.

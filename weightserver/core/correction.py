@@ -9,29 +9,23 @@ and a gradient g adds the impulse (−η_t·g, g). So an untouched row is brough
 and the gradients of a row may arrive in any order. The paper's correction takes one learning rate for all steps of a
 gap instead, `single_rate_products`; it serves comparisons.
 
-A row that SGD would make infinite or NaN, at any update of its gap, is an error. Coefficients do not show it: a row may
-overflow within the gap and be small again at its end, and if coefficients exceed float32 a row of zeros stays zero. So
-a schedule knows up to which size rows are safe whatever the gap (`Schedule.safe_size`), and larger rows are followed
-through theirs (`Schedule.require_finite`).
+Learning rates under which a single update makes rows grow, η·λ ≥ 2·(1 + m), are refused (`require_stable`), and so is
+a result that is infinite or NaN (`require_finite`).
 
 NumPy only, no I/O.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array, all_finite
 from weightserver.core.errors import StepError
 from weightserver.core.spec import TableSpec
-from weightserver.core.step_matrices import LARGEST, clip, product_of, to_float32
-from weightserver.core.transfer_tables import LARGEST_SAFE, TransferTables
+from weightserver.core.step_matrices import clip, product_of, to_float32
+from weightserver.core.transfer_tables import TransferTables
 
-_SQUARES = 8_192
-"""Number of values whose squares are summed at a time; from 10,000 on BLAS uses further threads."""
 MAX_STEPS = 1 << 25
 """Most learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 
@@ -104,16 +98,11 @@ class Schedule:
         """Bytes of memory that the learning rates and the products take."""
         return self._tables.num_bytes
 
-    @property
-    def safe_size(self) -> float:
-        """The |value| up to which no row can become infinite or NaN, from any step to any other; 0 if none is safe."""
-        return self._tables.safe_size
-
     def extend(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
         """Sets the learning rates (float32 [n]) of steps start_step … start_step+n−1; later ones stay known.
 
         Raises:
-            ValueError: a gap before start_step, not one-dimensional, or a learning rate < 0, NaN or infinite.
+            ValueError: a gap before start_step, not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
         """
         with np.errstate(over="ignore"):
             rates = np.asarray(learning_rates, dtype=np.float32)
@@ -125,11 +114,10 @@ class Schedule:
         if bad.any():
             first = int(bad.argmax())
             raise ValueError(f"learning rates must be finite and ≥ 0, got {rates[first]} for step {start_step + first}")
+        require_stable(rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=start_step)
         if len(rates):
             with np.errstate(over="ignore", under="ignore", divide="ignore"):
-                tables = self._tables.extended(start_step, rates)
-                tables.safe_size = tables.find_safe_size(single_rate=self.single_rate)
-            self._tables = tables
+                self._tables = self._tables.extended(start_step, rates)
 
     def transfer(self, start: Int64Array, stop: int) -> Float64Array:
         """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats): float64 [n, 2, 2].
@@ -162,36 +150,43 @@ class Schedule:
     def _single_rate(self, stop: int) -> float:
         return float(self.learning_rates[stop - 1]) if stop else 0.0
 
-    def require_finite(
-        self,
-        last_step: Int64Array,
-        stop: int,
-        weight: Float64Array,
-        momentum_buffer: Float64Array,
-        *,
-        rows: Int64Array | None = None,
-    ) -> None:
-        """Follows raw rows (float64 [n, D] each) from last_step (int64 [n]) to `stop`; `rows` names them in messages.
 
-        Segments in which no row can overflow take one product, the others go update by update.
+def require_stable(rates: Float32Array, *, momentum: float, weight_decay: float, start_step: int = 0) -> None:
+    """Refuses learning rates of steps from `start_step` on (float32 [n]) under which one update makes some row grow
+    that has no gradient: η·λ ≥ 2·(1 + m).
 
-        Raises:
-            StepError: SGD would make a row infinite or NaN in an update before `stop`.
-        """
-        tables, first_step = self._tables, np.zeros_like(last_step)
-        if self.single_rate:  # the same rate throughout, from the row's last step on
-            first_step = last_step
-            rates = np.full(stop - last_step.min(initial=stop), self._single_rate(stop), np.float32)
-            with np.errstate(over="ignore", under="ignore", divide="ignore"):
-                tables = TransferTables(self.momentum, self.weight_decay).extended(0, rates)
-        for seen in np.unique(last_step):
-            some = np.flatnonzero(last_step == seen)
-            first = int(first_step[some[0]])
-            with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-                found = tables.overflow(int(seen) - first, stop - first, weight[some], momentum_buffer[some])
-            if found is not None:
-                step, row = first + found[0], some[found[1]]
-                raise _not_finite(row if rows is None else rows[row], step)
+    Raises:
+        ValueError: with the first such step, its learning rate, and the limit.
+    """
+    unstable = rates.astype(np.float64) * weight_decay >= 2 * (1 + momentum)
+    if unstable.any():
+        first = int(unstable.argmax())
+        raise ValueError(
+            f"the learning rate {rates[first]:g} of step {start_step + first} makes rows grow without a gradient: with "
+            f"momentum {momentum:g} and weight decay {weight_decay:g} it must be less than "
+            f"{2 * (1 + momentum) / weight_decay:g}"
+        )
+
+
+def require_finite(rows: Int64Array | None, step: int, *values: Float32Array) -> None:
+    """Refuses rows that update `step` leaves infinite or NaN.
+
+    Args:
+        rows: their names in the message, int64 [n].
+        values: their weights and momentum buffers, or one of both, float32 [n, D] each.
+
+    Raises:
+        StepError: with the first such row.
+    """
+    if not all(all_finite(array) for array in values):
+        position = int(np.isfinite(np.stack(values)).all(axis=(0, 2)).argmin())
+        row = position if rows is None else int(rows[position])
+        raise StepError(
+            f"row {row} would be infinite or NaN after update {step}, nothing was written: use smaller learning rates "
+            "or gradients",
+            row=row,
+            step=step,
+        )
 
 
 def single_rate_products(momentum: float, weight_decay: float, learning_rate: float, gaps: Int64Array) -> Float64Array:
@@ -223,7 +218,6 @@ def bring_to(
     *,
     weight_only: bool = False,
     rows: Int64Array | None = None,
-    largest: float = math.inf,
 ) -> None:
     """Corrects raw rows from last_step (int64 [n], ≤ stop) to `stop` in place: float32 [n, D] each, finite.
 
@@ -231,51 +225,12 @@ def bring_to(
         last_step: stays as it is.
         weight_only: leave the momentum buffer as it is.
         rows: names of the rows in messages, int64 [n].
-        largest: no |value| is beyond it.
 
     Raises:
-        StepError: SGD would make a row infinite or NaN in an update before `stop`; nothing was changed.
+        StepError: a result is infinite or NaN; the arrays are then invalid.
     """
-    if largest <= schedule.safe_size or all_within(schedule.safe_size, weight, momentum_buffer):
-        correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
-        return
-    size = np.maximum(np.abs(weight).max(axis=1), np.abs(momentum_buffer).max(axis=1)).astype(np.float64)
-    risky = np.flatnonzero(~(size <= schedule.safe_size))
-    w, u = weight[risky].astype(np.float64), momentum_buffer[risky].astype(np.float64)
-    schedule.require_finite(last_step[risky], stop, w, u, rows=risky if rows is None else rows[risky])
-    products = schedule.products(last_step[risky], stop)
-    with np.errstate(over="ignore"):
-        beyond = np.flatnonzero(np.abs(products).max(axis=(1, 2)) * np.maximum(size[risky], 1) > LARGEST / 2)
     correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
-    if len(beyond):  # float32 may hold the sum of two products that it cannot hold
-        w, u, (ww, wu), (uw, uu) = w[beyond], u[beyond], *np.moveaxis(products[beyond], 0, -1)[..., None]
-        with np.errstate(over="ignore", under="ignore"):
-            weight[risky[beyond]] = to_float32(ww * w + wu * u)
-            if not weight_only:
-                momentum_buffer[risky[beyond]] = to_float32(uw * w + uu * u)
-
-
-def all_within(size: float, *arrays: Float32Array) -> bool:
-    """Whether no |value| is beyond `size`, by one pass; False does not prove that one is."""
-    if size < 1:  # squares of small numbers are 0
-        return not any(array.any() for array in arrays)
-    total = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for array in arrays:
-            flat = array.reshape(-1)
-            if rest := len(flat) // _SQUARES * _SQUARES:
-                squares = flat[:rest].reshape(-1, _SQUARES)
-                total += float(np.vecdot(squares, squares).sum())
-                flat = flat[rest:]
-            total += float(flat.dot(flat))
-    return total <= size * size
-
-
-def _not_finite(row: int | np.integer, step: int) -> StepError:
-    return StepError(
-        f"row {row} would become infinite or NaN in update {step}, nothing was written: "
-        "use smaller learning rates or gradients"
-    )
+    require_finite(rows, stop - 1, *((weight,) if weight_only else (weight, momentum_buffer)))
 
 
 def correct(
@@ -314,37 +269,36 @@ def apply_push(
     `correction`, rows without a gradient do not move; with a schedule's `single_rate`, two corrections differ from one
     over both gaps. In both cases a late gradient has a defined effect only if the row has seen no later update.
 
-    Overflow is checked before the update, in it, and for a late gradient in the updates since. Of a row that has seen
-    later updates only its present state is known: an overflow in between that later gradients undid is not detected.
-
     Args:
         step: less than schedule.horizon.
         rows: names of the rows in messages, int64 [n].
 
     Raises:
         StepError: a gradient is too late without correction, or with that of a single learning rate; nothing was
-            changed. Or a row becomes infinite or NaN; the arrays are then invalid.
+            changed. Or a result is infinite or NaN; the arrays are then invalid.
     """
     late = np.flatnonzero(last_step > step)
     if (schedule.single_rate or not correction) and len(late) and last_step[late].max() > step + 1:
         first = int((last_step > step + 1).argmax())
+        row = first if rows is None else int(rows[first])
         how = "with the paper's correction" if correction else "without correction"
         raise StepError(
-            f"row {first if rows is None else rows[first]} has already seen update {last_step[first] - 1}: {how} "
-            f"a gradient of update {step} comes too late for it, push every update's gradients before the next update's"
+            f"row {row} has already seen update {last_step[first] - 1}: {how} "
+            f"a gradient of update {step} comes too late for it, push every update's gradients before the next "
+            "update's",
+            row=row,
+            step=step,
         )
     if not len(late):
         _apply_on_time(schedule, correction, step, last_step, weight, momentum_buffer, gradient, rows)
         return
-    for stop in np.unique(last_step[late]):
+    for stop in np.unique(last_step[late]).tolist():
         some = late[last_step[late] == stop]
-        by_weight, by_momentum = _late_impulse(
-            schedule, step, int(stop), gradient[some], some if rows is None else rows[some]
-        )
+        by_weight, by_momentum = _late_impulse(schedule, step, stop)
         with np.errstate(over="ignore", invalid="ignore"):
-            weight[some] += by_weight
-            momentum_buffer[some] += by_momentum
-    _require_finite(late if rows is None else rows[late], step, weight[late], momentum_buffer[late])
+            weight[some] += by_weight * gradient[some]
+            momentum_buffer[some] += by_momentum * gradient[some]
+        require_finite(some if rows is None else rows[some], stop - 1, weight[some], momentum_buffer[some])
     on_time = np.flatnonzero(last_step <= step)
     if len(on_time):
         seen, w, u = last_step[on_time], weight[on_time], momentum_buffer[on_time]
@@ -353,30 +307,14 @@ def apply_push(
         last_step[on_time], weight[on_time], momentum_buffer[on_time] = seen, w, u
 
 
-def _late_impulse(
-    schedule: Schedule, step: int, stop: int, gradient: Float32Array, rows: Int64Array
-) -> tuple[Float32Array, Float32Array]:
-    """The effect of gradients of update `step` (float32 [n, D]) on rows that have seen `stop` updates."""
+def _late_impulse(schedule: Schedule, step: int, stop: int) -> Float32Array:
+    """By which factors a gradient of update `step` moves the weight and the momentum buffer of a row that has seen
+    `stop` updates: float32 [2]."""
     learning_rate = float(schedule.learning_rates[step])
     transfer = schedule.transfer(np.array([step + 1]), stop)[0]
-    with np.errstate(over="ignore", under="ignore"):
-        impulse = clip(transfer[:, 1] - learning_rate * transfer[:, 0], np.finfo(np.float64).max)
-    if all_within(schedule.safe_size / (1 + learning_rate), gradient):
-        by_weight, by_momentum = to_float32(impulse)
-        return by_weight * gradient, by_momentum * gradient
-    given = gradient.astype(np.float64)
-    with np.errstate(over="ignore", under="ignore"):
-        _require_finite(rows, step, (-learning_rate * given).astype(np.float32), gradient)
-        schedule.require_finite(np.full(len(rows), step + 1), stop, -learning_rate * given, given, rows=rows)
-        return to_float32(impulse[0] * given), to_float32(impulse[1] * given)
-
-
-def _require_finite(rows: Int64Array | None, step: int, weight: Float32Array, momentum_buffer: Float32Array) -> None:
-    """Raises StepError if update `step` left an infinite value or NaN."""
-    if not all_within(LARGEST_SAFE, weight, momentum_buffer):
-        bad = ~(np.isfinite(weight) & np.isfinite(momentum_buffer)).all(axis=1)
-        if bad.any():
-            raise _not_finite(bad.argmax() if rows is None else rows[bad][0], step)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        impulse: Float64Array = transfer[:, 1] - learning_rate * transfer[:, 0]
+        return impulse.astype(np.float32)
 
 
 def _apply_on_time(
@@ -391,13 +329,13 @@ def _apply_on_time(
 ) -> None:
     """torch.optim.SGD's update `step`, product by product in float32, of rows with last_step ≤ step."""
     if correction and (last_step != step).any():
-        bring_to(schedule, step, last_step, weight, momentum_buffer, rows=rows)
-    with np.errstate(over="ignore", invalid="ignore"):  # checked below
+        correct(weight, momentum_buffer, schedule.coefficients(last_step, step))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite or NaN stays so until the check
         scratch = np.multiply(weight, np.float32(schedule.weight_decay))
         scratch += gradient
         momentum_buffer *= np.float32(schedule.momentum)
         momentum_buffer += scratch
         np.multiply(momentum_buffer, schedule.learning_rates[step], out=scratch)
         weight -= scratch
-    _require_finite(rows, step, weight, momentum_buffer)
+    require_finite(rows, step, weight, momentum_buffer)
     last_step[:] = step + 1

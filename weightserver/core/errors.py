@@ -66,9 +66,18 @@ class InvalidRequestError(WeightServerError):
 
 class StepError(WeightServerError):
     """A step beyond the schedule, before an update that the row has already seen, or after one in which SGD makes the
-    row infinite or NaN."""
+    row infinite or NaN.
+
+    Args:
+        row: the row that is concerned, on the shard.
+        step: the step that was asked for.
+    """
 
     not_applied = True
+
+    def __init__(self, message: str, *, row: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.row, self.step = row, step
 
 
 class FencedError(WeightServerError):

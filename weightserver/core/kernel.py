@@ -21,7 +21,8 @@ Initial = tuple[int, float, Float32Array]
 """What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
 Layout = tuple[int, ...]
 """Of a block: rows, dim, bytes of a value, rows of a group, offsets of the three arrays and of the groups' checksums,
-bytes of all, the two formats, and the two of blocks that end before the groups' checksums."""
+bytes of all, the two formats, and the two of blocks that end before the groups' checksums. The first of two is written,
+the second is that of earlier blocks of small values."""
 Products = tuple[Float32Array, Int64Array, Float64Array, Int64Array]
 """Of a schedule: learning rates of whole leaves, the first node of each level, the nodes [2, 2, n] and their exponents
 [n]."""
@@ -33,7 +34,7 @@ address of the checksum's function, which is not 0, and where to write them, one
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 4
+_INTERFACE = 5
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
@@ -58,9 +59,9 @@ class Kernel(Protocol):
         last_step: Int64Array,
         checksum_address: int,
         /,
-    ) -> tuple[int, bool]:
+    ) -> int:
         """Checks these rows of blocks, unless the address is 0, and fills last_step (int64 [n]); returns the position
-        of the first block where they are damaged or -1, and whether all blocks have small values."""
+        of the first block where they are damaged, or -1."""
 
     def answer(
         self,
@@ -75,11 +76,11 @@ class Kernel(Protocol):
         heads: tuple[bytes, bytes | None, bytes | None],
         last_step: Int64Array,
         /,
-    ) -> bytes:
+    ) -> bytes | None:
         """A message of weights, momentum buffers and last steps, each after its head; those without one are left out.
 
         The rows are corrected by coefficients (float32 [n, 2, 2]) and rounded by (mixed seed, step), or, without
-        coefficients, as they are stored.
+        coefficients, as they are stored. Returns None if a corrected value is infinite or NaN.
         """
 
     def leaf_products(

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightserver.core.arrays import BFloat16Array, Float32Array, Int64Array, StoredArray, all_finite
-from weightserver.core.correction import all_within
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import mix_seed, splitmix64
 
@@ -63,9 +62,6 @@ class Precision(Protocol):
     def all_finite(self, stored: StoredArray) -> bool:
         """Whether no value is NaN or infinite."""
 
-    def all_within(self, size: float, stored: StoredArray) -> bool:
-        """Whether no |value| is beyond `size`, a power of two ≥ 1, and none is NaN."""
-
 
 def precision_of(spec: TableSpec) -> Precision:
     return BFloat16(spec.seed) if spec.dtype == "bfloat16" else Float32()
@@ -93,10 +89,6 @@ class Float32:
 
     def all_finite(self, stored: StoredArray) -> bool:
         return all_finite(self.widened(stored))
-
-    def all_within(self, size: float, stored: StoredArray) -> bool:
-        values = self.widened(stored)
-        return all_within(size, values) or bool(np.abs(values).max(initial=0) <= size)
 
 
 class BFloat16:
@@ -131,12 +123,6 @@ class BFloat16:
         return stored
 
     def all_finite(self, stored: StoredArray) -> bool:
-        return self._all_below(_INFINITE, stored)
-
-    def all_within(self, size: float, stored: StoredArray) -> bool:
-        return self._all_below((int(np.float32(size).view(np.uint32)) >> 16) + 1, stored)
-
-    def _all_below(self, magnitude: int, stored: StoredArray) -> bool:
-        """Whether all bits but the sign's are below `magnitude`: by the largest of all and of the positive values."""
+        """By the largest bits of all and of the positive values."""
         largest = int(stored.max(initial=0))
-        return largest < (_SIGN | magnitude) and int(stored.view("<i2").max(initial=0)) < magnitude
+        return largest < (_SIGN | _INFINITE) and int(stored.view("<i2").max(initial=0)) < _INFINITE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
-from weightserver.core.blocks import SMALL, RowBuffer
+from weightserver.core.blocks import RowBuffer
 from weightserver.core.correction import bring_to
 from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
@@ -60,8 +59,6 @@ class RawRows:
     """Rows as they are stored."""
 
     buffer: RowBuffer
-    all_small: bool
-    """Whether no value is beyond ±`SMALL`."""
 
     @property
     def last_step(self) -> Int64Array:
@@ -84,8 +81,6 @@ class RowsInBlocks:
     blocks: list[memoryview | None]
     """None for blocks that were never written."""
     last_step: Int64Array  # (n,)
-    all_small: bool
-    """As in `RawRows`."""
 
     def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
         """As `RawRows.answer`."""
@@ -93,15 +88,17 @@ class RowsInBlocks:
         if step is not None:
             _require_unseen(step, rows, last_step)
             if table.spec.correction:
-                if not (self.all_small and table.schedule.safe_size >= SMALL):
-                    return _copied(table, self.touched, self.blocks).answer(table, step, rows, state=state)
                 coefficients = table.schedule.coefficients(last_step, step)
             last_step = np.full_like(last_step, step)
-        return self._message(table, step or 0, coefficients, last_step, state=state)
+        found = self._message(table, step or 0, coefficients, last_step, state=state)
+        if found is None:  # NumPy says which row is infinite or NaN
+            found = _copied(table, self.touched, self.blocks).answer(table, step, rows, state=state)
+        return found
 
     def _message(
         self, table: Table, step: int, coefficients: Float32Array | None, last_step: Int64Array, *, state: bool
-    ) -> Rows:
+    ) -> Rows | None:
+        """The answer; None if a corrected row is infinite or NaN."""
         compiled, codec, touched = kernel.compiled(), table.codec, self.touched
         assert compiled is not None
         num_rows = len(touched.rows)
@@ -118,6 +115,8 @@ class RowsInBlocks:
             (heads[0], heads[1], heads[2]) if state else (heads[0], None, None),
             last_step,
         )
+        if message is None:
+            return None
 
         def values(at: int) -> StoredArray:
             found = np.frombuffer(message, codec.precision.dtype, num_rows * codec.dim, at)
@@ -152,8 +151,7 @@ def read_rows(
         if verify:
             check_rows(table, touched, blocks)
         return _copied(table, touched, blocks)
-    last_step, all_small = _look(table, touched, blocks, verify=verify)
-    return RowsInBlocks(touched, blocks, last_step, all_small and table.codec.initial_are_small)
+    return RowsInBlocks(touched, blocks, _look(table, touched, blocks, verify=verify))
 
 
 def check_rows(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> None:
@@ -175,47 +173,43 @@ def _check_one_by_one(table: Table, touched: TouchedBlocks, blocks: kernel.Block
             table.codec.check(run.block, block, run.slots)
 
 
-def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify: bool) -> tuple[Int64Array, bool]:
-    """By the kernel: the rows' last steps, and whether all the blocks have small values; raises as `check_rows`."""
+def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify: bool) -> Int64Array:
+    """The rows' last steps, by the kernel; raises as `check_rows`."""
     compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
     assert compiled is not None
     if verify and not checksum:
         _check_one_by_one(table, touched, blocks)
     last_step = np.empty(len(touched.rows), np.int64)
-    bad, all_small = compiled.look(
-        table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum
-    )
+    bad = compiled.look(table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum)
     if bad >= 0:
         block, number = blocks[bad], int(touched.blocks[bad])
         assert block is not None
         table.codec.check(number, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
         raise DamagedRecordError(f"{table.codec.name(number)} changed while it was read")
-    return last_step, all_small
+    return last_step
 
 
 def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None]) -> RawRows:
     """The rows of some blocks, None for those that were never written."""
     found = RowBuffer(table.codec, len(touched.rows))
     absent: list[slice] = []  # rows that were never written, neighbours together
-    all_small = table.codec.initial_are_small
     for (_, slots, part), stored in zip(touched.runs(), blocks, strict=True):
         if stored is None:
             start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
             absent.append(slice(start, part.stop))
         else:
-            all_small &= table.codec.is_small(stored)
             found.copy(part, stored, slots)
     for part in absent:
         found.weight[part] = table.codec.initial_weight(touched.rows[part])
         found.momentum_buffer[part] = 0
-    return RawRows(found, all_small)
+    return RawRows(found)
 
 
 def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, weight_only: bool) -> None:
     """Brings raw rows to their state before update `step`, in place, rounded as that state would be stored.
 
     Raises:
-        StepError: a row has seen that update, or SGD makes it infinite or NaN before it.
+        StepError: a row has seen that update, or is infinite or NaN when corrected to it.
     """
     buffer = found.buffer
     _require_unseen(step, rows, buffer.last_step)
@@ -230,7 +224,6 @@ def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, w
             momentum_buffer,
             weight_only=weight_only,
             rows=rows,
-            largest=SMALL if found.all_small else math.inf,
         )
         buffer.weight = precision.rounded(weight, rows, step, WEIGHT)
         if not weight_only:
@@ -244,7 +237,9 @@ def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:
         first = int((last_step > step).argmax())
         raise StepError(
             f"row {rows[first]} has seen {last_step[first]} updates, its state before update {step} is gone: "
-            f"fetch it for step {last_step[first]} or later"
+            f"fetch it for step {last_step[first]} or later",
+            row=int(rows[first]),
+            step=step,
         )
 
 

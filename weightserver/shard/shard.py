@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.correction import require_stable
 from weightserver.core.errors import (
     DataLossError,
     InvalidRequestError,
@@ -335,8 +336,17 @@ class Shard:
         return part.first_change(known) is None
 
     def prepare_schedule(self, batch: WriteTransaction, part: Part, *, version: int, epoch: int = 0) -> None:
-        """Prepares a part of a change; see `schedule_operations`."""
-        known = self.require_table().schedule.learning_rates
+        """Prepares a part of a change; see `schedule_operations`. Raises InvalidRequestError if it is not stable."""
+        spec, known = self.require_table().spec, self.require_table().schedule.learning_rates
+        try:
+            require_stable(
+                part.learning_rates,
+                momentum=spec.momentum,
+                weight_decay=spec.weight_decay,
+                start_step=part.start_step,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
         schedule_operations.prepare(batch, known, part, version=version, epoch=epoch)
 
     def commit_schedule(self, batch: WriteTransaction, change: str, *, digest: int, epoch: int = 0) -> bool:

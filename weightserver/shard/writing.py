@@ -10,7 +10,7 @@ import numpy as np
 
 from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array, StoredArray
-from weightserver.core.blocks import SMALL, Buffer, RowBuffer
+from weightserver.core.blocks import Buffer, RowBuffer
 from weightserver.core.correction import apply_push
 from weightserver.core.errors import StepError
 from weightserver.core.exactly_once import WriterState
@@ -27,15 +27,6 @@ _BYTES_AT_A_TIME = 4 << 20
 """Blocks that are changed together: many blocks of few rows take no longer than few of many."""
 
 
-@dataclass(frozen=True)
-class StoredRows:
-    """Rows of some blocks in LMDB's memory, as the compiled kernel reads them before the blocks are checked."""
-
-    last_step: Int64Array  # (n,)
-    all_small: bool
-    """Whether no value of their blocks is beyond ±`SMALL`."""
-
-
 class Update(Protocol):
     """A change of rows, as they are stored, that are at `part` of the request."""
 
@@ -46,8 +37,14 @@ class Update(Protocol):
             StepError: the change is not possible; nothing of the write is stored.
         """
 
-    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
-        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide."""
+    def write_changed(
+        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
+    ) -> int:
+        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide.
+
+        Args:
+            last_step: of the stored rows, int64 [n], not checked yet.
+        """
 
 
 def admit(batch: WriteTransaction, header: WriteHeader) -> bool:
@@ -135,8 +132,7 @@ def _changed_by_kernel(
         return None
     num_blocks, size = len(stored), codec.num_bytes
     last_step = np.empty(len(touched.rows), np.int64)
-    bad, all_small = compiled.look(codec.layout, stored, touched.blocks, touched.starts, touched.slots, last_step, 0)
-    if bad >= 0:
+    if compiled.look(codec.layout, stored, touched.blocks, touched.starts, touched.slots, last_step, 0) >= 0:
         return None
     out = room.of(num_blocks)
     changed = (
@@ -150,8 +146,7 @@ def _changed_by_kernel(
         checksum,
         out,
     )
-    all_small = all_small and (codec.initial_are_small or None not in stored)
-    rows_stored = update.write_changed(compiled, changed, StoredRows(last_step, all_small), part)
+    rows_stored = update.write_changed(compiled, changed, last_step, part)
     if rows_stored < 0:
         return None
     return [out[start : start + size] for start in range(0, num_blocks * size, size)], rows_stored
@@ -209,15 +204,14 @@ class Push:
         stored.weight = precision.rounded(weight, rows, last_step, WEIGHT)
         stored.momentum_buffer = precision.rounded(momentum, rows, last_step, MOMENTUM_BUFFER)
 
-    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
-        """Rows that saw later updates, and rows and schedules that may overflow, are left to `change`."""
-        table, last_step, coefficients = self.table, stored.last_step, None
-        schedule = table.schedule
+    def write_changed(
+        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
+    ) -> int:
+        """Rows that saw later updates, and results that are infinite or NaN, are left to `change`."""
+        table, schedule, coefficients = self.table, self.table.schedule, None
         if last_step.min() < 0 or last_step.max() > self.step:
             return -1
         if table.spec.correction and last_step.min() < self.step:
-            if not (stored.all_small and schedule.safe_size >= SMALL):
-                return -1
             coefficients = schedule.coefficients(last_step, self.step)
         rates = (schedule.weight_decay, schedule.momentum, float(schedule.learning_rates[self.step]))
         return compiled.push(
@@ -251,15 +245,17 @@ class Replacement:
         stored.last_step = self.last_step[part]
         stored.weight, stored.momentum_buffer = self.weight[part], self.momentum_buffer[part]
 
-    def write_changed(self, compiled: kernel.Kernel, changed: kernel.Changed, stored: StoredRows, part: slice) -> int:
+    def write_changed(
+        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
+    ) -> int:
         """An older state is left to `change`."""
-        last_step = np.ascontiguousarray(self.last_step[part], np.int64)
-        if (last_step < stored.last_step).any():
+        new_step = np.ascontiguousarray(self.last_step[part], np.int64)
+        if (new_step < last_step).any():
             return -1
         weight, momentum_buffer = (
             _contiguous(values[part], self.table) for values in (self.weight, self.momentum_buffer)
         )
-        return compiled.replace(changed, weight, momentum_buffer, last_step)
+        return compiled.replace(changed, weight, momentum_buffer, new_step)
 
 
 def _contiguous(values: StoredArray, table: Table) -> StoredArray:

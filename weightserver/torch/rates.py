@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightserver import StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
-from weightserver.core.correction import Schedule
+from weightserver.core.correction import Schedule, require_stable
 from weightserver.torch.ranks import Ranks
 
 _FIRST_WAIT_SECONDS = 0.01
@@ -73,7 +73,7 @@ class LearningRates:
         """Sets the learning rate of update `step`, the first that is not known.
 
         Raises:
-            ValueError: the learning rate of `step` is known and differs, or it is negative, infinite or NaN.
+            ValueError: the learning rate of `step` is known and differs, or it is negative, infinite, NaN or unstable.
         """
         with np.errstate(over="ignore"):
             rate = np.float32(learning_rate)
@@ -87,6 +87,10 @@ class LearningRates:
                 )
             return
         assert step == self._num_known, "updates are told in order"
+        schedule = self._schedule
+        require_stable(
+            np.array([rate]), momentum=schedule.momentum, weight_decay=schedule.weight_decay, start_step=step
+        )
         if step == len(self._rates):  # a new array, so that slices of the former one stay valid
             self._rates = np.concatenate([self._rates, np.zeros(max(_LEAST_ROOM, step), np.float32)])
         self._rates[step] = rate

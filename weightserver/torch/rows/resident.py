@@ -143,7 +143,7 @@ class ResidentRows:
             self._values.place(slots, state)
         self._active, self._next_step = self._announced.pop(step), step
         self.fresh = self._values.fresh[self._active]
-        self.counters.corrected(self._values.correct(self._active, step, rows=rows))
+        self.counters.corrected(self._values.correct(self._active, step))
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
 

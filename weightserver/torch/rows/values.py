@@ -8,15 +8,12 @@ from torch import Tensor
 
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.correction import bring_to
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
 from weightserver.torch.threads import in_threads
 from weightserver.torch.transfer import HostCopy, to_device
 
-_SAFE_SIZE = 2.0**30
-"""If rows up to this size are safe in any gap, rows are corrected on the device and checked when they leave."""
 _VALUES_OF_PART = 1 << 17
 """A CPU updates rows in parts of this many values, 512 KiB, so that what it computes between is still in its cache."""
 
@@ -36,7 +33,6 @@ class SlotValues:
         self._precision = precision_of(spec)
         self._rates = rates
         self._device = device
-        self._largest = torch.zeros((), device=device)  # |value| of all rows that were corrected
 
     def extend(self, added: int) -> None:
         """Adds slots."""
@@ -56,51 +52,30 @@ class SlotValues:
     def leaving(self, slots: Int64Array, rows: Int64Array) -> LeavingRows:
         """A copy of the raw state of rows in slots, int64 (n,) each; a GPU makes it while training continues."""
         chosen = self._tensor(slots)
-        values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen], self._largest])
-        return LeavingRows(
-            rows,
-            values,
-            self.last_step[slots],
-            largest_safe=self._rates.schedule().safe_size,
-            precision=self._precision,
-        )
+        values = HostCopy([self.weight[chosen], self.momentum_buffer[chosen]])
+        return LeavingRows(rows, values, self.last_step[slots], precision=self._precision)
 
-    def correct(self, slots: Int64Array, step: int, *, rows: Int64Array) -> Int64Array:
-        """Corrects `rows` in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
+    def correct(self, slots: Int64Array, step: int) -> Int64Array:
+        """Corrects the rows in `slots` up to `step`; on a CPU with the same bits as the servers' correction.
 
         Returns the gaps of the rows that an update had reached before: the steps that each had missed, int64 (m,).
 
-        Rows that the correction made infinite or NaN never return to the servers (`LeavingRows`). If the learning rates
-        could do so to rows of any size, rows are corrected on the host, which raises StepError. Without
-        `spec.correction` rows do not change.
+        Rows that are infinite or NaN never return to the servers (`LeavingRows`). Without `spec.correction` rows do not
+        change.
         """
         idle = self.last_step[slots] < step
         if not self._spec.correction or not idle.any():
             return np.zeros(0, np.int64)
-        slots, rows = slots[idle], rows[idle]
+        slots = slots[idle]
         gaps = step - self.last_step[slots[~self.fresh[slots]]]
-        if self._rates.schedule(step).safe_size < _SAFE_SIZE:
-            self._correct_on_host(slots, step, rows)
-        else:
-            self._correct_on_device(slots, step)
-        self.last_step[slots] = step
-        return gaps
-
-    def _correct_on_device(self, slots: Int64Array, step: int) -> None:
         coefficients = self._tensor(self._rates.schedule(step).coefficients(self.last_step[slots], step))
         (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each: Equation (3)
         chosen = self._tensor(slots)
         weight, momentum_buffer = self.weight[chosen], self.momentum_buffer[chosen]
         self.weight[chosen] = ww * weight + wu * momentum_buffer
         self.momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
-        for values in (weight, momentum_buffer):
-            self._largest = torch.maximum(self._largest, torch.linalg.vector_norm(values, ord=float("inf")))
-
-    def _correct_on_host(self, slots: Int64Array, step: int, rows: Int64Array) -> None:
-        chosen = self._tensor(slots)
-        weight, momentum_buffer = (values[chosen].cpu().numpy() for values in (self.weight, self.momentum_buffer))
-        bring_to(self._rates.schedule(step), step, self.last_step[slots], weight, momentum_buffer, rows=rows)
-        self.weight[chosen], self.momentum_buffer[chosen] = self._tensor(weight), self._tensor(momentum_buffer)
+        self.last_step[slots] = step
+        return gaps
 
     @torch.no_grad()
     def begin(self, slots: Int64Array, weight: Tensor) -> None:

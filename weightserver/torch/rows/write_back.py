@@ -10,6 +10,7 @@ import numpy as np
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
+from weightserver.core.correction import require_finite
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision, as_if_stored
 from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
@@ -23,47 +24,31 @@ class LeavingRows:
 
     Args:
         rows: int64 [n].
-        values: weight and momentum_buffer, float32 [n, dim] each, and the largest |value| of any row corrected so far,
-            a scalar.
-        largest_safe: values up to this size cannot have become infinite or NaN while rows were corrected.
+        values: weight and momentum_buffer, float32 [n, dim] each.
     """
 
-    def __init__(
-        self,
-        rows: Int64Array,
-        values: HostCopy,
-        last_step: Int64Array,
-        *,
-        largest_safe: float,
-        precision: Precision,
-    ) -> None:
+    def __init__(self, rows: Int64Array, values: HostCopy, last_step: Int64Array, *, precision: Precision) -> None:
         self._rows = rows
         self._values = values
         self._last_step = last_step
-        self._largest_safe = largest_safe
         self._precision = precision
 
     def state(self) -> RowState:
         """Waits for the copy; any thread may call it.
 
         Raises:
-            ValueError: a corrected row was too large.
+            StepError: a row is infinite or NaN.
         """
-        *_, largest = self._values.wait()
-        if not float(largest) <= self._largest_safe:
-            raise ValueError(
-                f"by step {self._last_step.max()} a row has grown to {float(largest):.2g}, too large to be corrected "
-                f"(up to {self._largest_safe:.2g}): try a lower --learning-rate"
-            )
         return self._rounded
 
     @cached_property
     def _rounded(self) -> RowState:
-        weight, momentum_buffer, _ = self._values.wait()
+        weight, momentum_buffer = (values.numpy() for values in self._values.wait())
+        require_finite(self._rows, int(self._last_step.max(initial=0)) - 1, weight, momentum_buffer)
         as_stored = partial(as_if_stored, self._precision)
         return RowState(
-            weight=as_stored(weight.numpy(), self._rows, self._last_step, WEIGHT),
-            momentum_buffer=as_stored(momentum_buffer.numpy(), self._rows, self._last_step, MOMENTUM_BUFFER),
+            weight=as_stored(weight, self._rows, self._last_step, WEIGHT),
+            momentum_buffer=as_stored(momentum_buffer, self._rows, self._last_step, MOMENTUM_BUFFER),
             last_step=self._last_step,
         )
 
