@@ -6,10 +6,9 @@ import argparse
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -17,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from weightserver.common.atomic_files import atomic_write, to_path
+from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
 
 MAX_DAYS = 3650
 _CLOCK_SKEW = timedelta(hours=1)
@@ -32,61 +31,73 @@ def write_certificates(
     ca.pem and ca-key.pem are a new CA; server.pem and server-key.pem its certificate for `hosts` (names or IP
     addresses); client.pem and client-key.pem one for clients; token is a random bearer token. Keys use the curve P-256;
     only their owner may read them and the token. The certificates are valid for `days` days from `start`, by default
-    from now.
+    from now. `directory` is new or empty, and receives all files or none.
 
     Raises:
-        ValueError: a host or `days` is invalid, or a file already exists; files are never overwritten.
+        ValueError: a host or `days` is invalid, or the directory is not empty.
+        OSError: a file cannot be written.
     """
     if not hosts:
         raise ValueError("a server's certificate needs a name: give the hosts that clients connect to")
     if not 1 <= days <= MAX_DAYS:
         raise ValueError(f"days must lie in 1..{MAX_DAYS}, got {days}")
     start = start or datetime.now(UTC)
-    authority = _Authority(start, start + timedelta(days=days))
+    authority_key, server_key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+    authority = _Authority(
+        f"weightserver CA {secrets.token_hex(4)}", authority_key, start, start + timedelta(days=days)
+    )
     names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
-    server_key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     contents = {
-        "ca.pem": authority.certificate(),
-        "ca-key.pem": _private(authority.key),
-        "server.pem": authority.sign_leaf("weightserver", server_key, ExtendedKeyUsageOID.SERVER_AUTH, names),
+        "ca.pem": authority.own_certificate(),
+        "ca-key.pem": _private(authority_key),
+        "server.pem": authority.certificate("weightserver", server_key, ExtendedKeyUsageOID.SERVER_AUTH, names),
         "server-key.pem": _private(server_key),
-        "client.pem": authority.sign_leaf("weightserver client", client_key, ExtendedKeyUsageOID.CLIENT_AUTH),
+        "client.pem": authority.certificate("weightserver client", client_key, ExtendedKeyUsageOID.CLIENT_AUTH),
         "client-key.pem": _private(client_key),
         "token": secrets.token_urlsafe(32).encode() + b"\n",
     }
-    _write_new(directory, contents)
-    return authority.end
+    with atomic_directory(directory) as new:
+        for name, content in contents.items():
+            is_secret = name == "token" or name.endswith("-key.pem")
+
+            def write(path: Path, content: bytes = content) -> None:
+                path.write_bytes(content)
+
+            atomic_write(new / name, write, mode=0o600 if is_secret else 0o644)
+    return end
 
 
 @dataclass(frozen=True)
 class _Authority:
-    """A new CA, whose certificates are valid from `start` to `end`."""
+    """A CA, whose certificates are valid from `start` to `end`."""
 
+    name: str
+    key: ec.EllipticCurvePrivateKey
     start: datetime
     end: datetime
-    key: ec.EllipticCurvePrivateKey = field(default_factory=lambda: ec.generate_private_key(ec.SECP256R1()))
-    name: str = field(default_factory=lambda: f"weightserver CA {secrets.token_hex(4)}")
 
-    def certificate(self) -> bytes:
+    def own_certificate(self) -> bytes:
         """The CA's own certificate, PEM."""
-        constraints, usage = x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")
-        return self._sign(self.name, self.key, [(constraints, True), (usage, True)])
+        is_ca = x509.BasicConstraints(ca=True, path_length=0)
+        return self._sign(self.name, self.key, critical=[is_ca, _key_usage("key_cert_sign", "crl_sign")], others=[])
 
-    def sign_leaf(
+    def certificate(
         self, name: str, key: ec.EllipticCurvePrivateKey, usage: x509.ObjectIdentifier, *more: x509.ExtensionType
     ) -> bytes:
         """A server's or client's certificate, PEM."""
-        extensions: list[tuple[x509.ExtensionType, bool]] = [
-            (x509.BasicConstraints(ca=False, path_length=None), True),
-            (_key_usage("digital_signature"), True),
-            (x509.ExtendedKeyUsage([usage]), False),
-        ]
-        return self._sign(name, key, [*extensions, *((extension, False) for extension in more)])
+        is_leaf = x509.BasicConstraints(ca=False, path_length=None)
+        usages = x509.ExtendedKeyUsage([usage])
+        return self._sign(name, key, critical=[is_leaf, _key_usage("digital_signature")], others=[usages, *more])
 
     def _sign(
-        self, name: str, key: ec.EllipticCurvePrivateKey, extensions: Iterable[tuple[x509.ExtensionType, bool]]
+        self,
+        name: str,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        critical: list[x509.ExtensionType],
+        others: list[x509.ExtensionType],
     ) -> bytes:
-        """Signs a certificate with the given (extension, whether critical)."""
+        """Signs a certificate with these extensions."""
         builder = (
             x509.CertificateBuilder()
             .subject_name(_name(name))
@@ -98,30 +109,9 @@ class _Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
         )
-        for extension, critical in extensions:
-            builder = builder.add_extension(extension, critical)
+        for extension in critical + others:
+            builder = builder.add_extension(extension, critical=extension in critical)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-
-def _write_new(directory: Path, contents: dict[str, bytes]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in contents:
-        if (directory / name).exists():
-            raise ValueError(f"{directory / name} exists and is never overwritten: give another directory")
-    written: list[Path] = []
-    try:
-        for name, content in contents.items():
-            secret = name == "token" or name.endswith("-key.pem")
-            atomic_write(directory / name, partial(_fill, content=content), mode=0o600 if secret else 0o644)
-            written.append(directory / name)
-    except OSError:
-        for path in written:  # an incomplete set is useless, and would block the next attempt
-            path.unlink()
-        raise
-
-
-def _fill(path: Path, *, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def _general_name(host: str) -> x509.GeneralName:

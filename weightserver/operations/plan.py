@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.spec import TableSpec
@@ -25,36 +25,42 @@ _LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": f"{text} (default {default})"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A planned run; the fields are named as the trainer's settings.
+    """A planned run; the fields are named as the trainer's settings, and are the command's options.
 
     Raises:
         ValueError: a field is outside its range.
     """
 
-    num_rows: int
-    """N."""
-    dim: int = 128
-    """D."""
-    num_negatives: int = 65_536
-    """K."""
-    batch_size: int = 512
-    """B, on all ranks together."""
-    window_size: int = 131_072
-    """W."""
-    window_stride: int = 16_384
-    """S."""
-    steps_per_second: float = 1.0
-    steps: int | None = None
-    """Steps of the whole run; None for one pass over all rows."""
-    rows_per_block: int = 63
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    num_shards: int = 1
-    num_ranks: int = 1
-    checkpoint_every: int = 1_000
-    """Steps between checkpoints; 0 for none."""
-    keep_checkpoints: int = 3
+    num_rows: int = field(metadata={"help": "N, the number of images"})
+    dim: int = _option(128, "D, values per row")
+    num_negatives: int = _option(65_536, "K, active rows")
+    batch_size: int = _option(512, "B, on all ranks together")
+    window_size: int = _option(131_072, "W, rows in the window")
+    window_stride: int = _option(16_384, "S, rows by which the window moves")
+    steps_per_second: float = _option(1.0, "speed of the trainer")
+    steps: int | None = field(
+        default=None, metadata={"help": "steps of the whole run (default one pass over all rows)"}
+    )
+    rows_per_block: int = _option(63, "rows stored together")
+    dtype: Literal["float32", "bfloat16"] = _option("float32", "stored numbers, float32 or bfloat16")
+    num_shards: int = _option(1, "weight servers")
+    num_ranks: int = _option(1, "trainers")
+    checkpoint_every: int = _option(1_000, "E, steps between checkpoints, 0 for none")
+    keep_checkpoints: int = _option(3, "c, checkpoints kept")
+
+    @classmethod
+    def fitting(cls, num_rows: int, **given: Any) -> Workload:
+        """A run on `num_rows` images: defaults that are those of ImageNet's size are at most N, S at most N / 8."""
+        largest = dict.fromkeys(("num_negatives", "batch_size", "window_size"), num_rows)
+        largest["window_stride"] = num_rows // 8
+        fitting = {name: max(1, min(getattr(cls, name), most)) for name, most in largest.items()}
+        return cls(num_rows=num_rows, **fitting | given)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -247,53 +253,21 @@ def _time(load: Workload) -> list[Figure]:
 # ---- the command
 
 
-_LIMITS = {"num_negatives": "N", "batch_size": "N", "window_size": "N", "window_stride": "N / 8"}
-"""Options whose defaults, those of a run on ImageNet, are too large for few images."""
-
-
-def _workload(arguments: argparse.Namespace) -> Workload:
-    """The planned run; options that were not given fit the number of rows."""
-    given = {name: getattr(arguments, name) for name in Workload.__dataclass_fields__}
-    num_rows = max(1, arguments.num_rows)
-    for name in _LIMITS:
-        if given[name] is None:
-            limit = max(1, num_rows // 8) if name == "window_stride" else num_rows
-            given[name] = min(int(getattr(Workload, name)), limit)
-    return Workload(**given)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-rows", type=int, required=True, help="N, the number of images")
-    for name, what in (
-        ("dim", "D, values per row"),
-        ("num-negatives", "K, active rows"),
-        ("batch-size", "B, on all ranks together"),
-        ("window-size", "W, rows in the window"),
-        ("window-stride", "S, rows by which the window moves"),
-        ("rows-per-block", "rows stored together"),
-        ("num-shards", "weight servers"),
-        ("num-ranks", "trainers"),
-        ("checkpoint-every", "E, steps between checkpoints, 0 for none"),
-        ("keep-checkpoints", "c, checkpoints kept"),
-    ):
-        field = name.replace("-", "_")
-        default, limit = Workload.__dataclass_fields__[field].default, _LIMITS.get(field)
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            default=None if limit else default,
-            help=f"{what} (default {default}{f', at most {limit}' if limit else ''})",
-        )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="stored numbers (default float32)"
-    )
-    parser.add_argument("--steps-per-second", type=float, default=1.0, help="speed of the trainer (default 1)")
-    parser.add_argument("--steps", type=int, help="steps of the whole run (default one pass over all rows)")
+    for one in fields(Workload):
+        name, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
+        required = one.name == "num_rows"
+        parser.add_argument(name, type=_type(one), default=argparse.SUPPRESS, required=required, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _type(option: Field[Any]) -> type:
+    return {"steps_per_second": float, "dtype": str}.get(option.name, int)
+
+
 def run(arguments: argparse.Namespace) -> None:
-    parts = plan(_workload(arguments))
+    known = {one.name for one in fields(Workload)}
+    parts = plan(Workload.fitting(**{name: value for name, value in vars(arguments).items() if name in known}))
     if arguments.json:
         print(json.dumps({part: [asdict(figure) for figure in figures] for part, figures in parts.items()}, indent=2))
         return

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 import urllib.request
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 
@@ -68,16 +70,13 @@ def quantile(share: float, buckets: dict[float, float]) -> float:
         buckets: upper bound to the number of observations up to it, the last bound infinite.
     """
     bounds = sorted(buckets)
-    if not bounds or not buckets[bounds[-1]]:
+    counts = [buckets[bound] for bound in bounds]
+    if not counts or not counts[-1]:
         return math.nan
-    wanted = share * buckets[bounds[-1]]
-    for below, bound in itertools.pairwise([0.0, *bounds]):
-        if buckets[bound] >= wanted:
-            if math.isinf(bound):
-                return below
-            before = buckets.get(below, 0.0)
-            return below + (bound - below) * (wanted - before) / max(buckets[bound] - before, 1e-300)
-    return math.nan
+    wanted = share * counts[-1]
+    at = bisect_left(counts, wanted)
+    below, before = (bounds[at - 1], counts[at - 1]) if at else (0.0, 0.0)
+    return below if math.isinf(bounds[at]) else below + (bounds[at] - below) * (wanted - before) / (counts[at] - before)
 
 
 def view(addresses: Sequence[str], before: Sequence[Sample], now: Sequence[Sample]) -> Group:
@@ -132,16 +131,7 @@ def _holdings(values: dict[str, float]) -> Iterator[str]:
     kept, step = values["weightserver_checkpoints"], values["weightserver_newest_checkpoint_step"]
     yield f"{kept:.0f}, to {step:,.0f}" if kept else "none"
     for name in ("weightserver_disk_bytes", "weightserver_volume_free_bytes", "process_resident_memory_bytes"):
-        yield _readable_bytes(values[name])
-
-
-def _readable_bytes(number: float) -> str:
-    """Bytes in the largest unit of which there is at least one."""
-    units = ["TB", "GB", "MB", "kB", "B"]
-    while number >= 1000 and len(units) > 1:
-        number /= 1000
-        units.pop()
-    return f"{number:.3g} {units[-1]}" if number < 1000 else f"{number:,.0f} {units[-1]}"
+        yield decimal(int(values[name]))
 
 
 def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | None) -> None:
