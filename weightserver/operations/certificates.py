@@ -43,9 +43,8 @@ def write_certificates(
         raise ValueError(f"days must lie in 1..{MAX_DAYS}, got {days}")
     start = start or datetime.now(UTC)
     authority_key, server_key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
-    authority = _Authority(
-        f"weightserver CA {secrets.token_hex(4)}", authority_key, start, start + timedelta(days=days)
-    )
+    end = start + timedelta(days=days)
+    authority = _Authority(f"weightserver CA {secrets.token_hex(4)}", authority_key, start, end)
     names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
     contents = {
         "ca.pem": authority.own_certificate(),
