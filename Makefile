@@ -94,7 +94,6 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard weightserver/core/*.[ch]
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[trainer,dev]'
-	$(BIN)/python -W ignore::RuntimeWarning -m trainer.torchvision_compat
 	@touch $@
 
 $(EXPERIMENTS): $(INSTALLED)

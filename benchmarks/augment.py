@@ -31,7 +31,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 SIDE, WIDTH, HEIGHT, BATCH_SIZE, NUM_WORKERS = 224, 500, 375, 64, 2
 CONFIG = AugmentationConfig()

@@ -31,7 +31,7 @@ from trainer.evaluate.knn import SEARCHED_ROWS
 from trainer.evaluate.linear import LinearConfig, LinearHeads
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
 DIM, NUM_CLASSES, K, TEMPERATURE, BATCH_SIZE = 2_048, 1_000, 200, 0.07, 256

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightly.models.modules import SimCLRProjectionHead
-from lightly.transforms import SimCLRTransform
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import ClassifierHead
+
+declare_missing_schemas()  # lightly imports torchvision, whose wheel may be for another build of torch
+
+from lightly.models.modules import SimCLRProjectionHead
+from lightly.transforms import SimCLRTransform
 
 IMAGES = (load_digits().images * 15.9).astype("uint8")  # (1797, 8, 8)
 

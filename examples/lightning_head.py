@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import ClassifierHead
+
+declare_missing_schemas()  # lightning imports torchvision, whose wheel may be for another build of torch
+
+from lightning import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 IMAGES = torch.from_numpy(load_digits().images).float() / 16  # (1797, 8, 8)
 

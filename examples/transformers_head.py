@@ -11,10 +11,14 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from trainer.torchvision_schemas import declare_missing_schemas
+from weightserver.torch import ClassifierHead
+
+declare_missing_schemas()  # transformers imports torchvision, whose wheel may be for another build of torch
+
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-
-from weightserver.torch import ClassifierHead
 
 IMAGES = torch.from_numpy(load_digits().images).float() / 16  # (1797, 8, 8)
 

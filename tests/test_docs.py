@@ -21,8 +21,8 @@ import pytest
 import torch
 import yaml
 
-import trainer.data.__main__
-import trainer.export.__main__
+import trainer.data.command
+import trainer.export.command
 import trainer.report.__main__
 import trainer.report.duplicates
 import weightserver.cli
@@ -39,8 +39,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {
     "weightserver ": weightserver.cli._parser,
-    "python -m trainer.export ": trainer.export.__main__._parser,
-    "python -m trainer.data ": trainer.data.__main__._parser,
+    "python -m trainer.export ": trainer.export.command._parser,
+    "python -m trainer.data ": trainer.data.command._parser,
     "python -m trainer report ": trainer.report.__main__._parser,
     "python -m trainer duplicates ": trainer.report.duplicates.parser,
 }

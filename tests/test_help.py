@@ -88,8 +88,8 @@ def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
 @pytest.mark.guard
 def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     """They would double or triple the time that every command takes to start."""
-    modules = ["trainer.__main__", "trainer.data.__main__", "trainer.embed", "trainer.evaluate.__main__"]
-    modules += ["trainer.export.__main__", "weightserver.cli"]
+    modules = ["trainer.loop", "trainer.ending", "trainer.own_images", "trainer.data.command", "trainer.embedding"]
+    modules += ["trainer.evaluate.command", "trainer.export.command", "weightserver.cli"]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"torch._dynamo", "sklearn", "pandas", "faiss", "transformers"} & set(run.stdout.split())

@@ -16,20 +16,20 @@ import os
 import sys
 from typing import NoReturn
 
-from trainer.display import loaded
+from trainer.loading import loading_libraries
 
 
 def report(arguments: list[str]) -> NoReturn:
     """Writes a report about a run: see `trainer.report.__main__`."""
-    from trainer.report.__main__ import main as write_report
-
+    with loading_libraries("trainer report"):
+        from trainer.report.__main__ import main as write_report
     write_report(arguments)
 
 
 def duplicates(arguments: list[str]) -> NoReturn:
     """Finds near-duplicates among a run's images: see `trainer.report.duplicates`."""
-    from trainer.report.duplicates import main as write_duplicates
-
+    with loading_libraries("trainer duplicates"):
+        from trainer.report.duplicates import main as write_duplicates
     write_duplicates(arguments)
 
 
@@ -40,15 +40,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         report(arguments[1:])
     if arguments[:1] == ["duplicates"]:
         duplicates(arguments[1:])
-    from trainer.config import parse_config
-    from trainer.ending import finish
-    from trainer.loop import train
-    from trainer.own_images import PRESET, images_config
-    from trainer.stopping import exit_on_error
-    from weightserver.common.logs import asked_format, log_events
-    from weightserver.common.malloc import keep_large_buffers
-
-    loaded()
+    with loading_libraries("trainer"):
+        from trainer.config import parse_config
+        from trainer.ending import finish
+        from trainer.loop import train
+        from trainer.own_images import PRESET, images_config
+        from trainer.stopping import exit_on_error
+        from weightserver.common.logs import asked_format, log_events
+        from weightserver.common.malloc import keep_large_buffers
     keep_large_buffers()
     log_events(asked_format(arguments))  # for errors of the settings
     with exit_on_error("trainer"):

@@ -6,14 +6,13 @@ one a minute. Code anywhere names what it does by `stage`; it shows nothing unle
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -124,7 +123,6 @@ class Display:
 
 
 _current: Display | None = None
-_loading = ExitStack()
 
 
 @contextmanager
@@ -167,18 +165,6 @@ def following(progress: Progress) -> Iterator[None]:
         return
     with display.following(progress):
         yield
-
-
-def show_loading() -> None:
-    """Shows that a command's libraries are being imported, until `loaded`: PyTorch takes seconds."""
-    _loading.enter_context(shown())
-    _loading.enter_context(stage("loading libraries"))
-    atexit.register(_loading.close)  # after Ctrl-C, a terminal needs its cursor back
-
-
-def loaded() -> None:
-    """Ends what `show_loading` began; the first call of every command."""
-    _loading.close()
 
 
 def notify(notice: str) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.settings import Settings, check_at_least, check_choice
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import atomic_write
 
 _FORMAT = "pic-encoder-1"

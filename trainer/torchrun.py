@@ -14,17 +14,16 @@ import signal
 import sys
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-
-from trainer.display import loaded
+from trainer.loading import loading_libraries
 from weightserver.common.logs import print_error
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs torchrun's command line; exits with 0, 128 + the number of a signal, or the status of a failed rank."""
-    loaded()
+    with loading_libraries("trainer.torchrun"):
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
     logging.disable(logging.ERROR)  # of torchrun, about ranks that it stops
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]

@@ -49,17 +49,21 @@ def main(argv: list[str] | None = None) -> NoReturn:
     Ctrl-C.
     """
     _open_standard_streams()
+    # gRPC reads this when it is imported. It would log failed handshakes, which the client's errors explain better.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
-    log_events(asked_format(argv))
-    arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
-    keep_large_buffers()
+    name = "weightserver"
     try:
+        log_events(asked_format(argv))
+        arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
+        name = f"weightserver {arguments.command}"
+        keep_large_buffers()
         arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
-        print_error(f"weightserver {arguments.command}: {error}")
+        print_error(f"{name}: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        print_error(f"weightserver {arguments.command}: {interruption()}")
+        print_error(f"{name}: {interruption()}")
         sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 

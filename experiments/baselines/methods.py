@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.model import PICModel
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 DIET_LABEL_SMOOTHING = 0.8
 

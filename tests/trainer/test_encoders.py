@@ -32,7 +32,7 @@ from trainer.export.encoders import detectron2_key
 from trainer.export.model_card import DETECTRON2
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import sha256
 
 SIDE = 28

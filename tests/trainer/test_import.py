@@ -24,7 +24,7 @@ from trainer.export.encoders import detectron2_key, export_encoder
 from trainer.export.importing import ImportOptions, import_encoder
 from trainer.export.weights_file import read_weights
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 Tensors = dict[str, Tensor]
 NAME = "torchvision:shufflenet_v2_x0_5"

@@ -21,7 +21,7 @@ from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
 from trainer.run.directory import read_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1,), image_size=16)

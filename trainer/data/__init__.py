@@ -4,9 +4,14 @@ Import from it: the names below; single modules, by everything in the trainer ex
 It may import: no other folder.
 """
 
-from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset
-from trainer.data.idx import DataNotFoundError
-from trainer.data.synthetic import SyntheticImages
+from typing import TYPE_CHECKING
+
+from weightserver.common.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset
+    from trainer.data.idx import DataNotFoundError
+    from trainer.data.synthetic import SyntheticImages
 
 __all__ = [
     "DATASETS",
@@ -18,3 +23,5 @@ __all__ = [
     "TrainImages",
     "load_dataset",
 ]
+_ELSEWHERE = {"DataNotFoundError": "trainer.data.idx", "SyntheticImages": "trainer.data.synthetic"}
+__getattr__ = lazy_names(__name__, {name: _ELSEWHERE.get(name, "trainer.data.datasets") for name in __all__})

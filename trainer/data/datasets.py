@@ -25,7 +25,7 @@ from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.data.tree import LeftOut
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 

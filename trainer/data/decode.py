@@ -7,7 +7,6 @@ Unlike torchvision's resized_crop, resizing also uses the pixels around a box, l
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ IMAGE_SUFFIXES = frozenset(
 Colour = tuple[int, int, int]
 """Red, green and blue, 0..255 each."""
 DEFAULT_BACKGROUND: Colour = (255, 255, 255)
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # an image of twice as many pixels is refused
 
 
 class BrokenImageError(ValueError):

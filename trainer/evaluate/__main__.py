@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import sys
 
-from rich.console import Console
-
-from trainer.display import loaded, shown
-from trainer.evaluate.command import parse, run
-from trainer.evaluate.evaluation import print_result
-from trainer.stopping import exit_on_error
-from weightserver.common.logs import asked_format, log_events, logs_json
+from trainer.loading import loading_libraries
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns 0. Exits with 2 and one line on stderr for bad input, 130 for Ctrl-C."""
-    loaded()
+    with loading_libraries("trainer.evaluate"):
+        from rich.console import Console
+
+        from trainer.display import shown
+        from trainer.evaluate.command import parse, run
+        from trainer.evaluate.evaluation import print_result
+        from trainer.stopping import exit_on_error
+        from weightserver.common.logs import asked_format, log_events, logs_json
     arguments = sys.argv[1:] if arguments is None else arguments
     log_events(asked_format(arguments))
     again = "the same command continues where this one stopped"

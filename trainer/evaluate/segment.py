@@ -30,7 +30,7 @@ from trainer.evaluate.segmentation.cityscapes import (
 from trainer.evaluate.segmentation.network import FCN, predict
 from trainer.evaluate.segmentation.training import SegmentConfig, Trainer
 from trainer.model import EncoderConfig
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
 __all__ = ["SegmentConfig", "SegmentResult", "segment"]

@@ -1,135 +1,17 @@
-"""Exports a run's rows with their images, or its encoder for another library, or imports another trainer's encoder.
-
-    python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
-    python -m trainer.export encoder runs/a --format timm --output encoder/
-    python -m trainer.export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
-
-Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
-image's position in the random order of the run's order_seed. For images in files there is also images.csv: row, image
-and path of the image's file, in the order of the rows. The rows come from the run's weight servers: those of its
---servers, or its local ones, which are started for the export. The run's TLS and token options apply unless the command
-has its own. Encoder: see `trainer.export.encoders`. Import: see `trainer.export.importing`; the file that it writes is
-one for `trainer.model.load_encoder`, as a run's encoder.safetensors.
-"""
+"""The command `python -m trainer.export`: exports rows and encoders, and imports encoders."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import NoReturn
 
-from trainer.command_line import parsed
-from trainer.data import DECODED
-from trainer.display import shown, stage
-from trainer.export.encoders import LIBRARIES, export_encoder
-from trainer.export.importing import ImportOptions, import_encoder
-from trainer.export.paths import write_paths
-from trainer.model import save_encoder
-from trainer.run.directory import read_config
-from trainer.run.stored_rows import add_run_arguments, open_stored_rows
-from trainer.stopping import exit_on_error
-from weightserver.common.atomic_files import make_directory, to_path
-from weightserver.common.command_line import CommandParser, Parser
-from weightserver.operations.export import add_export_options, export_rows
+from trainer.loading import loading_libraries
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = parsed(_parser(), arguments)
-    with exit_on_error("trainer.export"):
-        with shown(), stage(options.stage):
-            text = options.export(options)
-        print(text)
-    sys.exit(0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
-    what = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
-    rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
-    add_run_arguments(rows)
-    add_export_options(rows)
-    rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
-    rows.set_defaults(export=_export_rows, stage="exporting the rows")
-    encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
-    encoder.add_argument("run", type=to_path, help="the run's directory")
-    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that will load it")
-    encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
-    encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
-    encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
-    encoder.set_defaults(export=_export_encoder, stage="exporting the encoder")
-    _add_import(what.add_parser("import", help="import an encoder from a weights file of another trainer or library"))
-    return parser
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=to_path, help="a checkpoint (.pth, .pt, .tar) or a safetensors file")
-    parser.add_argument("--model", metavar="NAME", help="torchvision:NAME or timm:NAME (default: as our exports say)")
-    parser.add_argument("--output", type=to_path, required=True, metavar="FILE", help="a new encoder file")
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
-    parser.add_argument("--in-channels", type=int, choices=(1, 3), help="grey or colour images (default: 3)")
-    for name, what in (("mean", "mean of pixels in 0..1"), ("std", "standard deviation of pixels")):
-        text = f"{what}: one number, or one for each channel (default: ImageNet's)"
-        parser.add_argument(f"--pixel-{name}", type=float, nargs="+", metavar="NUMBER", help=text)
-    parser.add_argument(
-        "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
-    )
-    parser.set_defaults(export=_import_encoder, stage="importing the encoder")
-
-
-def _import_encoder(options: argparse.Namespace) -> str:
-    if options.output.exists():
-        raise ValueError(f"{options.output} exists: give another --output")
-    mean, std = (numbers and tuple(numbers) for numbers in (options.pixel_mean, options.pixel_std))
-    described = ImportOptions(
-        name=options.model,
-        image_size=options.image_size,
-        in_channels=options.in_channels,
-        pixel_mean=mean,
-        pixel_std=std,
-    )
-    imported = import_encoder(options.file, described, prefix=options.prefix)
-    make_directory(options.output.parent)
-    save_encoder(imported.encoder, imported.config, options.output)
-    return "\n".join([*imported.notes, f"wrote {options.output}"])
-
-
-def _export_encoder(options: argparse.Namespace) -> str:
-    written = export_encoder(
-        options.run, options.format, options.output, checkpoint=options.checkpoint, licence=options.licence
-    )
-    return _number_written(written, options.output)
-
-
-def _number_written(files: list[Path], directory: Path) -> str:
-    return f"wrote {len(files)} files to {directory}"
-
-
-def _export_rows(options: argparse.Namespace) -> str:
-    with open_stored_rows(options) as stored:
-        rows = options.rows or range(stored.num_images)
-        if rows.stop > stored.num_images:
-            raise ValueError(
-                f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{stored.num_images}"
-            )
-        written = export_rows(
-            stored.client,
-            options.output,
-            rows=rows,
-            checkpoint=options.checkpoint,
-            step=options.step,
-            file_format=options.format,
-            more_columns=lambda rows: {stored.unit: stored.order.images(rows)},
-        )
-        text = _number_written(written, options.output)
-        if stored.unit != "image" or read_config(options.run).get("dataset") not in DECODED:
-            return text
-        try:
-            number = write_paths(options.run, stored, rows, options.output / "images.csv", options.data_dir)
-        except (ValueError, OSError) as error:
-            return f"{text}; without images.csv, as the images' paths are unknown: {error}"
-        return f"{text}, and {number:,} paths to {options.output / 'images.csv'}"
+    """Runs the command line: see `trainer.export.command`."""
+    with loading_libraries("trainer.export"):
+        from trainer.export.command import run
+    run(arguments)
 
 
 if __name__ == "__main__":

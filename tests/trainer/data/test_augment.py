@@ -21,7 +21,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig, _Column
 from trainer.data.decode import Crop, decode
 from trainer.data.pixels import normalise
 from trainer.schedule import visit_uniforms
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 PAPER = AugmentationConfig()
 EVERYTHING = AugmentationConfig(jitter_probability=1, grey_probability=0.5, blur_probability=1)

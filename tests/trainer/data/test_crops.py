@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import ks_2samp
 
 from trainer.data.crops import NUM_TRIES, RandomCrop, draw_crops
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 SIZES = [(500, 375), (375, 500), (224, 224), (28, 28), (1000, 100)]
 SCALES = [(0.2, 1.0), (0.08, 1.0), (0.05, 0.14)]

@@ -18,7 +18,7 @@ from trainer.evaluate.detection.average_precision import (
     average_precision,
     eleven_points,
 )
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 Rows = list[tuple[float, ...]]
 

@@ -33,7 +33,7 @@ from trainer.evaluate.detection.training import DetectorTraining, learning_rate
 from trainer.evaluate.detection.voc import CLASSES
 from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig, build_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

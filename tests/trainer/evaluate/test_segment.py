@@ -27,7 +27,7 @@ from trainer.distributed import process_group
 from trainer.evaluate.progress import Advance, Progress
 from trainer.evaluate.segment import SegmentConfig, SegmentResult, segment
 from trainer.model import EncoderConfig, TorchvisionEncoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

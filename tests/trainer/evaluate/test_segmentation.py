@@ -19,7 +19,7 @@ from trainer.evaluate.segmentation.cityscapes import IGNORED, class_names, list_
 from trainer.evaluate.segmentation.crops import CropBatches, RandomCrops
 from trainer.evaluate.segmentation.network import FCN, predict, upsample
 from trainer.model import EncoderConfig, build_encoder
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainer.evaluate.detection.config import DetectConfig
 from trainer.evaluate.detection.operators import non_maximum_suppression, roi_align
 from trainer.evaluate.resnet import ResNetStages
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 STRIDE = 16
 """Pixels per feature of conv4."""

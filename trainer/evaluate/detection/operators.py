@@ -1,7 +1,7 @@
 """Non-maximum suppression and RoIAlign: torchvision's, or the same in torch where its library cannot be loaded.
 
 torchvision's wheels on PyPI are linked against CUDA, so that their library cannot be loaded with a CPU-only torch
-(`trainer.torchvision_compat`).
+(`trainer.torchvision_schemas`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.torchvision_compat import import_module, operators_load
+from trainer.torchvision_schemas import declare_missing_schemas, import_module
 
 _CHUNK = 64
 """Regions that are aligned at once."""
@@ -25,7 +25,7 @@ def non_maximum_suppression(boxes: Tensor, scores: Tensor, threshold: float, gro
     """
     if groups is not None and len(boxes):  # far apart, so that groups do not overlap
         boxes = boxes + (groups * (boxes.max() - boxes.min() + 1))[:, None].to(boxes)
-    if operators_load():
+    if declare_missing_schemas() is None:
         kept: Tensor = import_module("torchvision.ops").nms(boxes, scores, threshold)
         return kept
     return _greedy(boxes, scores, threshold)
@@ -44,7 +44,7 @@ def roi_align(maps: Tensor, boxes: list[Tensor], side: int, scale: float) -> Ten
     Returns:
         float32 [sum of n_b, C, side, side].
     """
-    if operators_load():
+    if declare_missing_schemas() is None:
         align = import_module("torchvision.ops").roi_align
         aligned: Tensor = align(maps, boxes, side, spatial_scale=scale, sampling_ratio=-1, aligned=True)
         return aligned

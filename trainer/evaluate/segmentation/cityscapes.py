@@ -18,7 +18,7 @@ from PIL import Image
 
 from trainer.cores import decode_threads
 from trainer.evaluate.progress import Advance
-from trainer.torchvision_compat import import_module
+from trainer.torchvision_schemas import import_module
 
 NUM_CLASSES = 19
 IGNORED = 255

@@ -1,0 +1,139 @@
+"""Computes the features of images with a trained encoder, and writes them with the images' paths.
+
+    python -m trainer.embed runs/a pictures/ --output features.parquet
+    python -m trainer.embed runs/a/encoder.safetensors list.txt --output features.npz
+
+The images are a folder, a list of paths or a packed directory; they need no labels. Each image is prepared as in an
+evaluation: its shorter side is resized to 256/224 of the encoder's image size, and the centre is taken. Images that
+cannot be read are reported and left out. The output has the columns path and vector, float32, in the order of the
+images: a Parquet file (needs pyarrow, the extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while
+features are computed; .npz keeps all of them in memory first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from trainer.command_line import parsed
+from trainer.compute import ComputeConfig
+from trainer.counting import Counting, counting
+from trainer.data import load_dataset
+from trainer.data.decoded_images import DecodedImages
+from trainer.data.manifest import is_packed
+from trainer.display import shown, stage
+from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
+from trainer.feature_files import check_output, write_features
+from trainer.stopping import exit_on_error
+from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser
+from weightserver.common.logs import Remark, say
+from weightserver.core.arrays import Float32Array
+
+_BATCH_SIZE = 128
+
+
+class EmbeddedBatch(NamedTuple):
+    """Some images and their features."""
+
+    paths: list[str]
+    vectors: Float32Array
+    """float32 [n, d]."""
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
+    options = parsed(_parser(), arguments)
+    with exit_on_error("trainer.embed"):
+        with shown():
+            line = _embed(options)
+        print(line)
+    sys.exit(0)
+
+
+def _embed(options: argparse.Namespace) -> str:
+    """Writes the features; returns the line that says so."""
+    check_output(options.output)
+    kind = "run" if options.encoder.is_dir() and (options.encoder / "config.json").exists() else "encoder"
+    with stage("loading the encoder and listing the images"):
+        found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
+        images = images_of(options.images, found, background=options.background, threads=options.decode_threads)
+    with counting("features", len(images)) as progress:
+        batches = embedded(found, images, device=ComputeConfig(device=options.device).torch_device())
+        number, dim = write_features(options.output, _counted(batches, progress))
+    left_out = f", {len(images) - number:,} could not be read" if number < len(images) else ""
+    return f"wrote {number:,} vectors of {dim:,} numbers to {options.output}{left_out}"
+
+
+def _counted(batches: Iterator[EmbeddedBatch], progress: Counting) -> Iterator[EmbeddedBatch]:
+    for batch in batches:
+        yield batch
+        progress.advance(len(batch.paths))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="python -m trainer.embed", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
+    )
+    parser.add_argument("images", type=to_path, help="a folder of images, a list of paths, or a packed directory")
+    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv")
+    parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")
+    parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")
+    return parser
+
+
+def images_of(
+    source: Path, found: FoundSubject, *, background: str | None = None, threads: int | None = None
+) -> DecodedImages:
+    """The images of a folder, list or pack, all of them, as squares for the encoder.
+
+    Raises:
+        ValueError: no images, or a subject without encoder.
+    """
+    if found.config is None:
+        raise ValueError(f"{found.name} has no encoder: give a run or an encoder's file")
+    if found.config.in_channels != 3:
+        raise ValueError(f"{found.name} takes grey images, but files are decoded in colour: give another encoder")
+    dataset = load_dataset(
+        "packed" if is_packed(source) else "folder",
+        source,
+        image_size=found.config.image_size,
+        decode_threads=threads,
+        background=background or found.background,
+    )
+    assert isinstance(dataset.train_images, DecodedImages)
+    return dataset.train_images
+
+
+def embedded(found: FoundSubject, images: DecodedImages, *, device: torch.device) -> Iterator[EmbeddedBatch]:
+    """Paths and features of all images that can be read, batch by batch; each other one is reported on stderr.
+
+    Raises:
+        ValueError: features that are not finite.
+    """
+    encoder, config = found.encoder, found.config
+    assert encoder is not None, "images_of checks it"
+    assert config is not None
+    frozen = Frozen(encoder, config.pixels, device)
+    edge = (images.shape[-1] - config.image_size) // 2
+    inner = slice(edge, edge + config.image_size)
+    for ids in torch.split(torch.arange(len(images)), _BATCH_SIZE):
+        intact, squares, broken = images.intact(ids.numpy())
+        for line in broken:
+            say(Remark(f"left out: {line}", **line.values), logging.WARNING)
+        vectors = np.zeros((0, 0), np.float32)
+        if len(intact):
+            vectors = frozen.of_pixels(squares[..., inner, inner]).cpu().numpy()
+        yield EmbeddedBatch(images.paths(intact), vectors)
+    frozen.check()
