@@ -17,6 +17,7 @@ NEEDED = (
     "PIL",
     "sklearn",
     "tensorboard",
+    "threadpoolctl",
     "timm",
     "torch",
     "torchmetrics",
