@@ -5,7 +5,6 @@ As a script, python -m tests.helpers.kernel_fuzz LIBRARY, it runs under sanitize
 
 from __future__ import annotations
 
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class Arguments:
         self.push: list[Any] = [changed, coefficients, weight, (1e-4, 0.9, 0.1), 7]
         self.replace: list[Any] = [changed, weight, momentum, steps]
         self.leaf_products = self.of_a_schedule()
-        self.find_blocks = self.of_a_file()
 
     def of_a_schedule(self) -> list[Any]:
         """Learning rates of up to 20 leaves, nodes on three levels, and the leaves before a stop."""
@@ -80,36 +78,6 @@ class Arguments:
         products = np.zeros((LEAF * len(leaves), 2, 2))
         step = (1e-4, 0.9, 1e-4, 0.0, 0.0, 0.0)
         return [schedule, step, 2.0**480, leaves, stop, products, products.astype(np.float32)]
-
-    def of_a_file(self) -> list[Any]:
-        """A page of keys, large and small values among others, and some of the blocks that it has."""
-        generator = self.generator
-        page_bytes, num_pages = int(generator.choice([512, 4_096])), 6
-        stored = np.flatnonzero(generator.random(60) < 0.15)[:8]
-        page, at = bytearray(page_bytes), page_bytes
-        for i, block in enumerate(stored):
-            is_large = bool(generator.random() < 0.5)
-            value = int(generator.integers(num_pages - 1)).to_bytes(8, "little") if is_large else bytes(i)
-            node = struct.pack("<IHHQI", page_bytes if is_large else i, is_large, 12, 0, 0)
-            node = node[:8] + struct.pack(">QI", block, 7) + value
-            at -= len(node) + len(node) % 2
-            page[at : at + len(node)] = node
-            page[16 + 2 * i : 18 + 2 * i] = at.to_bytes(2, "little")
-        page[:16] = struct.pack("<QHHHH", 2, 0, 2, 16 + 2 * len(stored), at)
-        file = bytearray(num_pages * page_bytes)
-        file[2 * page_bytes : 3 * page_bytes] = page
-        key = memoryview(file)[2 * page_bytes + 40 : 2 * page_bytes + 52]
-        blocks = np.flatnonzero(generator.random(60) < 0.5)
-        return [file, page_bytes, num_pages, key, blocks, 0, 0, np.zeros((len(blocks), 2), np.int64)]
-
-    def with_a_spoiled_page(self) -> list[Any]:
-        """Arguments of `find_blocks` with some bytes of the file changed, mostly at the start of the page of keys."""
-        arguments = self.of_a_file()
-        file, page_bytes = arguments[:2]
-        for _ in range(int(self.generator.integers(1, 6))):
-            part = int(self.generator.choice([16, 40, page_bytes]))
-            file[2 * page_bytes + int(self.generator.integers(part))] = int(self.generator.integers(256))
-        return arguments
 
     def block(self, spec: TableSpec, number: int) -> memoryview:
         """A sealed block of either form, not aligned."""
@@ -174,18 +142,12 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
         assert module.push(*arguments.push) == num_rows
         assert module.replace(*arguments.replace) == num_rows
         module.leaf_products(*arguments.leaf_products)
-        for find in (arguments.find_blocks, arguments.with_a_spoiled_page()):
-            end, places = module.find_blocks(*find), find[-1]
-            assert 0 <= end <= len(places)
-            assert (places >= -1).all()
-            assert (places[:end].sum(axis=1) <= len(find[0])).all()
         for function, given in (
             (module.look, arguments.look),
             (module.answer, arguments.answer),
             (module.push, arguments.push),
             (module.replace, arguments.replace),
             (module.leaf_products, arguments.leaf_products),
-            (module.find_blocks, arguments.find_blocks),
         ):
             for _ in range(3):
                 wrong = list(given)

@@ -907,7 +907,6 @@ static PyObject *replace(PyObject *module, PyObject *args)
 }
 
 PyObject *leaf_products(PyObject *module, PyObject *args); /* _products.c */
-PyObject *find_blocks(PyObject *module, PyObject *args);   /* _lmdb_pages.c */
 
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
@@ -916,7 +915,6 @@ static PyMethodDef methods[] = {
     {"push", push, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"leaf_products", leaf_products, METH_VARARGS, NULL},
-    {"find_blocks", find_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -105,5 +105,17 @@ class DamagedRecordError(StorageError):
     """The bytes of one stored record changed on the disk. All other records can be used."""
 
 
+class DamagedFileError(StorageError):
+    """LMDB's own pages of a data file are damaged; nothing in it can be used.
+
+    Args:
+        problems: what is wrong, one line each.
+    """
+
+    def __init__(self, message: str, problems: list[str]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
 class MapGrownError(StorageError):
     """LMDB's map was full. The transaction was undone; a repeated one finds a larger map."""

@@ -128,25 +128,6 @@ class Kernel(Protocol):
     ) -> int:
         """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
 
-    def find_blocks(
-        self,
-        file: memoryview,
-        page_bytes: int,
-        num_pages: int,
-        key: bytes | memoryview,
-        blocks: Int64Array,
-        version: int,
-        first: int,
-        places: Int64Array,
-        /,
-    ) -> int:
-        """Finds, in LMDB's map of a file, the first version from `version` on of the blocks (int64 [n], ascending) from
-        number `first` on, as far as the page that holds `key` tells; returns the number of the next one.
-
-        Args:
-            places: gets the offset and the length of each version, int64 [n, 2]; -1 for blocks that have none.
-        """
-
 
 @functools.cache
 def _found() -> Kernel | None:

@@ -18,7 +18,6 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.core.errors import StorageError
 from weightserver.core.versions import unneeded
-from weightserver.storage.integrity import check_integrity
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_identity, read_state
 from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
@@ -38,7 +37,6 @@ def compact(source: Path, target: Path) -> None:
     target = target.resolve()
     _require_uncopied(source, target)
     require_empty(target, but=frozenset({"data.mdb.partial", "lost+found"}))
-    check_integrity(source)
     with closing(LmdbStorage(source, readonly=True)) as storage:
         _require_uncopied(source, target)  # the open storage now keeps other processes out
         with storage.read() as txn:

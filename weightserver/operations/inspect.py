@@ -4,23 +4,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.version import FORMAT
+from weightserver.core.errors import StorageError
+from weightserver.storage.directory import data_file
 from weightserver.storage.records import State, read_horizon, read_identity, read_spec, read_state
 from weightserver.storage.snapshot import Snapshot, read_snapshot
+
+_ATTEMPTS = 20
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
     """Returns a shard's identity, spec, state, schedule and number of blocks as plain values, without reading blocks.
 
+    Another process reads them, which LMDB may end if the shard writes meanwhile; then a further one tries.
+
     Raises:
-        StorageError: the directory holds no shard's data, or the records read are damaged.
+        StorageError: the directory holds no shard's data, the records read are damaged, or the shard writes faster than
+            they can be read.
     """
-    return read_snapshot(directory, _inspect)
+    command = [sys.executable, "-m", "weightserver.operations.inspect", str(directory)]
+    for _ in range(_ATTEMPTS):
+        changed = _last_change(directory)
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode == 0:
+            found: dict[str, Any] = json.loads(done.stdout)
+            if "error" in found:
+                raise StorageError(found["error"])
+            return found
+        if changed == _last_change(directory):
+            break
+    reason = done.stderr.strip().rpartition("\n")[2] or f"its reader ended with status {done.returncode}"
+    raise StorageError(f"{directory} cannot be read ({reason}): run 'weightserver verify' once it is stopped")
+
+
+def _last_change(directory: Path) -> int:
+    data = data_file(directory)
+    return data.stat().st_mtime_ns if data.exists() else 0
+
+
+def _main(directory: Path) -> None:
+    """What the other process does."""
+    try:
+        found = read_snapshot(directory, _inspect)
+    except StorageError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found))
 
 
 def _inspect(snapshot: Snapshot) -> dict[str, Any]:
@@ -54,3 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(inspect_directory(arguments.directory), indent=2))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -16,7 +16,6 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.storage.integrity import check_integrity
 from weightserver.storage.interface import NEWEST, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -75,7 +74,6 @@ def open_source(directory: Path, stack: ExitStack) -> SourceShard:
         ValueError: the directory holds no table.
         StorageError: the directory is damaged, or another process serves it.
     """
-    check_integrity(directory)
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
     require_current(directory)
     txn = stack.enter_context(storage.read())

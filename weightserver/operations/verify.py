@@ -14,10 +14,9 @@ import numpy as np
 
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import StorageError
+from weightserver.core.errors import DamagedFileError, StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.integrity import structural_problems
 from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage, block_key_parts
 from weightserver.storage.records import State, read_identity, read_records, read_schedule, read_spec, read_state
@@ -39,14 +38,15 @@ def verify_directory(directory: Path) -> Verdict:
     Raises:
         StorageError: another process serves the directory, or it holds no data.
     """
-    if problems := structural_problems(directory):
-        return Verdict(problems=[f"data.mdb: {problem}" for problem in problems])
     verdict = Verdict()
-    with closing(LmdbStorage(directory, readonly=True)) as storage, storage.read() as txn:
-        try:
-            _verify(txn, verdict)
-        except StorageError as error:
-            verdict.problems.append(str(error))
+    try:
+        with closing(LmdbStorage(directory, readonly=True)) as storage, storage.read() as txn:
+            try:
+                _verify(txn, verdict)
+            except StorageError as error:
+                verdict.problems.append(str(error))
+    except DamagedFileError as error:
+        verdict.problems += [f"data.mdb: {problem}" for problem in error.problems]
     return verdict
 
 

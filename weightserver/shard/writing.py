@@ -101,11 +101,8 @@ def _update_blocks(
     """Changes these rows, from number `first` of the request on, and stores their blocks; returns how many rows were
     never written before."""
     numbers, part = touched.blocks.tolist(), slice(first, first + len(touched.rows))
-    batch.txn.prefetch(numbers)
-    stored = []
-    for number in numbers:
-        _require_caller(batch)
-        stored.append(batch.txn.newest_block(number))
+    _require_caller(batch)
+    stored = batch.txn.newest_blocks(touched.blocks)
     blocks, rows_stored = _changed_by_kernel(table, touched, stored, update, part, room) or _changed_by_numpy(
         batch, table, touched, stored, update, part
     )

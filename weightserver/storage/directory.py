@@ -119,10 +119,15 @@ class OwnerLock:
             time.sleep(0.05)
         self._descriptor = descriptor
 
+    def note_transaction(self, number: int) -> None:
+        """Records that the data holds this transaction; a power loss may undo the record."""
+        assert self._descriptor is not None
+        os.pwrite(self._descriptor, b"%20d\n" % number, 0)
+
     def record_transaction(self, number: int) -> None:
         """Records, durably, that the data holds this transaction."""
         assert self._descriptor is not None
-        os.pwrite(self._descriptor, b"%20d\n" % number, 0)
+        self.note_transaction(number)
         os.fsync(self._descriptor)
 
     def release(self) -> None:

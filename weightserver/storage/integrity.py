@@ -2,85 +2,60 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import lmdb
 import lmdb.verify
 
-from weightserver.core.errors import StorageError
-from weightserver.storage.directory import OwnerLock, data_file, require_data, translated
+from weightserver.core.errors import DamagedFileError
+from weightserver.storage.interface import DATABASES
 
 
-class _Verifier(lmdb.verify._Verifier):
-    """LMDB's verifier, which also notices if the file's first two pages are not of consecutive transactions.
+def check_pages(data: Path) -> None:
+    """Checks the pages of LMDB's trees, the headers of large values and the lists of free pages.
 
-    LMDB takes the page with the higher number: by a damaged number it would serve an older transaction.
-    """
-
-    def load_metas(self) -> None:
-        super().load_metas()  # type: ignore[no-untyped-call]
-        numbers = [self._read_meta(page, self.psize).txnid for page in range(2)]  # type: ignore[no-untyped-call]
-        if abs(numbers[0] - numbers[1]) > 1:
-            self.err(f"the first pages are of transactions {numbers[0]} and {numbers[1]}")  # type: ignore[no-untyped-call]
-
-
-class _TreeVerifier(_Verifier):
-    """Reads the pages of all trees, a thousandth of the file, and skips those of large values."""
-
-    def _bigdata(
-        self, ctx: dict[str, Any], pgno: int, i: int, buf: bytes, doff: int, dsize: int, want_bytes: bool
-    ) -> bytes | None:
-        if ctx["is_free"]:
-            arguments = (ctx, pgno, i, buf, doff, dsize, want_bytes)
-            return super()._bigdata(*arguments)  # type: ignore[no-untyped-call, no-any-return]
-        num_pages = (self.hdrsz - 1 + dsize) // self.psize + 1
-        ctx["overflow"] += num_pages
-        end = (int.from_bytes(buf[doff : doff + 8], sys.byteorder) + num_pages) * self.psize
-        if end > self.filesize:  # reading them would kill the process; free pages may lie there
-            self.err(f"it has {self.filesize} bytes, its pages take {end}")  # type: ignore[no-untyped-call]
-        return None
-
-    def _check_cover(self) -> None:
-        """Skips the check that every page is used once or free: pages of large values were not read."""
-
-
-def structural_problems(directory: Path) -> list[str]:
-    """Checks all of LMDB's own pages, read as bytes, because a damaged file cannot be trusted; returns what is wrong.
+    It reads the file as bytes, because LMDB trusts it, and no more than a sixteenth of it.
 
     Raises:
-        StorageError: another process serves the directory, or it holds no data.
+        DamagedFileError: something is wrong.
     """
-    with translated(directory):
-        require_data(directory)
-        lock = OwnerLock(directory, readonly=True)
-        try:
-            return _problems(directory, _Verifier)
-        finally:
-            lock.release()
-
-
-def check_integrity(directory: Path) -> None:
-    """Raises StorageError if LMDB's own pages are damaged, another process serves the directory, or it has no data."""
-    if problems := structural_problems(directory):
-        raise _damage(directory, problems)
-
-
-def check_trees(directory: Path) -> None:
-    """Raises StorageError if the pages of the trees are damaged; the caller has locked the directory."""
-    if problems := _problems(directory, _TreeVerifier):
-        raise _damage(directory, problems)
-
-
-def _problems(directory: Path, verifier: type[_Verifier]) -> list[str]:
-    data = data_file(directory)
     try:
-        with data.open("rb") as file:
-            return [str(problem) for problem in verifier(file, data.stat().st_size).verify()]  # type: ignore[no-untyped-call]
+        problems = list(map(str, lmdb.verify.verify(str(data), subdir=False)))  # type: ignore[no-untyped-call]
     except lmdb.verify.VerifyError as error:
-        return [str(error)]
+        problems = [str(error)]
+    if problems:
+        raise _damaged(data, problems)
 
 
-def _damage(directory: Path, problems: list[str]) -> StorageError:
+def check_end(data: Path) -> None:
+    """Checks that no value lies beyond the end of a file that lacks its last pages, as it may if they are free.
+
+    To use a missing page ends the process: so another one uses them all.
+
+    Raises:
+        DamagedFileError: one does.
+    """
+    if subprocess.run([sys.executable, "-m", __name__, str(data)], capture_output=True, check=False).returncode:
+        raise _damaged(data, [f"it ends after {data.stat().st_size} bytes, and its pages later"])
+
+
+def _damaged(data: Path, problems: list[str]) -> DamagedFileError:
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return StorageError(f"{directory}: data.mdb is damaged ({problems[0]}{more}): restore it from a backup")
+    return DamagedFileError(
+        f"{data.parent}: {data.name} is damaged ({problems[0]}{more}): restore it from a backup", problems
+    )
+
+
+def _read_everything(data: Path) -> None:
+    with lmdb.open(str(data), subdir=False, readonly=True, lock=False, max_dbs=len(DATABASES), lib_version=0) as opened:
+        databases = [opened.open_db(name.encode(), create=False) for name in DATABASES]
+        with opened.begin(buffers=True) as txn:
+            for database in databases:
+                for _ in txn.cursor(database):
+                    pass
+
+
+if __name__ == "__main__":
+    _read_everything(Path(sys.argv[1]))

@@ -23,30 +23,26 @@ LMDB's map of the file is as long as the file plus some room, and grows with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import lmdb
-import numpy as np
 
 from weightserver.common.atomic_files import PRIVATE_FILE, sync
-from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import MapGrownError, ShardUnavailableError, StorageError
+from weightserver.core.errors import DamagedFileError, MapGrownError, ShardUnavailableError, StorageError
 from weightserver.storage import directory as files
 from weightserver.storage.directory import OwnerLock, translated
-from weightserver.storage.integrity import check_trees
+from weightserver.storage.integrity import check_end, check_pages
 from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transaction
-from weightserver.storage.page_cache import begin_reading, is_cached, open_scattered, writing_back
+from weightserver.storage.page_cache import faults_from_disk, writing_back
 from weightserver.storage.tombstone import require_current
 
 _ROOM_BYTES = 256 << 20
@@ -58,12 +54,12 @@ _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
-_PREFETCH_SAMPLE = 8
-_NODE_HEADER = struct.Struct("=IHH")
-"""Precedes a key in LMDB's file: the value's length, flags, the key's length. The value follows the key."""
-_LARGE_VALUE = 0x01
-"""Flag of a value that has pages of its own: the first page's number, u64, is in its place."""
-_PAGE_HEADER_BYTES = 16
+_FAULT_CHECK_BLOCKS = 8
+"""Blocks that are looked up before it is looked whether they were in memory."""
+_READING_THREADS = 16
+"""Threads that read blocks from the disk ahead of their use."""
+_TRANSACTION = b"transaction"
+"""Key, in LMDB's unnamed database, of the number of the transaction that wrote last, u64 little-endian."""
 _READER_CHECK_SECONDS = 5.0
 _WRITE_BACK_BYTES = 32 << 20
 """Of a transaction's blocks. From here on the disk writes while LMDB still copies pages to the system: smaller ones are
@@ -87,38 +83,16 @@ def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     return block, NEWEST - inverted
 
 
-class _Map(NamedTuple):
-    """LMDB's map of the data file."""
-
-    content: memoryview
-    page_bytes: int
-    num_pages: int
-    """Of the file; the map is longer."""
-
-
 class _LmdbTransaction:
-    """A snapshot of LMDB's, or a change.
+    """A snapshot of LMDB's, or a change."""
 
-    Args:
-        data: a descriptor of the data file.
-        file: the map of it, if all pages of the snapshot lie there.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        txn: lmdb.Transaction,
-        databases: dict[str, lmdb._Database],
-        data: int,
-        file: _Map | None = None,
-    ) -> None:
-        self.directory = directory
+    def __init__(self, storage: LmdbStorage, txn: lmdb.Transaction) -> None:
+        self.directory = storage.directory
+        self._storage = storage
         self._txn = txn
-        self._databases = databases
-        self._data = data
-        self._file = file
-        self._blocks = txn.cursor(databases["blocks"])
-        self._changes = txn.cursor(databases["changes"])
+        self._databases = storage.databases
+        self._blocks = txn.cursor(self._databases["blocks"])
+        self._changes = txn.cursor(self._databases["changes"])
         self.changed = False
         self.block_bytes = 0
         """Bytes of the blocks that were put."""
@@ -164,67 +138,26 @@ class _LmdbTransaction:
 
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         """The block's newest version of a generation ≤ `up_to`."""
-        if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
+        cursor, wanted = self._blocks, _BLOCK_KEY.pack(block, NEWEST - up_to)
+        if not cursor.set_range(wanted) or cursor.key()[: _BLOCK.size] != wanted[: _BLOCK.size]:
             return None
-        key, value = self._blocks.item()
-        return memoryview(value) if key[:8] == _BLOCK.pack(block) else None
+        return memoryview(cursor.value())
 
     def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
-        """As `newest_block` of each, ascending, int64 [n]; with `prefetch`."""
-        file, places = self._file, self._places(blocks, up_to)
-        if file is None or places is None:
-            numbers: list[int] = blocks.tolist()
-            self.prefetch(numbers, up_to=up_to)
-            return [self.newest_block(block, up_to=up_to) for block in numbers]
-        found = places[places[:, 0] >= 0]
-        self._read_ahead(lambda part: found[part].tolist())
-        return [file.content[at : at + size] if at >= 0 else None for at, size in places.tolist()]
-
-    def _places(self, blocks: Int64Array, up_to: int) -> Int64Array | None:
-        """The values' offsets and lengths in the file, int64 [n, 2], -1 where there is none; None if only LMDB itself
-        can tell."""
-        compiled, file = kernel.compiled(), self._file
-        if compiled is None or file is None:
-            return None
-        places, first = np.full((len(blocks), 2), -1), 0
-        while first < len(blocks) and self._blocks.set_range(_BLOCK_KEY.pack(blocks[first], NEWEST - up_to)):
-            end = compiled.find_blocks(*file, self._blocks.key(), blocks, NEWEST - up_to, first, places)
-            if end == first:
-                return None
-            first = end
-        return places
+        """As `newest_block` of each, int64 [n]. Once some had to be read from the disk, threads read the others."""
+        numbers, found = blocks.tolist(), list[memoryview | None]()
+        faults = faults_from_disk()
+        while len(found) < len(numbers):
+            part = numbers[len(found) : len(found) + _FAULT_CHECK_BLOCKS]
+            found += [self.newest_block(block, up_to=up_to) for block in part]
+            if faults_from_disk() > faults:
+                self.prefetch(numbers[len(found) :], up_to=up_to)
+                faults = faults_from_disk()
+        return found
 
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        """Begins to read the blocks' newest versions from disk, all at once, unless they are in memory."""
-        self._read_ahead(lambda part: self._extents(blocks[part], up_to))
-
-    def _read_ahead(self, extents: Callable[[slice], Iterable[tuple[int, int]]]) -> None:
-        """Begins to read extents (offset, bytes) from disk, all at once, unless they are in memory.
-
-        Looks for every eighth in memory, so that blocks in memory cost little.
-        """
-        sample = extents(slice(None, None, _PREFETCH_SAMPLE))
-        if not all(is_cached(self._data, offset + num_bytes - 1) for offset, num_bytes in sample):
-            for offset, num_bytes in extents(slice(None)):
-                begin_reading(self._data, offset, num_bytes)
-
-    def _extents(self, blocks: Sequence[int], up_to: int) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) in the data file of the newest versions, up to `up_to`, that have pages of their own.
-
-        LMDB's interface has no page numbers, but the key that it returns lies in the mapped file, next to the number.
-        To find a key is to read its value's first page.
-        """
-        page_bytes = self._txn.stat(self._databases["blocks"])["psize"]
-        for block in blocks:
-            if not self._blocks.set_range(_BLOCK_KEY.pack(block, NEWEST - up_to)):
-                continue
-            key = self._blocks.key()
-            address = _address(key)
-            header = ctypes.string_at(address - _NODE_HEADER.size, _NODE_HEADER.size)
-            num_bytes, flags, key_bytes = _NODE_HEADER.unpack(header)
-            if key[:8] == _BLOCK.pack(block) and flags & _LARGE_VALUE:
-                page = int.from_bytes(ctypes.string_at(address + key_bytes, 8), sys.byteorder)
-                yield page * page_bytes, _PAGE_HEADER_BYTES + num_bytes
+        """Reads the blocks' newest versions into memory, many at once."""
+        self._storage.touch(blocks, up_to)
 
     def next_block(self, first: int) -> int | None:
         """The first block from number `first` on that has a version."""
@@ -281,7 +214,7 @@ class LmdbStorage:
         must_exist: refuse a directory without data, which then stays as it is.
         on_failure: called with the reason, once, when LMDB can no longer read and write. Every later call raises
             ShardUnavailableError; whether the last write was stored shows when the directory is opened again.
-        scattered: open the file for reads anywhere, after `prefetch`: without readahead, which serves reading it all.
+        scattered: open the file for reads anywhere: without readahead, which serves reading it all.
         room_bytes: address space to keep after the file's pages.
 
     Raises:
@@ -323,12 +256,13 @@ class LmdbStorage:
             last_transaction = self._check_files(allow_recreate=allow_recreate)
             self._env = self._open_environment(readahead=not scattered)
             opened.callback(self._env.close)
-            self._map: _Map | None = None
-            self._data = open_scattered(files.data_file(directory))
+            self._data = os.open(files.data_file(directory), os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, self._data)
+            if os.fstat(self._data).st_size < _used_bytes(self._env):
+                check_end(files.data_file(directory))
+            self.databases = self._open_databases(must_exist=must_exist)
             self._require_transaction(last_transaction)
-            self._databases = self._open_databases(must_exist=must_exist)
-            self._map = _map_of(self._env, self._data)
+            self._reading = ThreadPoolExecutor(_READING_THREADS, "read-ahead")
             if not readonly:
                 sync(directory)
                 sync(directory.parent)
@@ -348,7 +282,7 @@ class LmdbStorage:
         if not self._readonly:
             files.allocate(self.directory / "lock.mdb", _LOCK_BYTES)
         if has_data:
-            check_trees(self.directory)
+            check_pages(files.data_file(self.directory))
         return last_transaction
 
     def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
@@ -367,11 +301,15 @@ class LmdbStorage:
         )
 
     def _require_transaction(self, last_transaction: int) -> None:
-        """Raises StorageError if the data file is an old copy."""
-        if self._env.info()["last_txnid"] < last_transaction:
-            raise StorageError(
+        """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
+        it is."""
+        with self._env.begin() as txn:
+            found, written = txn.id(), txn.get(_TRANSACTION)
+        if found < last_transaction or written not in (None, _number(found)):
+            raise DamagedFileError(
                 f"{self.directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
-                "when an old copy was put back: restore it, or remove owner.lock to serve it as it is"
+                "when an old copy was put back: restore it, or remove owner.lock to serve it as it is",
+                ["it lacks transactions that it had"],
             )
 
     def _open_databases(self, *, must_exist: bool) -> dict[str, lmdb._Database]:
@@ -380,6 +318,8 @@ class LmdbStorage:
         if create and must_exist:
             raise files.missing_data(self.directory)
         with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
+            if txn is not None:
+                txn.put(_TRANSACTION, _number(txn.id()))
             return {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
 
     @contextlib.contextmanager
@@ -393,8 +333,7 @@ class LmdbStorage:
             self._num_reading += 1
         try:
             with self._using_lmdb(), self._env.begin(buffers=True) as txn:
-                file = self._map and self._map._replace(num_pages=_num_pages(self._env))
-                yield _LmdbTransaction(self.directory, txn, self._databases, self._data, file)
+                yield _LmdbTransaction(self, txn)
         finally:
             with self._idle:
                 self._num_reading -= 1
@@ -416,8 +355,11 @@ class LmdbStorage:
         with self._using_lmdb():
             try:
                 with contextlib.ExitStack() as commit, self._env.begin(write=True, buffers=True) as txn:
-                    transaction = _LmdbTransaction(self.directory, txn, self._databases, self._data)
+                    transaction = _LmdbTransaction(self, txn)
                     yield transaction
+                    number = txn.id()
+                    if transaction.changed:
+                        txn.put(_TRANSACTION, _number(number))
                     if transaction.block_bytes >= _WRITE_BACK_BYTES:
                         commit.enter_context(writing_back(self._data))
             except lmdb.MapFullError:
@@ -428,6 +370,8 @@ class LmdbStorage:
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
                 raise
+        if transaction.changed:
+            self._lock.note_transaction(number)
 
     @contextlib.contextmanager
     def _using_lmdb(self) -> Iterator[None]:
@@ -486,16 +430,27 @@ class LmdbStorage:
             self._growing = True
             try:
                 self._idle.wait_for(lambda: self._num_reading == 0)
-                self._map = None
                 try:
                     self._env.set_mapsize(map_bytes + added_bytes)
                 except lmdb.Error as error:  # LMDB has no map now, and would end the process
                     self._fail(error)
                     raise
-                self._map = _map_of(self._env, self._data)
             finally:
                 self._growing = False
                 self._idle.notify_all()
+
+    def touch(self, blocks: Sequence[int], up_to: int) -> None:
+        """Reads the newest versions of a generation ≤ `up_to` into memory, in several threads, each with a snapshot of
+        its own: LMDB reads a page when it is used, and waits for each."""
+
+        def touch(some: Sequence[int]) -> None:
+            with self._env.begin(buffers=True) as txn:
+                transaction = _LmdbTransaction(self, txn)
+                for block in some:
+                    transaction.newest_block(block, up_to=up_to)
+
+        threads = min(_READING_THREADS, len(blocks))
+        list(self._reading.map(touch, [blocks[first::threads] for first in range(threads)]))
 
     def problem(self) -> str:
         """Why the data can no longer be used: an error that LMDB had, or a file that is gone or was replaced. Empty if
@@ -524,7 +479,7 @@ class LmdbStorage:
             StorageError: the copy is incomplete, or cannot be written.
         """
         with translated(path, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
-            blocks = _LmdbTransaction(self.directory, txn, self._databases, self._data)
+            blocks = _LmdbTransaction(self, txn)
             left_out = functools.lru_cache(1)(lambda block: frozenset(unneeded(blocks.generations(block))))
 
             def is_needed(name: str, key: memoryview) -> bool:
@@ -546,13 +501,15 @@ class LmdbStorage:
                 sync=False,
                 lib_version=0,
             ) as copied:
-                for name, database in self._databases.items():
+                for name, database in self.databases.items():
                     into = copied.open_db(name.encode())
                     needed = (item for item in txn.cursor(database) if is_needed(name, item[0]))
                     for some in _batches(needed):
                         wanted[name] += len(some)
                         with copied.begin(write=True) as writing:
                             writing.cursor(into).putmulti(some, append=True)
+                with copied.begin(write=True) as writing:
+                    writing.put(_TRANSACTION, _number(writing.id()))
                 found = _entries(copied)
                 copied.sync(True)
         if found != wanted:
@@ -583,6 +540,7 @@ class LmdbStorage:
                 return
             self._closed = True
             self._idle.wait_for(lambda: self._num_reading == 0)
+        self._reading.shutdown()
         if not self._readonly and not self._failure:  # after a failure, what the disk holds is unknown
             self._record_last_transaction()
         self._env.close()
@@ -614,42 +572,13 @@ def _spare_address_space(wanted: int, *, least: int) -> int:
             return wanted
 
 
+def _number(transaction: int) -> bytes:
+    return transaction.to_bytes(8, "little")
+
+
 def _used_bytes(env: lmdb.Environment) -> int:
     """Bytes up to the last page that was ever used."""
-    return _num_pages(env) * int(env.stat()["psize"])
-
-
-def _num_pages(env: lmdb.Environment) -> int:
-    """Pages up to the last one that was ever used."""
-    return int(env.info()["last_pgno"]) + 1
-
-
-def _map_of(env: lmdb.Environment, data: int) -> _Map | None:
-    """LMDB's map of its file, with the descriptor `data`; None if it cannot be found.
-
-    LMDB's interface does not tell the address, but keys that it returns lie in the map, in pages with their numbers.
-    A number is right if that page of the file has the same content.
-    """
-    page_bytes, num_pages = int(env.stat()["psize"]), _num_pages(env)
-    if page_bytes > mmap.PAGESIZE:  # the file was begun on another machine, and its pages may lie anywhere in ours
-        return None
-    try:
-        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
-            if not cursor.first():
-                return None
-            address = _address(cursor.key()) // page_bytes * page_bytes
-            page = ctypes.string_at(address, page_bytes)
-            number = int.from_bytes(page[:8], sys.byteorder)
-            if number >= num_pages or os.pread(data, page_bytes, number * page_bytes) != page:
-                return None
-    except (lmdb.Error, OSError):  # no free slot for another reader, say; whatever it is, reads find it too
-        return None
-    content = memoryview((ctypes.c_char * env.info()["map_size"]).from_address(address - number * page_bytes))
-    return _Map(content.cast("B").toreadonly(), page_bytes, num_pages)
-
-
-def _address(buffer: bytes | memoryview) -> int:
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
 
 
 def _batches(items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[list[tuple[memoryview, memoryview]]]:

@@ -1,45 +1,21 @@
-"""Finds out which parts of a file are in memory, reads others ahead of their use, and writes changed ones back early.
-
-A page fault reads as much around its page as the disk's readahead says: for blocks anywhere in a file larger than
-memory, up to a hundred times too much. Without readahead each page is read by itself, which takes as long.
-"""
+"""Tells reads of a mapped file that wait for the disk from others, and writes changed pages back early."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-_PROBE = bytearray(1)
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_SECONDS = 0.004
 
 
-def open_scattered(path: Path) -> int:
-    """A descriptor to read with, for which the system reads no more than requested."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    return descriptor
-
-
-def is_cached(descriptor: int, offset: int) -> bool:
-    """Whether a page is in memory; also True if the file system cannot tell."""
-    try:
-        os.preadv(descriptor, [_PROBE], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:  # EOPNOTSUPP
-        return True
-    return True
-
-
-def begin_reading(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Makes the system read these bytes while the caller continues."""
-    os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+def faults_from_disk() -> int:
+    """Number of times that this thread used a page of a file that first had to be read from the disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 @contextlib.contextmanager
