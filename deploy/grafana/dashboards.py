@@ -119,15 +119,14 @@ def _failures() -> timeseries.Panel:
     requests = "weightserver_request_seconds_count"
     return _lines(
         "Which requests fail or are refused?",
-        "Errors by gRPC status, and a line at 0 for each shard. Calls that find their lane full, have no token or "
-        "stall end before a method runs.",
+        "Errors by gRPC status, and a line at 0 for each shard. Calls that have no token or stall end before a method "
+        "runs.",
         units.RequestsPerSecond,
         (
             f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}) {_SHARD})'
             f" or sum by (shard) (0 * rate({requests}{_WINDOW}) {_SHARD})",
             "shard {{shard}} {{status}}",
         ),
-        (f"sum(rate(weightserver_refused_calls_total{_WINDOW}))", "refused: busy"),
         (f"sum(rate(weightserver_cut_off_calls_total{_WINDOW}))", "cut off: silent caller"),
         (f"sum(rate(weightserver_unauthenticated_calls_total{_WINDOW}))", "refused: no token"),
     )

@@ -347,7 +347,8 @@ class Process:
         self._handling: list[Message] = []
         self._group: list[tuple[Message, Operation]] = []
         self._done: list[tuple[Message, Any]] = []
-        service = WeightServerService(self.shard, self, _metrics(shard, num_shards), RequestMemory(64 << 20))  # type: ignore[arg-type]
+        memory = RequestMemory(1 << 40)  # contexts end no call, so none gives anything back
+        service = WeightServerService(self.shard, self, _metrics(shard, num_shards), memory)  # type: ignore[arg-type]
         registered: list[Any] = []
         add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
         self._registered = registered[0]

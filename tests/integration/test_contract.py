@@ -131,17 +131,17 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "fetch: a range of too many rows": (
         lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS + 1))),
         INVALID,
-        "may name at most 4194304 rows: split it",
+        "may name at most 524288 rows: split it",
     ),
     "fetch: ranges of too many rows": (
         lambda s: s.fetch(pb.Rows(ranges=steps(0, MAX_ROWS, MAX_ROWS, 1))),
         INVALID,
-        "may name at most 4194304 rows: split it",
+        "may name at most 524288 rows: split it",
     ),
     "fetch: too many rows one by one": (
         lambda s: s.fetch(pb.Rows(ids=bytes(8 * (MAX_ROWS + 1)))),
         INVALID,
-        "may name at most 4194304 rows: split it",
+        "may name at most 524288 rows: split it",
     ),
     "fetch: half a row": (lambda s: s.fetch(pb.Rows(ids=bytes(12))), INVALID, "ids has 12 bytes, not a multiple of 8"),
     "fetch: ids and ranges": (
@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "push: far more rows than announced": (
         lambda s: s.push_rows(pb.Rows(ranges=steps(0, MAX_ROWS))),
         INVALID,
-        "announced 2 rows and contained 4194304",
+        "announced 2 rows and contained 524288",
     ),
     "push: too many rows": (
         lambda s: s.push_rows(OK, num_rows=MAX_WRITE_ROWS + 1),

@@ -160,7 +160,14 @@ class Inputs:
 
     def _integer(self, name: str) -> int:
         r = self._random
-        right = {"epoch": self._epoch, "table": self.table, "num_rows": 2, "settled_before": 0, "schedule": 0}
+        right = {
+            "epoch": self._epoch,
+            "table": self.table,
+            "num_rows": 2,
+            "num_blocks": 2,
+            "settled_before": 0,
+            "schedule": 0,
+        }
         if r.random() < 0.85 and name in right:
             return right[name]
         if r.random() < 0.7:
@@ -204,6 +211,7 @@ class FakeContext:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
+        self.callbacks: list[Callable[[], object]] = []
         self.status = "OK"
         self.details = ""
         self.mark = ""
@@ -215,6 +223,7 @@ class FakeContext:
         self.mark = dict(metadata).get(MARK_KEY, "")
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
+        self.callbacks.append(callback)
         return True
 
     def abort(self, status: grpc.StatusCode, details: str) -> NoReturn:
@@ -240,7 +249,7 @@ class InProcess:
         )
         registered: list[Any] = []
         add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
-        limiter = CallLimiter(self.memory, stall_seconds=60, on_refused=lambda lane: None, on_cut_off=lambda lane: None)
+        limiter = CallLimiter(self.memory, stall_seconds=60, on_cut_off=lambda: None)
         self._handlers = {}
         for method in METHODS:
             details = SimpleNamespace(method=f"/{NAME}/{method.name}", invocation_metadata=())
@@ -263,11 +272,14 @@ class InProcess:
         self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)
     ) -> FakeContext:
         handler, context = self._handlers[method.name], FakeContext(metadata)
-        try:
-            for _ in handler.stream_stream(iter(messages), context):
-                pass
-        except Ended:
-            pass
+        with contextlib.suppress(Ended):
+            if handler.response_streaming:
+                for _ in handler.stream_stream(iter(messages), context):
+                    pass
+            else:
+                handler.stream_unary(iter(messages), context)
+        for ended in context.callbacks:
+            ended()
         return context
 
 

@@ -218,7 +218,7 @@ def seconds_to_end_a_large_write(directory: Path, *, grace_seconds: float) -> fl
         with ThreadPoolExecutor(1) as pool:
             push = pool.submit(client.push_gradients, rows, np.ones((len(rows), 128), np.float32), step=0)
             wait_until(lambda: metric(cluster.metrics_addresses[0], "weightserver_request_memory_bytes ") > 1 << 30)
-            time.sleep(0.5)
+            time.sleep(1.0)  # for the rows to arrive
             began = time.monotonic()
             cluster.processes[0].terminate()
             assert cluster.processes[0].wait(60) == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest.mock import Mock
+from collections.abc import Iterator
 
 import grpc
 import numpy as np
@@ -15,8 +13,6 @@ from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MARK_KEY, ONE_MESSAGE_KEY, OWN_TIME_KEY, rows_to_proto
-from weightserver.server.admission import CallLimiter
-from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME
 
 SPEC = TableSpec(num_rows=100_000, dim=1024, rows_per_block=50)
@@ -77,53 +73,3 @@ def test_other_answers_than_one_message_are_refused(channel: grpc.Channel, num_r
         channel.unary_unary(FETCH)(request, metadata=ONE_MESSAGE)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "ask for fewer rows" in refused.value.details()
-
-
-# ---- what a call holds until its answer is sent
-
-
-class Answered:
-    """A call that a limiter has answered with one message."""
-
-    def __init__(self, *, caller_is_gone: bool = False) -> None:
-        self.memory, self.sent = RequestMemory(1 << 20), list[Callable[[], None]]()
-        self.limiter = CallLimiter(self.memory, stall_seconds=0.0, on_refused=Mock(), on_cut_off=Mock())
-        self.context = Mock(spec=grpc.ServicerContext)
-        self.context.add_callback.side_effect = lambda sent: self.sent.append(sent) or not caller_is_gone
-        handler = grpc.unary_stream_rpc_method_handler(lambda request, context: iter_of(request), bytes)
-        details = Mock(method=FETCH, invocation_metadata=tuple(ONE_MESSAGE))
-        answering = self.limiter.intercept_service(lambda _: handler, details)
-        self.message = answering.stream_unary(iter([b"message"]), self.context)
-
-    @property
-    def num_places(self) -> int:
-        return self.limiter._lanes["Fetch"]._num_free
-
-
-def iter_of(message: Any) -> Iterator[Any]:
-    yield message
-
-
-def test_a_call_keeps_its_place_and_memory_until_its_answer_is_sent() -> None:
-    call = Answered()
-    assert call.message == b"message"
-    taken = call.num_places
-    assert call.memory.used_bytes == 2 * len(b"message")
-    call.sent[0]()
-    assert call.num_places == taken + 1
-    assert call.memory.used_bytes == 0
-
-
-def test_a_caller_that_does_not_read_is_cut_off() -> None:
-    call = Answered()
-    call.limiter._cut_off(0)
-    call.context.cancel.assert_called_once()
-    call.sent[0]()
-    call.limiter._cut_off(0)
-    call.context.cancel.assert_called_once()
-
-
-def test_a_call_whose_caller_is_gone_keeps_nothing() -> None:
-    call = Answered(caller_is_gone=True)
-    assert call.memory.used_bytes == 0
-    assert not call.limiter._calls

@@ -88,7 +88,7 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
     assert sample("lmdb_bytes") == pytest.approx(sample("disk_bytes"), rel=0.1)
     assert sample("volume_free_bytes") > 0
     assert sample("map_bytes") >= sample("lmdb_bytes") + (256 << 20)
-    assert sample("refused_calls_total") >= 0, "there before the first"
+    assert sample("cut_off_calls_total") >= 0, "there before the first"
     assert sample("commit_queue_writes") == 0
 
 

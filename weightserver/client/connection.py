@@ -42,7 +42,6 @@ from weightserver.protocol.codec import (
     ONE_MESSAGE_KEY,
     OWN_TIME_KEY,
     VERSION_KEY,
-    WAITED_KEY,
 )
 from weightserver.protocol.status import ERROR_OF_STATUS, status_of
 
@@ -157,12 +156,10 @@ class ShardConnection:
         """A fetch of `rows` like `request`; nothing is sent yet."""
         return ShardFetch(self, request, rows)
 
-    def _options(self, acknowledged: str, call: Call, waited: float = 0.0) -> dict[str, Any]:
+    def _options(self, acknowledged: str, call: Call) -> dict[str, Any]:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
         metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
-        if waited:
-            metadata.append((WAITED_KEY, str(round(1000 * waited))))
         return {"timeout": self._timeout_seconds, "metadata": metadata}
 
     def _attempts(
@@ -176,7 +173,7 @@ class ShardConnection:
             while True:
                 self._workers.check()
                 try:
-                    return attempt(self._options(acknowledged, call, retries.waited))
+                    return attempt(self._options(acknowledged, call))
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
                 self._note_failure(call, failure)
@@ -186,7 +183,7 @@ class ShardConnection:
                 retries.note_failure(failure)
                 if retries.is_spent or once:
                     raise self._unanswered(failure, retries)
-                retries.pause(failure)
+                retries.pause()
 
     @staticmethod
     def _note_failure(call: Call, failure: Failure) -> None:

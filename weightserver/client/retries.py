@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import grpc
 
 from weightserver.client.calls import Call
-from weightserver.protocol.codec import RETRY_HINT
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -19,8 +18,6 @@ _RETRIED = (
 )
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
-_WAITED_SHARE = 0.25
-"""Of the time that a call has tried: the shortest pause, whatever the shard's hint."""
 
 
 class AnswerInDoubtError(Exception):
@@ -38,8 +35,6 @@ class Failure:
     cause: str
     """In the error after the last attempt."""
     is_retried: bool
-    pause_hint: float = 0.0
-    """Seconds after which the shard asks for the next attempt; 0 if it gives none."""
 
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError) -> Failure:
@@ -47,7 +42,7 @@ class Failure:
             status, details = grpc.StatusCode.ABORTED, "its answers could not be ordered"
             return cls(status, details, f"{status.name}: {details}", is_retried=True)
         status = error.code()
-        return cls(status, error.details() or "", status.name, status in _RETRIED, _pause_hint(error))
+        return cls(status, error.details() or "", status.name, status in _RETRIED)
 
     @property
     def is_overload(self) -> bool:
@@ -84,15 +79,10 @@ class Retries:
     def is_spent(self) -> bool:
         return self.waited >= self._budget_seconds
 
-    def pause(self, failure: Failure) -> None:
+    def pause(self) -> None:
         """Waits before the next attempt."""
         remaining = self._budget_seconds - self.waited
-        # Random, so that not all clients try again at the same time.
-        if failure.pause_hint:
-            at_least = min(_WAITED_SHARE * self.waited, _LONGEST_PAUSE_SECONDS)
-            seconds = max(failure.pause_hint * random.uniform(1.0, 1.5), at_least)
-        else:
-            seconds = self._pause_seconds * random.uniform(0.5, 1.0)
+        seconds = self._pause_seconds * random.uniform(0.5, 1.0)  # not all clients try again at the same time
         time.sleep(min(seconds, remaining))
         self.waited = time.monotonic() - self._started
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -101,10 +91,3 @@ class Retries:
     def progress(self) -> str:
         """How far a fetch came, for an error message; empty for other calls."""
         return f", {self._rows.num_arrived} of {self._rows.num_rows} rows had arrived" if self._rows else ""
-
-
-def _pause_hint(error: grpc.RpcError) -> float:
-    for key, value in error.trailing_metadata() or ():
-        if key == RETRY_HINT and value.isdigit():
-            return min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
-    return 0.0

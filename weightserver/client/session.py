@@ -176,7 +176,15 @@ class Session:
             return self._oldest(shard) or self._next[shard]
 
     def header(
-        self, shard: int, number: int, *, step: int, table: int, num_rows: int = 0, schedule: int = 0
+        self,
+        shard: int,
+        number: int,
+        *,
+        step: int,
+        table: int,
+        num_rows: int = 0,
+        num_blocks: int = 0,
+        schedule: int = 0,
     ) -> pb.WriteHeader:
         """The header of a write under one of its numbers."""
         return pb.WriteHeader(
@@ -187,6 +195,7 @@ class Session:
             settled_before=self.settled_before(shard),
             step=step,
             num_rows=num_rows,
+            num_blocks=num_blocks,
             table=table,
             schedule=schedule,
         )

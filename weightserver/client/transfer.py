@@ -152,13 +152,15 @@ class RowWrite:
         self,
         make_header: Callable[..., pb.WriteHeader],
         positions: slice | Int64Array,
+        rows_per_block: int,
         borrowed: BorrowedArrays,
     ) -> Iterator[Message]:
         """The messages to one shard, whose rows are at `positions`; only the first has a header."""
         with borrowed.in_use():
             rows = self.rows[positions]
             arrays = {name: array[positions] for name, array in self.arrays.items()}
-        header: pb.WriteHeader | None = make_header(num_rows=len(rows))
+        num_blocks = int(np.count_nonzero(np.diff(rows // rows_per_block, prepend=-1)))
+        header: pb.WriteHeader | None = make_header(num_rows=len(rows), num_blocks=num_blocks)
         rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
         for start in range(0, len(rows), rows_per_message):
             chunk = slice(start, start + rows_per_message)
@@ -187,7 +189,7 @@ def write_rows(
     def send(numbered: Write) -> None:
         def send_to_shard(shard: int, number: int) -> pb.WriteResponse:
             header = partial(session.header, shard, number, step=write.step, table=table, schedule=schedule)
-            messages = partial(write.messages, header, by_shard[shard], borrowed)
+            messages = partial(write.messages, header, by_shard[shard], sharding.rows_per_block, borrowed)
             return connections[shard].write(write.method, messages, len(write.rows[by_shard[shard]]))
 
         with BorrowedArrays() as borrowed:

@@ -81,7 +81,7 @@ def quantile(share: float, buckets: dict[float, float]) -> float:
 
 def view(addresses: Sequence[str], before: Sequence[Sample], now: Sequence[Sample]) -> Group:
     """Tables of each shard's traffic between two scrapes and of its present contents."""
-    traffic = _table("shard", "fetch/s", "rows/s", "MB/s", "p50", "p99", "write/s", "commit p99", "refused/s")
+    traffic = _table("shard", "fetch/s", "rows/s", "MB/s", "p50", "p99", "write/s", "commit p99", "running")
     holds = _table("shard", "step", "epoch", "rows stored", "checkpoints", "disk", "disk free", "memory")
     down = []
     for address, old, new in zip(addresses, before, now, strict=True):
@@ -121,7 +121,7 @@ def _rates(old: Sample, new: Sample) -> Iterator[str]:
     yield latency(0.99, "weightserver_request_seconds Fetch")
     yield f"{rate(*(f'{calls} {method}' for method in writes)):,.1f}"
     yield latency(0.99, "weightserver_commit_seconds")
-    yield f"{rate('weightserver_refused_calls_total'):,.1f}"
+    yield f"{new.values['weightserver_running_calls']:.0f}"
 
 
 def _holdings(values: dict[str, float]) -> Iterator[str]:

@@ -24,18 +24,14 @@ MAX_MESSAGE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
 VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
 """Keys of the metadata of calls and answers; see the contract."""
-RETRY_HINT = "grpc-retry-pushback-ms"
-"""Key of the trailing metadata in which an overloaded shard says when to retry; the name is that of gRFC A6."""
 ONE_MESSAGE_KEY = "weightserver-one-message"
 """Key of the metadata in which a client says that its fetch asks for at most CHUNK_BYTES of weights. Their answer is
 one message, which the shard then sends together with the status; older shards overlook the key."""
-WAITED_KEY = "weightserver-waited-ms"
-"""Key of the metadata in which a client that retries says for how long it has tried, in milliseconds."""
 OWN_TIME_KEY = "weightserver-own-us"
 """Key of the trailing metadata in which a shard says how long a call took it, without waiting for the caller's messages
 or until the caller took its own, in microseconds."""
-MAX_ROWS = 1 << 22
-"""Number of rows that one fetch, or one message of a write, may name: 32 MiB if they are scattered."""
+MAX_ROWS = 1 << 19
+"""Number of rows that one fetch, or one message of a write, may name: 4 MiB if they are scattered."""
 MAX_WRITE_ROWS = 1 << 24
 """Number of rows in one push or state write."""
 MAX_REQUEST_BYTES = 8 * MAX_ROWS + (1 << 20)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from weightserver.core.errors import StorageError
-from weightserver.server.admission import CallLimiter
+from weightserver.server.admission import MAX_THREADS, CallLimiter
 from weightserver.server.health import ShardHealth
-from weightserver.server.lanes import MAX_WAITING
 from weightserver.server.request_memory import RequestMemory
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
@@ -59,12 +57,18 @@ def publish_load(
         "Writes that wait for a transaction.",
         lambda: committer.num_waiting,
     )
-    waiting = Gauge(
-        "weightserver_waiting_calls", "Calls that wait for a place in their lane.", ["lane"], registry=registry
+    _gauge(
+        registry,
+        "weightserver_running_calls",
+        f"Calls that have a thread; further ones wait while there are {MAX_THREADS}.",
+        lambda: limiter.num_running,
     )
-    for lane, most in MAX_WAITING.items():
-        if most:
-            waiting.labels(lane).set_function(partial(limiter.num_waiting, lane))
+    _gauge(
+        registry,
+        "weightserver_waiting_calls",
+        "Calls that have a thread and wait for memory.",
+        lambda: memory.num_waiting,
+    )
 
 
 def publish_health(registry: CollectorRegistry, health: ShardHealth) -> None:

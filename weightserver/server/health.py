@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -22,7 +22,7 @@ _MIN_FREE_MIB = 256
 _log = logging.getLogger(__name__)
 
 
-class ShardHealth(health.HealthServicer):  # type: ignore[misc]
+class ShardHealth:
     """Answers health checks of one shard.
 
     Args:
@@ -31,7 +31,6 @@ class ShardHealth(health.HealthServicer):  # type: ignore[misc]
     """
 
     def __init__(self, problem: Callable[[], str], directory: Path) -> None:
-        super().__init__()
         self._problem_of_database = problem
         self._directory = directory
         self._changing = threading.Lock()
@@ -39,12 +38,12 @@ class ShardHealth(health.HealthServicer):  # type: ignore[misc]
         self._drains = False
 
     def look(self) -> str:
-        """Publishes the present status; returns why the shard does not serve, or nothing."""
-        problem = "it is draining" if self._drains else self._problem_of_database()
+        """Returns why the shard does not serve, or nothing."""
+        if self._drains:
+            return "it is draining"
+        problem = self._problem_of_database()
         with self._changing:
-            if problem != self._known and not self._drains:
-                status = health_pb2.HealthCheckResponse
-                self.set("", status.NOT_SERVING if problem else status.SERVING)
+            if problem != self._known:
                 if problem:
                     _log.error("not serving: %(reason)s", {"reason": problem})
                 elif self._known:
@@ -54,11 +53,21 @@ class ShardHealth(health.HealthServicer):  # type: ignore[misc]
 
     def drain(self) -> None:
         self._drains = True
-        self.enter_graceful_shutdown()
 
-    def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Any:
-        self.look()
-        return super().Check(request, context)
+    # ---- gRPC
+
+    def add_to_server(self, server: grpc.Server) -> None:
+        """Adds grpc.health.v1's Check, in threads of its own: it is answered however many other calls wait."""
+
+        def check(_: Iterator[bytes], context: grpc.ServicerContext) -> health_pb2.HealthCheckResponse:
+            """Speaks for the whole shard, so it does not wait for the message that names a service."""
+            status = health_pb2.HealthCheckResponse
+            return status(status=status.NOT_SERVING if self.look() else status.SERVING)
+
+        check.experimental_thread_pool = ThreadPoolExecutor(2, "health")  # type: ignore[attr-defined]
+        response = health_pb2.HealthCheckResponse.SerializeToString
+        handlers = {"Check": grpc.stream_unary_rpc_method_handler(check, None, response)}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)])
 
     # ---- HTTP
 

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from weightserver.core import kernel
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.server.lanes import LANES
 
 # 100 µs to 30 s: fetches of a few rows take about 1 ms, of 65,536 rows around 30 ms, a full disk seconds. The alerts
 # watch the objective of 100 ms.
@@ -60,13 +59,9 @@ class CallMetrics:
         self._unauthenticated = Counter(
             "weightserver_unauthenticated_calls", "Calls refused because they lack the token.", registry=registry
         )
-        self._refused = Counter(
-            "weightserver_refused_calls", "Calls refused because their lane was full.", ["lane"], registry=registry
-        )
         self._cut_off = Counter(
             "weightserver_cut_off_calls",
             "Calls cancelled because their caller neither sent nor received a message.",
-            ["lane"],
             registry=registry,
         )
         self._damaged = Counter(
@@ -80,9 +75,6 @@ class CallMetrics:
                 self._number(method, status)
         for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
             self._seconds("Fetch", status)
-        for lane in LANES:
-            self._refused.labels(lane)
-            self._cut_off.labels(lane)
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds(method, status).observe(seconds)
@@ -97,11 +89,8 @@ class CallMetrics:
     def unauthenticated(self) -> None:
         self._unauthenticated.inc()
 
-    def refused(self, lane: str) -> None:
-        self._refused.labels(lane).inc()
-
-    def cut_off(self, lane: str) -> None:
-        self._cut_off.labels(lane).inc()
+    def cut_off(self) -> None:
+        self._cut_off.inc()
 
 
 class RowMetrics:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from weightserver.common.addresses import is_loopback, split_address
@@ -32,7 +31,7 @@ from weightserver.core import kernel
 from weightserver.core.errors import StorageError
 from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from weightserver.server import service
-from weightserver.server.admission import MAX_THREADS, MAX_UNSORTED_CALLS, CallLimiter
+from weightserver.server.admission import MAX_CALLS, MAX_THREADS, CallLimiter
 from weightserver.server.config import ServerConfig
 from weightserver.server.gauges import publish_certificate, publish_health, publish_load, publish_shard
 from weightserver.server.health import ShardHealth
@@ -198,10 +197,10 @@ class _Front:
 
     def add_health(self, healthy: ShardHealth, *, reflect: bool) -> None:
         """Adds the health service, and with `reflect` reflection, to the server."""
-        health_pb2_grpc.add_HealthServicer_to_server(healthy, self.server)
+        healthy.add_to_server(self.server)
         healthy.look()
         if reflect:
-            names = (service.NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (service.NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.server)
 
 
@@ -214,14 +213,12 @@ def _listening_server(config: ServerConfig) -> _Front:
         publish_certificate(metrics.registry, tls.expires)
     token = read_token(config.token_file)
     memory = RequestMemory(config.request_memory_mib << 20)
-    limiter = CallLimiter(
-        memory, stall_seconds=config.stall_seconds, on_refused=metrics.calls.refused, on_cut_off=metrics.calls.cut_off
-    )
+    limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.calls.cut_off)
     limiter.start()
     server = grpc.server(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
         interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.calls.unauthenticated)]), limiter],
-        maximum_concurrent_rpcs=MAX_UNSORTED_CALLS,
+        maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),

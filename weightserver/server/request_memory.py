@@ -3,90 +3,72 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from concurrent.futures import CancelledError, Future
+
+import grpc
 
 from weightserver.core.blocks import rows_per_group
-from weightserver.core.errors import InvalidRequestError, OverloadedError
+from weightserver.core.errors import InvalidRequestError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
-from weightserver.server.lanes import LANES
 
 _PAGE = 4096
-_BYTES_PER_ROW_NAMED = 48
-"""A row's number, and the arrays that checking it and assigning it to blocks takes meanwhile."""
-_SHARE_KEPT = 8
-"""One part in this many of the memory is kept for other lanes than the one that holds the rest."""
+_BYTES_PER_ROW_NAMED = 56
+"""A row's number, its last step, and the arrays that checking it and assigning it to blocks takes meanwhile."""
 
 
 class RequestMemory:
-    """Limits the bytes that all calls in progress hold, and those of one lane to seven eighths of that. Thread-safe."""
+    """Bytes that all calls in progress hold, first come, first served. Thread-safe.
+
+    A call reserves once, all that it will need, before it holds any of it: so no two calls wait for each other.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.lane_bytes = limit_bytes - limit_bytes // _SHARE_KEPT
-        self.on_full: Callable[[str | None], None] = lambda lane: None
-        """Called when a reservation fails, with the lane that is at its limit, or None if all lanes together are."""
+        self.used_bytes = 0
         self._lock = threading.Lock()
-        self._used = Counter(dict.fromkeys(LANES, 0))
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
 
     @property
-    def used_bytes(self) -> int:
-        return self._used.total()
+    def num_waiting(self) -> int:
+        """Calls that wait for memory."""
+        return len(self._waiting)
 
-    @contextmanager
-    def reservation(self, lane: str) -> Iterator[Reservation]:
-        """A reservation that is released when the context is left."""
-        reserved = Reservation(self, lane)
-        try:
-            yield reserved
-        finally:
-            with self._lock:
-                self._used[lane] -= reserved.num_bytes
-
-    def _take(self, lane: str, num_bytes: int) -> None:
-        with self._lock:
-            lane_full = self._used[lane] + num_bytes > self.lane_bytes
-            full = lane_full or self._used.total() + num_bytes > self.limit_bytes
-            if not full:
-                self._used[lane] += num_bytes
-        if full:
-            self.on_full(lane if lane_full else None)
-            raise OverloadedError("the shard has no memory for another request now: try again")
-
-
-class Reservation:
-    """The bytes that one call has reserved."""
-
-    def __init__(self, memory: RequestMemory, lane: str) -> None:
-        self._memory = memory
-        self._lane = lane
-        self.num_bytes = 0
-
-    def require(self, num_bytes: int) -> None:
-        """Raises InvalidRequestError if `num_bytes` in all exceed what any call may ever hold. Reserves nothing."""
-        if num_bytes > self._memory.lane_bytes:
-            raise InvalidRequestError(
-                f"the request needs {num_bytes >> 20} MiB of memory, the shard has {self._memory.lane_bytes >> 20} MiB "
-                "for all requests of its kind: split it, or give the shard more --request-memory-mib"
-            )
-
-    def take(self, num_bytes: int) -> None:
-        """Reserves more bytes.
+    def reserve(self, num_bytes: int, context: grpc.ServicerContext) -> None:
+        """Waits until `num_bytes` are free, and reserves them until the call has ended and its answer was taken.
 
         Raises:
-            OverloadedError: the memory is in use now.
             InvalidRequestError: the reservation could never fit.
+            CancelledError: the caller is gone.
         """
-        if num_bytes > 0:
-            self.require(self.num_bytes + num_bytes)
-            self._memory._take(self._lane, num_bytes)
-            self.num_bytes += num_bytes
+        if num_bytes > self.limit_bytes:
+            raise InvalidRequestError(
+                f"the request needs {num_bytes >> 20} MiB of memory, the shard has {self.limit_bytes >> 20} MiB for "
+                "all requests: split it, or give the shard more --request-memory-mib"
+            )
+        granted = Future[None]()
+        with self._lock:
+            self._waiting.append((num_bytes, granted))
+            self._grant()
+        if not context.add_callback(lambda: self._end(num_bytes, granted)):
+            self._end(num_bytes, granted)
+            raise CancelledError
+        granted.result()
 
-    def take_up_to(self, num_bytes: int) -> None:
-        """Grows the reservation to `num_bytes` in all. Raises as `take`."""
-        self.take(num_bytes - self.num_bytes)
+    def _grant(self) -> None:
+        while self._waiting and self.used_bytes + self._waiting[0][0] <= self.limit_bytes:
+            num_bytes, granted = self._waiting.popleft()
+            self.used_bytes += num_bytes
+            granted.set_result(None)
+
+    def _end(self, num_bytes: int, granted: Future[None]) -> None:
+        with self._lock:
+            if granted.cancel():  # it still waited
+                self._waiting.remove((num_bytes, granted))
+            else:
+                self.used_bytes -= num_bytes
+            self._grant()
 
 
 # ---- costs of requests
@@ -98,9 +80,11 @@ def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
     return _BYTES_PER_ROW_NAMED * num_rows + 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
 
 
-def write_bytes(spec: TableSpec, num_rows: int, values_per_row: int) -> int:
-    """Bytes of a write in memory: its rows' numbers, and values with a flag each whether it is finite."""
-    return num_rows * (_BYTES_PER_ROW_NAMED + (spec.value_bytes + 1) * values_per_row)
+def write_bytes(spec: TableSpec, num_rows: int, num_blocks: int, num_arrays: int) -> int:
+    """Bytes of a write until it is on disk: its rows' numbers, their values in `num_arrays` arrays with a flag each
+    whether it is finite, and the blocks that it changes."""
+    values = (spec.value_bytes + 1) * num_arrays * spec.dim
+    return num_rows * (_BYTES_PER_ROW_NAMED + values) + blocks_bytes(spec, num_blocks)
 
 
 def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:

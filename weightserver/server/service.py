@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -32,7 +33,7 @@ from weightserver.server.calls import Calls
 from weightserver.server.checks import check_header, check_name, require, require_id
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
-from weightserver.server.write_stream import check_written, receive, write_header
+from weightserver.server.write_stream import receive, write_header
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.reading import READ_BYTES, Rows
 from weightserver.shard.schedule_change import Part
@@ -41,8 +42,6 @@ from weightserver.shard.transaction import WriteHeader, WriteTransaction
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
-_HELD_UNTIL_SENT = frozenset({"Describe", "ReadBlocks", "ReadSchedule"})
-"""Unary methods written as generators of one answer, whose memory stays reserved until the caller has received it."""
 _EVENTS = {
     "Checkpoint": "checkpoint taken",
     "CopyCheckpoint": "checkpoint copied",
@@ -73,10 +72,10 @@ class WeightServerService:
             shard, committer, metrics.calls, slow_seconds=slow_seconds, on_storage_error=on_storage_error
         )
 
-    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> Iterator[pb.DescribeResponse]:
-        with self._calls.answering("Describe", context), self._memory.reservation("control") as reserved:
-            reserved.take(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES))
-            yield describe_response(self._shard)
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+        with self._calls.answering("Describe", context):
+            self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)
+            return describe_response(self._shard)
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
         with self._calls.answering("CreateTable", context):
@@ -109,8 +108,10 @@ class WeightServerService:
     def ExtendSchedule(
         self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
     ) -> pb.ExtendScheduleResponse:
-        with self._calls.answering("ExtendSchedule", context), self._memory.reservation("control") as reserved:
-            reserved.take(4 * len(request.learning_rates))  # merged with the stored rates, and in the transaction
+        with self._calls.answering("ExtendSchedule", context):
+            self._memory.reserve(
+                4 * len(request.learning_rates), context
+            )  # merged with the stored rates, and in the transaction
             require_id(request.change, "change")
             self._shard.check_table(request.table)
             part = None
@@ -173,10 +174,10 @@ class WeightServerService:
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yields serialized FetchResponses."""
-        with self._calls.answering("Fetch", context) as clock, self._memory.reservation("Fetch") as reserved:
+        with self._calls.answering("Fetch", context) as clock:
             self._shard.check_table(request.table)
             named = named_rows(request.rows)
-            reserved.take(fetch_bytes(self._shard.require_table().spec, named.count))
+            self._memory.reserve(fetch_bytes(self._shard.require_table().spec, named.count), context)
             rows = named.array()
             self._shard.check_rows(rows)
             step = None if request.raw else request.step
@@ -205,10 +206,11 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("PushGradients", context) as clock, self._memory.reservation("write") as reserved:
-            write = receive(request_iterator, ("gradients",), self._shard, reserved)
+        with self._calls.answering("PushGradients", context) as clock:
+            reserve = partial(self._memory.reserve, context=context)
+            write = receive(request_iterator, ("gradients",), self._shard, reserve)
             header, rows, (gradients,) = write.header, write.rows(), write.values()
-            check_written(rows, self._shard, reserved)
+            self._shard.check_rows(rows)
             applied = self._calls.commit(
                 context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients)
             )
@@ -221,11 +223,12 @@ class WeightServerService:
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("WriteState", context) as clock, self._memory.reservation("write") as reserved:
-            write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserved)
+        with self._calls.answering("WriteState", context) as clock:
+            reserve = partial(self._memory.reserve, context=context)
+            write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserve)
             header, rows, (weight, momentum) = write.header, write.rows(), write.values()
             last_step = write.last_step()
-            check_written(rows, self._shard, reserved)
+            self._shard.check_rows(rows)
             applied = self._calls.commit(
                 context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
             )
@@ -263,25 +266,22 @@ class WeightServerService:
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
-    def ReadBlocks(
-        self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.ReadBlocksResponse]:
-        with self._calls.answering("ReadBlocks", context), self._memory.reservation("control") as reserved:
+    def ReadBlocks(self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext) -> pb.ReadBlocksResponse:
+        with self._calls.answering("ReadBlocks", context):
             self._shard.check_table(request.table)
             check_name(request.checkpoint)
             require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
-            reserved.take(answer_bytes(max(READ_BYTES, self._shard.require_table().codec.num_bytes)))
-            yield read_blocks_response(self._shard, request)
+            num_bytes = max(READ_BYTES, self._shard.require_table().codec.num_bytes)
+            self._memory.reserve(answer_bytes(num_bytes), context)
+            return read_blocks_response(self._shard, request)
 
-    def ReadSchedule(
-        self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.ReadScheduleResponse]:
-        with self._calls.answering("ReadSchedule", context), self._memory.reservation("control") as reserved:
+    def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:
+        with self._calls.answering("ReadSchedule", context):
             require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-            reserved.take(answer_bytes(CHUNK_BYTES))
+            self._memory.reserve(answer_bytes(CHUNK_BYTES), context)
             digest = self._shard.schedule.digest
             rates = self._shard.learning_rates(request.start_step)
-            yield pb.ReadScheduleResponse(learning_rates=to_bytes(rates), schedule=digest)
+            return pb.ReadScheduleResponse(learning_rates=to_bytes(rates), schedule=digest)
 
     def _peers(self, marks: Sequence[str]) -> list[str]:
         """Raises InvalidRequestError unless `marks` is empty or has one valid mark per shard."""
@@ -325,7 +325,7 @@ def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
     for method in contract.methods:
         if method.client_streaming:
             kind = grpc.stream_unary_rpc_method_handler
-        elif method.server_streaming or method.name in _HELD_UNTIL_SENT:
+        elif method.server_streaming:
             kind = grpc.unary_stream_rpc_method_handler
         else:
             kind = grpc.unary_unary_rpc_method_handler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, named_rows
 from weightserver.server.checks import check_header, require
-from weightserver.server.request_memory import Reservation, blocks_bytes, write_bytes
+from weightserver.server.request_memory import write_bytes
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -24,32 +24,30 @@ def receive(
     messages: Iterator[pb.PushGradientsRequest] | Iterator[pb.WriteStateRequest],
     names: tuple[str, ...],
     shard: Shard,
-    reserved: Reservation,
+    reserve: Callable[[int], None],
 ) -> ReceivedWrite:
     """Receives all messages of one write, whose fields of values are `names`.
 
-    Reserves memory for twice as many rows as have arrived: little is received in vain, and a caller that announces
-    many rows and sends few holds little.
+    Args:
+        reserve: called with the bytes that the write needs until it is on disk, before any of them is taken.
 
     Raises:
         InvalidRequestError: a message is malformed, or the write is too large.
-        OverloadedError: the shard has no memory for it now.
     """
     write: ReceivedWrite | None = None
     for message in messages:
         if write is None:
             require(message.HasField("header"), "the first message of a write has no header")
-            write = _begin(message.header, names, shard, reserved)
-        num_named, num_rows = write.rows_with(message)
-        expected = min(2 * num_rows, write.num_rows)
-        reserved.take_up_to(received_bytes(write.spec, num_named, expected, len(names)))
+            write = _begin(message.header, names, shard, reserve)
         write.add(message)
     if write is None:
         raise InvalidRequestError("the first message of a write has no header")
     return write
 
 
-def _begin(header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserved: Reservation) -> ReceivedWrite:
+def _begin(
+    header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserve: Callable[[int], None]
+) -> ReceivedWrite:
     """Checks the header of a write before anything is reserved for it."""
     check_header(header)
     require(
@@ -62,7 +60,11 @@ def _begin(header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserve
         header.num_rows * (8 + spec.value_bytes * len(names) * spec.dim) <= MAX_WRITE_BYTES,
         f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
     )
-    reserved.require(received_bytes(spec, header.num_rows, header.num_rows, len(names)))
+    require(
+        0 <= header.num_blocks <= header.num_rows,
+        f"num_blocks must lie in 0..num_rows, got {header.num_blocks} and {header.num_rows}",
+    )
+    reserve(write_bytes(spec, header.num_rows, header.num_blocks or header.num_rows, len(names)))
     return ReceivedWrite(header, spec, names)
 
 
@@ -89,18 +91,12 @@ class ReceivedWrite:
         self.header = write_header(header)
         self.spec = spec
         self.num_rows, self._dim = header.num_rows, spec.dim
+        self._num_blocks = header.num_blocks or header.num_rows
         self._precision = precision_of(spec)
         self._num_messages = 0
         self._rows = _Array("rows", np.empty(header.num_rows, np.int64))
         self._values = [_Array(name, np.empty(header.num_rows * spec.dim, self._precision.dtype)) for name in names]
         self._steps = _Array("last_step", np.empty(header.num_rows, np.int64))
-
-    def rows_with(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> tuple[int, int]:
-        """Numbers of rows named and of rows with values, once `message` is added."""
-        num_values = max(
-            values.filled + len(getattr(message, values.name)) // self.spec.value_bytes for values in self._values
-        )
-        return self._rows.filled + named_rows(message.rows).count, -(-num_values // self._dim)
 
     def add(self, message: pb.PushGradientsRequest | pb.WriteStateRequest) -> None:
         """Adds the next message's rows and values."""
@@ -121,6 +117,10 @@ class ReceivedWrite:
         if self._rows.filled != self.num_rows:
             raise self._wrong_number(self._rows.filled)
         rows: Int64Array = self._rows.array
+        num_blocks = int(np.count_nonzero(np.diff(rows // self.spec.rows_per_block, prepend=-1)))
+        require(
+            num_blocks <= self._num_blocks, f"the write announced {self._num_blocks} blocks and changes {num_blocks}"
+        )
         return rows
 
     def values(self) -> list[StoredArray]:
@@ -141,24 +141,6 @@ class ReceivedWrite:
 
     def _wrong_number(self, found: int) -> InvalidRequestError:
         return InvalidRequestError(f"the write announced {self.num_rows} rows and contained {found}")
-
-
-def received_bytes(spec: TableSpec, num_named: int, num_rows: int, num_arrays: int) -> int:
-    """Memory that a write takes until it is done, with `num_named` rows named and `num_rows` received with values."""
-    blocks = blocks_bytes(spec, _fewest_blocks(spec, num_rows))
-    return 8 * num_named + write_bytes(spec, num_rows, num_arrays * spec.dim) + blocks
-
-
-def _fewest_blocks(spec: TableSpec, num_rows: int) -> int:
-    return -(-num_rows // spec.rows_per_block)
-
-
-def check_written(rows: Int64Array, shard: Shard, reserved: Reservation) -> None:
-    """Checks that the shard holds the rows, and reserves memory for their blocks in the transaction."""
-    shard.check_rows(rows)
-    spec = shard.require_table().spec
-    num_blocks = int(np.count_nonzero(np.diff(rows // spec.rows_per_block, prepend=-1)))
-    reserved.take(blocks_bytes(spec, max(0, num_blocks - _fewest_blocks(spec, len(rows)))))
 
 
 class _Array:

@@ -324,13 +324,14 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "table", "opener", "schedule")
+    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "num_blocks", "table", "opener", "schedule")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SETTLED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
@@ -340,10 +341,11 @@ class WriteHeader(_message.Message):
     settled_before: int
     step: int
     num_rows: int
+    num_blocks: int
     table: int
     opener: bytes
     schedule: int
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")
