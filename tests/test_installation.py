@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from trainer.loading import NEEDED
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 PACKAGES = ("weightserver", "trainer")
 OTHER_PYTHONS = [version for version in ("3.11", "3.12", "3.13", "3.14") if not sys.version.startswith(f"{version}.")]
 NEEDS_TRAINER = {"torch", "torchvision", "trainer", "benchmarks", "experiments"}
@@ -41,6 +42,15 @@ with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
     assert np.allclose(moved, -0.1, atol=1e-4), moved
     assert client.describe().rows_stored == len(rows)
 print(weightserver.__file__)
+"""
+TRAIN = """
+import sys
+from pathlib import Path
+from tests.helpers.small_run import small_run
+from trainer.loop import train
+result = train(small_run(Path(sys.argv[1])))
+import torch
+print(torch.__version__.partition("+")[0], result.summary["loss"])
 """
 SHOW_KERNEL = "from weightserver.core import kernel; print(kernel.name())"
 IMPORT_ALL = """
@@ -260,3 +270,48 @@ def needs_trainer(path: Path) -> bool:
     return bool({name.partition(".")[0] for name in found} & NEEDS_TRAINER) or any(
         needs_trainer(helper) for helper in helpers if helper.exists()
     )
+
+
+# ---- beside another torch
+
+
+def torch_versions() -> Iterator[str]:
+    """One version of torch for each minor version of the range that is not that of the constraints, newest first."""
+    (least,) = [one.partition(">=")[2] for one in PROJECT["project"]["optional-dependencies"]["torch"]]
+    (ours,) = [line.partition("==")[2] for line in CONSTRAINTS if line.startswith("torch==")]
+    pip = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    shown = subprocess.run(pip, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"Available versions: (.*)", shown)
+    seen = {minor(ours)}
+    for version in re.findall(r"[\d.]+(?=,|$)", found[1] if found else ""):
+        if minor(version) not in seen and minor(version) >= minor(least):
+            seen.add(minor(version))
+            yield version
+
+
+def minor(version: str) -> tuple[int, int]:
+    first, second, *_ = version.split(".")
+    return int(first), int(second)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("which", ["newest", "oldest"])
+def test_the_trainer_installs_beside_another_torch(which: str, wheel: Path, tmp_path: Path) -> None:
+    """Which it keeps, and trains with."""
+    versions = list(torch_versions())
+    if not versions:
+        pytest.skip("the package index has no other version of torch that the package allows")
+    version = versions[0 if which == "newest" else -1]
+    others = [line for line in CONSTRAINTS if not line.startswith(("torch==", "torchvision=="))]
+    (tmp_path / "constraints.txt").write_text("\n".join(others))
+    python = tmp_path / "venv/bin/python"
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    pip = (python, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "-q", f"torch=={version}")
+    run(*pip, "install", "-q", "-c", tmp_path / "constraints.txt", f"{wheel}[trainer]")
+    run(*pip, "check")
+    done = run(python, "-c", TRAIN, tmp_path / "run", cwd=ROOT)
+    trained_with, loss = done.stdout.split()
+    assert trained_with == version
+    assert float(loss) < 5
