@@ -169,8 +169,11 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
+def atomic_directory(directory: Path, *, mode: int = 0o777) -> Iterator[Path]:
     """Yields a temporary directory that replaces `directory` on success, and is removed on failure.
+
+    Args:
+        mode: of a new directory; the umask restricts it.
 
     Raises:
         ValueError: `directory` is not empty, or cannot be replaced.
@@ -179,11 +182,11 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()  # replaces the target of a link, not the link
     if directory.is_mount() or directory == Path.cwd():
         raise ValueError(f"{directory} is a mounted disk or the current directory: give a new directory in it")
-    with directory_lock(directory):
+    with directory_lock(directory, mode=mode):
         require_empty(directory, but=frozenset({LOCK}))
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-        partial.mkdir()
+        partial.mkdir(PRIVATE_DIRECTORY)
         shutil.copymode(directory, partial)
         try:
             yield partial

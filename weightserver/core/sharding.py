@@ -68,8 +68,8 @@ class TouchedBlocks(NamedTuple):
     blocks: Int64Array  # (k,), each once, ascending
     starts: Int64Array  # (k + 1,): block number j of these has the rows from number starts[j] to starts[j + 1]
 
-    def runs(self, offset: int = 0) -> Iterator[BlockRun]:
-        """One run for each block; the first row is number `offset` of the request."""
+    def runs(self) -> Iterator[BlockRun]:
+        """One run for each block."""
         starts, ends = self.starts[:-1], self.starts[1:]
         first = self.slots[starts]
         adjacent = self.slots[ends - 1] - first == ends - starts - 1
@@ -77,7 +77,7 @@ class TouchedBlocks(NamedTuple):
             self.blocks.tolist(), starts.tolist(), ends.tolist(), first.tolist(), adjacent.tolist(), strict=True
         ):
             where = slice(low, low + end - start) if is_adjacent else self.slots[start:end]
-            yield BlockRun(block, where, slice(start + offset, end + offset))
+            yield BlockRun(block, where, slice(start, end))
 
     def split(self, num_blocks: int) -> Iterator[TouchedBlocks]:
         """The same in parts of at most so many blocks."""
@@ -100,14 +100,6 @@ def touched_blocks(rows: Int64Array, rows_per_block: int, num_rows: int = _ROWS_
         starts = _with_ends(np.flatnonzero(blocks[1:] != blocks[:-1]), len(blocks))
         yield TouchedBlocks(some, some - blocks * rows_per_block, blocks[starts[:-1]], starts)
         start = end
-
-
-def block_runs(rows: Int64Array, rows_per_block: int) -> Iterator[BlockRun]:
-    """One run for each block that strictly increasing `rows` (int64 [n]) touch."""
-    offset = 0
-    for touched in touched_blocks(rows, rows_per_block):
-        yield from touched.runs(offset)
-        offset += len(touched.rows)
 
 
 def _with_ends(last: Int64Array, number: int) -> Int64Array:

@@ -3,21 +3,18 @@
 manifest.json           the table, the checkpoint, and the size and SHA-256 of every file; written last
 shard-K/
   schedule.safetensors  learning_rates float32 [horizon]
-  blocks-A-B.safetensors
-                        the stored blocks with A ≤ number < B: number int64 [n], content uint8 [n, block bytes], in
-                        the form that `core.blocks` had when they were copied, with their checksums; rows
-                        never written are in no file
-unfinished.json         the checkpoint being copied; removed last
+  blocks-N.safetensors  stored blocks from number N on: number int64 [n], content uint8 [n, block bytes], in the form of
+                        `core.blocks` with their checksums; rows never written are in no file
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -29,7 +26,7 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
 
-MANIFEST, UNFINISHED, SCHEDULE = "manifest.json", "unfinished.json", "schedule.safetensors"
+MANIFEST, SCHEDULE = "manifest.json", "schedule.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,6 @@ class Backup:
     run: str
     epoch: int
     spec: TableSpec
-    held_as: str
-    """The checkpoint's second name while the backup was in progress."""
     version: str
     """Version of the software that made the backup."""
     created: str
@@ -67,17 +62,20 @@ class Backup:
         """SHA-256 of the manifest."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    def block_files(self, shard: int) -> list[str]:
+        """Names of a shard's files of blocks, in ascending order of their blocks."""
+        return sorted(self.shards[shard]["files"].keys() - {SCHEDULE})
+
 
 def read_backup(directory: Path) -> Backup:
-    """Reads the manifest of a finished backup.
+    """Reads the manifest of a backup.
 
     Raises:
         ValueError: the manifest is missing, damaged or of another format.
     """
     path = directory / MANIFEST
     if not path.exists():
-        what = "an unfinished backup: repeat its command" if (directory / UNFINISHED).exists() else "no backup"
-        raise ValueError(f"{directory} holds {what}")
+        raise ValueError(f"{directory} holds no backup")
     try:
         stored = json.loads(path.read_text())
         if stored["format"] != FORMAT:
@@ -89,39 +87,6 @@ def read_backup(directory: Path) -> Backup:
     if made.digest != stored["sha256"]:
         raise ValueError(f"{path} is damaged (checksum): use another backup")
     return made
-
-
-class BlockFile(NamedTuple):
-    """A file with the stored blocks whose number lies in [first, end)."""
-
-    first: int
-    end: int
-    path: Path
-
-
-def block_files(directory: Path, made: Backup, shard: int) -> list[BlockFile]:
-    """A shard's files of blocks, in order.
-
-    Raises:
-        StorageError: the files do not cover all blocks of the table.
-    """
-    source, names = directory / f"shard-{shard}", made.shards[shard]["files"].keys() - {SCHEDULE}
-    files = consecutive(source, names)
-    if len(files) < len(names) or (files[-1].end if files else 0) != made.spec.num_blocks:
-        raise StorageError(f"{source} is incomplete: use another backup")
-    return files
-
-
-def consecutive(directory: Path, names: Iterable[str]) -> list[BlockFile]:
-    """The files of blocks that follow one another from block 0."""
-    files, expected = list[BlockFile](), 0
-    for name in sorted(names):
-        first, end = map(int, name.removesuffix(".safetensors").split("-")[1:])
-        if first != expected:
-            break
-        files.append(BlockFile(first, end, directory / name))
-        expected = end
-    return files
 
 
 def read_blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[int, bytes]]:

@@ -1,14 +1,15 @@
 """Creates new shards from the directories of old ones, with another number of shards, another rows_per_block, or both.
 
 The rows are those of one checkpoint, which the new shards keep under its name so that a trainer can resume from it, or
-the current rows. Only rows that were ever written are read and written. The new directories record the progress (see
-`storage.shard_builder`), and all rows are compared with the old ones before the new shards can be served.
+the current rows. Only rows that were ever written are read and written. The rows of all new shards are compared with
+the old ones before any of them can be served.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from weightserver.common.atomic_files import to_path
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import Block, BlockCodec
 from weightserver.core.errors import StorageError
-from weightserver.core.sharding import BlockRun, Sharding, block_runs
+from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.operations.arguments import non_empty_name
 from weightserver.operations.reshard_sources import (
@@ -34,7 +36,6 @@ from weightserver.operations.reshard_sources import (
     state_digest,
     table_state,
 )
-from weightserver.storage.interface import Transaction
 from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
 
 _log = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ def reshard(
     """Fills the new directories `targets`, one per new shard in order, from the directories of all old shards.
 
     Takes the rows of `checkpoint`, by default the newest that all old shards keep, or with `current` the current rows
-    and no checkpoint. Sessions and writers are not carried over: open a new session afterwards. Repeating an
-    interrupted call with the same arguments resumes it.
+    and no checkpoint. Sessions and writers are not carried over: open a new session afterwards. An interrupted call may
+    be repeated.
 
     Raises:
         ValueError: the sources are not all shards of one table, or a target holds something else.
@@ -88,7 +89,14 @@ def reshard(
             stack.enter_context(ShardBuilder(directory, shard=shard, num_shards=len(targets), origin=origin))
             for shard, directory in enumerate(targets)
         ]
-        rows_stored = _Resharding(shards, builders, old, new).run(table)
+        digests = _fill(shards, builders, old, new)
+        unfinished = [pair for pair in zip(builders, digests, strict=True) if not pair[0].finished]
+        for builder, digest in unfinished:  # finished ones may have been served since
+            _compare(builder, BlockCodec(new), digest)
+        for builder, digest in unfinished:
+            builder.finish(table, rows_stored=digest.num_rows)
+    rows_stored = sum(digest.num_rows for digest in digests)
+    _log.info("compared all %(rows)d rows", {"rows": rows_stored})
     kept = table.checkpoint
     name, step = (kept.name, kept.step) if kept else (None, table.clock)
     newest = max(shard.state.clock for shard in shards)
@@ -96,7 +104,7 @@ def reshard(
 
 
 def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> dict[str, Any]:
-    """Identifies what the new shards are made from; a build resumes only with the same origin."""
+    """Identifies what the new shards are made from."""
     kept = table.checkpoint
     return {
         "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
@@ -106,128 +114,87 @@ def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> d
     }
 
 
-@dataclass(frozen=True)
-class _Resharding:
-    """Copies rows from old shards to new ones."""
+@dataclass
+class _RowsDigest:
+    """The number and a digest of rows with their state, in any order."""
 
-    shards: list[SourceShard]
-    builders: list[ShardBuilder]
-    old: TableSpec
-    new: TableSpec
+    num_rows: int = 0
+    digest: int = 0
 
-    @property
-    def _sharding(self) -> Sharding:
-        return Sharding(self.new.rows_per_block, len(self.builders))
-
-    def run(self, table: TableState) -> int:
-        """Fills, compares and finishes the new shards; returns the number of rows in all of them."""
-        if not any(builder.finished for builder in self.builders):  # they are finished once all are full and compared
-            self.fill()
-        counts = self.compare()
-        for builder, count in zip(self.builders, counts, strict=True):
-            if not builder.finished:
-                builder.finish(table, rows_stored=count)
-        return sum(counts)
-
-    def fill(self) -> None:
-        """Writes all missing blocks."""
-        waiting: list[list[tuple[int, bytearray]]] = [[] for _ in self.builders]
-        num_bytes = 0
-
-        def write(next_block: int) -> None:
-            for builder, blocks in zip(self.builders, waiting, strict=True):
-                builder.add(blocks, next_block=next_block)
-                blocks.clear()
-
-        first = min(builder.next_block for builder in self.builders)
-        _log.info("writing blocks %(first)d to %(end)d", {"first": first, "end": self.new.num_blocks})
-        for number, block in self._converted(first):
-            waiting[self._sharding.shard_of_block(number)].append((number, block))
-            num_bytes += len(block)
-            if num_bytes >= BATCH_BYTES:
-                write(number + 1)
-                num_bytes = 0
-        write(self.new.num_blocks)
-
-    def _converted(self, first: int) -> Iterator[tuple[int, bytearray]]:
-        """Yields the new blocks from number `first` that hold written rows, in ascending order, sealed."""
-        codec, target = BlockCodec(self.old), BlockCodec(self.new)
-        number, buffer = -1, bytearray()
-        first_old = first * self.new.rows_per_block // self.old.rows_per_block
-        for block, content in heapq.merge(
-            *(shard.blocks(first_old, codec) for shard in self.shards), key=itemgetter(0)
-        ):
-            slots, stored = codec.written(content), codec.views(content)
-            for run in block_runs(block * self.old.rows_per_block + slots, self.new.rows_per_block):
-                if run.block < first:
-                    continue
-                if run.block != number:
-                    if number >= 0:
-                        target.seal(number, buffer)
-                        yield number, buffer
-                    number, buffer = run.block, target.initial(run.block)
-                made, taken = target.views(buffer), slots[run.part]
-                made.last_step[run.slots] = stored.last_step[taken]
-                made.weight[run.slots] = stored.weight[taken]
-                made.momentum_buffer[run.slots] = stored.momentum_buffer[taken]
-                target.mark_written(buffer, np.arange(self.new.rows_per_block)[run.slots])
-        if number >= 0:
-            target.seal(number, buffer)
-            yield number, buffer
-
-    def compare(self) -> list[int]:
-        """Looks up every written row in the new shards that are not finished; returns the number of rows in each shard.
-
-        Raises:
-            StorageError: a row is missing or differs.
-        """
-        counts = [0] * len(self.builders)
-        with ExitStack() as stack:
-            made = [stack.enter_context(builder.read()) for builder in self.builders]
-            for shard in self.shards:
-                before = sum(counts)
-                self._compare_shard(shard, made, counts)
-                if (num_found := sum(counts) - before) != shard.rows_stored:
-                    raise StorageError(
-                        f"{shard.directory} holds {num_found} of the {shard.rows_stored} rows that were written: "
-                        "restore it from a backup, and remove the new directories"
-                    )
-        _log.info("compared all %(rows)d rows", {"rows": sum(counts)})
-        return counts
-
-    def _compare_shard(self, shard: SourceShard, made: list[Transaction], counts: list[int]) -> None:
-        """Compares one old shard with the new ones, and adds its rows to their `counts`."""
-        codec = BlockCodec(self.old)
-        for block, content in shard.blocks(0, codec):
-            slots = codec.written(content)
-            stored = _rows_at(codec.views(content), slots)
-            for run in block_runs(block * self.old.rows_per_block + slots, self.new.rows_per_block):
-                target = self._sharding.shard_of_block(run.block)
-                counts[target] += run.part.stop - run.part.start
-                if self.builders[target].finished:  # it may have been served since
-                    continue
-                if not self._holds(made[target].newest_block(run.block), run, _rows_at(stored, run.part)):
-                    raise StorageError(
-                        f"{self.builders[target].directory}: block {run.block} differs from {shard.directory}: "
-                        "remove the new directories and start again"
-                    )
-
-    def _holds(self, found: memoryview | None, run: BlockRun, rows: Block) -> bool:
-        """Whether a new block holds these rows at their place and marks them as written."""
-        if found is None:
-            return False
-        target = BlockCodec(self.new)
-        there = _rows_at(target.views(found), run.slots)
-        return bool(
-            np.array_equal(there.last_step, rows.last_step)
-            and np.array_equal(there.weight, rows.weight)
-            and np.array_equal(there.momentum_buffer, rows.momentum_buffer)
-            and np.isin(np.arange(self.new.rows_per_block)[run.slots], target.written(found)).all()
-        )
+    def add(self, rows: Int64Array, state: Block) -> None:
+        """Adds rows (int64 [n]) and their state."""
+        columns = (rows, state.last_step, state.weight, state.momentum_buffer)
+        as_bytes = [np.ascontiguousarray(column).view(np.uint8).reshape(len(rows), -1) for column in columns]
+        hashes = map(xxhash.xxh3_64_intdigest, np.concatenate(as_bytes, axis=1))
+        self.num_rows, self.digest = self.num_rows + len(rows), (self.digest + sum(hashes)) % 2**64
 
 
-def _rows_at(block: Block, slots: slice | Int64Array) -> Block:
+def _written(codec: BlockCodec, block: int, content: memoryview) -> tuple[Int64Array, Block]:
+    """The rows of a stored block that were ever written, and their state."""
+    slots, stored = codec.written(content), codec.views(content)
+    return block * len(stored.last_step) + slots, _rows_at(stored, slots)
+
+
+def _rows_at(block: Block, slots: Int64Array) -> Block:
     return Block(block.last_step[slots], block.weight[slots], block.momentum_buffer[slots])
+
+
+def _rows_by_block(
+    shards: list[SourceShard], codec: BlockCodec, rows_per_block: int
+) -> Iterator[tuple[int, Int64Array, Block]]:
+    """Yields all written rows of the old shards, ascending, with the number of their new block and their state."""
+    for number, content in heapq.merge(*(shard.blocks(codec) for shard in shards), key=itemgetter(0)):
+        rows, state = _written(codec, number, content)
+        blocks = rows // rows_per_block
+        for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(blocks)) + 1):
+            if len(part):
+                yield int(blocks[part[0]]), rows[part], _rows_at(state, part)
+
+
+def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpec, new: TableSpec) -> list[_RowsDigest]:
+    """Writes all rows to the new shards that are not finished; returns a digest of the rows of each new shard."""
+    sharding, codec = Sharding(new.rows_per_block, len(builders)), BlockCodec(new)
+    digests = [_RowsDigest() for _ in builders]
+    waiting: list[list[tuple[int, bytearray]]] = [[] for _ in builders]
+    rows_by_block = _rows_by_block(shards, BlockCodec(old), new.rows_per_block)
+    for number, parts in itertools.groupby(rows_by_block, key=itemgetter(0)):
+        block, target = codec.initial(number), sharding.shard_of_block(number)
+        for _, rows, state in parts:
+            slots = rows - number * new.rows_per_block
+            for values, given in zip(codec.views(block), state, strict=True):
+                values[slots] = given
+            codec.mark_written(block, slots)
+            digests[target].add(rows, state)
+        codec.seal(number, block)
+        waiting[target].append((number, block))
+        if len(waiting[target]) * codec.num_bytes * len(builders) >= BATCH_BYTES:
+            _store(builders[target], waiting[target])
+    for builder, blocks in zip(builders, waiting, strict=True):
+        _store(builder, blocks)
+    return digests
+
+
+def _store(builder: ShardBuilder, blocks: list[tuple[int, bytearray]]) -> None:
+    if not builder.finished:
+        builder.add(blocks)
+    blocks.clear()
+
+
+def _compare(builder: ShardBuilder, codec: BlockCodec, expected: _RowsDigest) -> None:
+    """Raises StorageError unless a new shard holds the expected rows."""
+    found = _RowsDigest()
+    with builder.read() as txn:
+        block = txn.next_block(0)
+        while block is not None:
+            content = txn.newest_block(block)
+            assert content is not None
+            found.add(*_written(codec, block, content))
+            block = txn.next_block(block + 1)
+    if found != expected:
+        raise StorageError(
+            f"{builder.directory} holds {found.num_rows} rows that are not the {expected.num_rows} of the old shards: "
+            "remove the new directories and start again"
+        )
 
 
 # ---- the command

@@ -14,6 +14,7 @@ import xxhash
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
+from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import NEWEST, Transaction
@@ -56,15 +57,25 @@ class SourceShard:
         kept = self.state.checkpoint(name)
         return replace(self, up_to=kept.generation, rows_stored=kept.rows_stored)
 
-    def blocks(self, first: int, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
-        """Yields the stored blocks from number `first` in ascending order, checked."""
-        block = self.txn.next_block(first)
+    def blocks(self, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
+        """Yields the stored blocks in ascending order, checked.
+
+        Raises:
+            StorageError: a block is damaged; or, at the end, rows are missing.
+        """
+        num_rows, block = 0, self.txn.next_block(0)
         while block is not None:
             content = self.txn.newest_block(block, up_to=self.up_to)
             if content is not None:
                 codec.check(block, content)
+                num_rows += codec.num_written(content)
                 yield block, content
             block = self.txn.next_block(block + 1)
+        if num_rows != self.rows_stored:
+            raise StorageError(
+                f"{self.directory} holds {num_rows} of the {self.rows_stored} rows that were written: restore it from "
+                "a backup, and remove the new directories"
+            )
 
 
 def open_source(directory: Path, stack: ExitStack) -> SourceShard:

@@ -12,12 +12,12 @@ from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.lineage import Lineage
-from weightserver.operations.backup_files import SCHEDULE, Backup, block_files, check_file, read_backup, read_blocks
+from weightserver.operations.backup_files import SCHEDULE, Backup, check_file, read_backup, read_blocks
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 
 def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> Backup:
-    """Creates the new directory `data_dir` of shard `shard` from a backup; repeating an interrupted call resumes it.
+    """Creates the new directory `data_dir` of shard `shard` from a backup; an interrupted call may be repeated.
 
     The shard also keeps the rows as a checkpoint of the backed-up name, so that `rollback` can return other shards of
     its cluster to them. It fences off all former writers until a new session is opened.
@@ -33,19 +33,16 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
         )
     if not 0 <= shard < len(made.shards):
         raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
-    files = made.shards[shard]["files"]
-    pieces = block_files(directory, made, shard)
+    source, files = directory / f"shard-{shard}", made.shards[shard]["files"]
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin={"backup": made.digest}) as builder:
         if builder.finished:
             raise ValueError(f"{data_dir} was already restored from {directory}: serve it, or give another directory")
         codec = BlockCodec(made.spec)
-        for piece in pieces:
-            if piece.end > builder.next_block:
-                check_file(piece.path, files[piece.path.name])
-                builder.add(read_blocks(piece.path, codec), next_block=piece.end)
-        schedule = directory / f"shard-{shard}" / SCHEDULE
-        check_file(schedule, files[SCHEDULE])
-        table = _table_state(made, shard, load_file(schedule)["learning_rates"])
+        for name in made.block_files(shard):
+            check_file(source / name, files[name])
+            builder.add(read_blocks(source / name, codec))
+        check_file(source / SCHEDULE, files[SCHEDULE])
+        table = _table_state(made, shard, load_file(source / SCHEDULE)["learning_rates"])
         builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])
     return made
 

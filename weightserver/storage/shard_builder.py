@@ -17,7 +17,7 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.storage.interface import Transaction
+from weightserver.storage.interface import DATABASES, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     ShardIdentity,
@@ -59,13 +59,13 @@ class TableState:
 
 
 class ShardBuilder(Closing):
-    """Fills a directory with the blocks of one shard; a context manager.
+    """Fills a new directory with the blocks of one shard; a context manager.
 
-    Each transaction records its progress in the directory: a build that was killed resumes there. `serve` refuses the
-    directory until it is finished.
+    `serve` refuses the directory until it is finished. A build that was killed starts over; one that had finished, from
+    the same source, is recognised (`finished`).
 
     Args:
-        origin: identifies the source of the blocks, as JSON; a build resumes only from the same source.
+        origin: identifies the source of the blocks, as JSON.
 
     Raises:
         ValueError, StorageError: the directory holds anything else, or another process uses it.
@@ -85,30 +85,22 @@ class ShardBuilder(Closing):
             raise
 
     def _begin(self, txn: Transaction) -> None:
-        identity, build = read_identity(txn), get_json(txn, "build")
+        identity = read_identity(txn)
         self.finished = identity is not None and not identity.unfinished
-        self.next_block = 0
-        """All blocks below this number are stored."""
-        if build is not None and build["origin"] == self._origin:
-            self.next_block = build["next_block"]
-        elif identity is not None and not self.finished:
-            raise StorageError(f"{self.directory} was begun from something else: remove it, or finish that first")
-        elif identity is not None or txn.next_block(0) is not None:
+        if self.finished and get_json(txn, "origin") == self._origin:
+            return
+        if self.finished or (identity is None and txn.next_block(0) is not None):
             raise StorageError(f"{self.directory} holds a shard's data: give another directory")
-        else:
-            write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
-            self._record(txn, 0)
+        for database in DATABASES:
+            txn.clear(database)
+        write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
+        put_json(txn, "origin", self._origin)
 
-    def _record(self, txn: Transaction, next_block: int) -> None:
-        put_json(txn, "build", {"origin": self._origin, "next_block": next_block})
-
-    def add(self, blocks: Iterable[tuple[int, bytearray | bytes]], *, next_block: int) -> None:
-        """Stores sealed blocks, after which all below `next_block` are stored. May be repeated."""
+    def add(self, blocks: Iterable[tuple[int, bytearray | bytes]]) -> None:
+        """Stores sealed blocks, in ascending order over all calls, in one transaction."""
         with self._storage.write() as txn:
             for number, content in blocks:
                 txn.put_block(number, 0, content)
-            self._record(txn, next_block)
-        self.next_block = next_block
 
     def read(self) -> AbstractContextManager[Transaction]:
         """A snapshot of what is stored."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from tests.helpers.operations import (
     Weightserver,
     assert_one_line,
     dies,
-    flipped,
     make_table,
     push,
     targets_in,
 )
-from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, StorageError, TableSpec, WeightClient
+from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
@@ -142,37 +140,17 @@ def test_a_backup_ends_with_its_checkpoints_table(
         assert np.array_equal(client.fetch_state(new).weight, initial_rows(spec, new))
 
 
-def test_an_incomplete_backup_gets_no_manifest(
-    client: WeightClient, small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process removed or renamed a file."""
-    make_table(client)
-    original = backups._copy_shard
-
-    def copy_less(*arguments: Any) -> Any:
-        copied = original(*arguments)
-        last = max(name for name in copied["files"] if name.startswith("blocks"))
-        return copied | {"files": {name: file for name, file in copied["files"].items() if name != last}}
-
-    monkeypatch.setattr(backups, "_copy_shard", copy_less)
-    with pytest.raises(StorageError, match="shard-0 is incomplete: use another backup"):
-        backup(client, tmp_path / "backup")
-    assert not (tmp_path / "backup/manifest.json").exists()
-    monkeypatch.setattr(backups, "_copy_shard", original)
-    assert backup(client, tmp_path / "backup").rows_stored > 0
-
-
 @pytest.mark.guard
 def test_a_backup_with_missing_rows_is_refused(
     client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_table(client)
-    copy = backups._copy_blocks
-    monkeypatch.setattr(backups, "_copy_blocks", lambda *given: (copy(*given)[0], 7))
-    with pytest.raises(
-        ClusterError, match=r"shard . sent 7 of the \d+ rows .*: check .* start again in another directory"
-    ):
+    batches = backups._ShardReader.batches
+    monkeypatch.setattr(backups._ShardReader, "batches", lambda reader: (blocks[1:] for blocks in batches(reader)))
+    with pytest.raises(ClusterError, match=r"shard 0 sent \d+ of the \d+ rows of the checkpoint: check its directory"):
         backup(client, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+    assert [known.name for known in client.checkpoints()] == ["one", "two"], "nothing is kept for it"
 
 
 @pytest.mark.guard  # seconds
@@ -204,109 +182,37 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards pin the checkpoint
-        ("weightserver.operations.backup:atomic_write", 3),  # in the first shard
-        ("weightserver.operations.backup:_write_json", 2),  # after its manifest, before the checkpoint is released
-        ("weightserver.operations.backup:_release", 1),  # when it is released
-        pytest.param(
-            "weightserver.operations.backup:_write_json", 1, marks=pytest.mark.slow
-        ),  # before any shard holds it
-        pytest.param("weightserver.operations.backup:_hold", 1, marks=pytest.mark.slow),  # before the first file
-        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # in the second shard
+        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
+        ("weightserver.operations.backup:atomic_write", 2),  # after the first shard's rows
+        ("weightserver.operations.backup:_release", 2),  # when it is released
+        pytest.param("weightserver.operations.backup:_held_name", 1, marks=pytest.mark.slow),
+        pytest.param("weightserver.operations.backup:_release", 1, marks=pytest.mark.slow),  # before any shard keeps it
+        pytest.param("weightserver.operations.backup:atomic_write", 3, marks=pytest.mark.slow),  # in the second shard
+        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # after its manifest
     ],
 )
 @pytest.mark.guard
-def test_a_killed_backup_resumes(
+def test_a_killed_backup_can_be_repeated(
     place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
+    """The second name under which the shards kept its checkpoint is gone afterwards."""
     kept = make_table(client)
-    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies(place, number, *arguments, "--checkpoint", "one")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "backup").glob("shard-*/blocks-*.safetensors")}
-    if not (tmp_path / "backup/manifest.json").exists():
-        assert_one_line(
-            weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0),
-            "holds an unfinished backup: repeat its command",
-        )
-    assert_one_line(weightserver(*arguments, "--checkpoint", "two"), "an unfinished backup of 'one': give another")
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", "one"]
+    dies(place, number, *arguments)
+    assert_one_line(
+        weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0), "holds no backup"
+    )
     push(client, 5, ROWS)
     status, said, error = weightserver(*arguments)
     assert status == 0, error
     assert "of checkpoint one (step 2) of 2 shards" in said
-    assert_one_line(weightserver(*arguments), "already holds a backup of 'one'")
+    assert_one_line(weightserver(*arguments), "is not empty: give another directory")
     assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
-    assert [known.name for known in client.checkpoints()] == ["one", "two"], "the backup still holds one"
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    assert not list((tmp_path / "backup").rglob("*.partial"))
+    assert client.describe().checkpoint_names == {"one", "two"}
+    assert not list(tmp_path.rglob("*.partial"))
     for shard in range(2):
         restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
-
-
-def test_a_backup_killed_before_its_first_file_starts_again(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
-) -> None:
-    make_table(client)
-    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.common.atomic_files:sync", 2, *arguments)
-    assert not (tmp_path / "backup/unfinished.json").exists()
-    assert weightserver(*arguments)[0] == 0
-    assert not list((tmp_path / "backup").glob("*.partial"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(flipped, id="a bit"),
-        pytest.param(lambda content: content[:-1], id="cut"),
-        pytest.param(lambda content: flipped(content, 20 / len(content)), id="header", marks=pytest.mark.slow),
-        pytest.param(lambda _: b"", id="empty", marks=pytest.mark.slow),
-        pytest.param(None, id="missing", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.guard
-def test_a_damaged_file_of_an_interrupted_backup_is_copied_again(
-    damage: Callable[[bytes], bytes] | None,
-    weightserver: Weightserver,
-    cluster: LocalCluster,
-    client: WeightClient,
-    tmp_path: Path,
-) -> None:
-    """The first of two existing files is damaged."""
-    spec = TableSpec(num_rows=12_000, dim=128)
-    client.create_table(spec)
-    client.extend_schedule(0, np.full(5, 0.1, np.float32))
-    client.open_session("run")
-    rows = np.arange(spec.num_rows)
-    client.push_gradients(rows, np.ones((len(rows), 128), np.float32), step=0)
-    client.checkpoint("one", step=1)
-    kept = client.fetch_state(rows)
-    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.operations.backup:atomic_write", 4, *arguments)
-    first, _ = sorted((tmp_path / "backup/shard-0").glob("blocks-*.safetensors"))
-    whole = first.read_bytes()
-    if damage:
-        first.write_bytes(damage(whole))
-    else:
-        first.unlink()
-    status, said, error = weightserver(*arguments)
-    assert status == 0, error
-    assert f"backed up {spec.num_rows} rows of checkpoint one" in said
-    for shard in range(2):
-        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
-    with LocalCluster(2, tmp_path / "new") as new, WeightClient(new.addresses) as reader:
-        assert same(reader.fetch_state(rows), kept)
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"checkpoint": "on', b"\xff", b'{"checkpoint": "one", "more": 1}'])
-def test_backup_rejects_a_damaged_unfinished_backup(
-    content: bytes, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
-) -> None:
-    make_table(client)
-    (tmp_path / "unfinished.json").write_bytes(content)
-    outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path)
-    assert_one_line(outcome, "unfinished.json is damaged: remove the directory, start again, and remove the backup-")
 
 
 def test_only_one_of_two_backups_into_one_directory_continues(
@@ -351,21 +257,6 @@ def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: Weig
 
     assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
     assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
-
-
-def test_an_unfinished_backup_of_a_released_checkpoint_is_rejected(
-    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
-) -> None:
-    make_table(client)
-    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup"]
-    dies("weightserver.operations.backup:atomic_write", 3, *arguments, "--checkpoint", "two")
-    client.open_session("back")
-    client.rollback("one")
-    assert_one_line(
-        weightserver(*arguments),
-        "cannot be resumed because its rows were rolled back or released: remove",
-    )
-    assert client.checkpoints() == [Checkpoint("one", 2)]
 
 
 def test_backup_rejects_invalid_arguments(
