@@ -139,6 +139,19 @@ def test_a_killed_reshard_can_be_repeated(
             assert txn.generations(0) == [1, 0]
 
 
+@pytest.mark.guard
+def test_another_checkpoint_after_a_killed_reshard(
+    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+) -> None:
+    """Nothing is left of the first attempt, which was to have more rows."""
+    sources, kept, _ = tables(2)
+    targets = targets_in(tmp_path / "new", 3)
+    command = ["reshard", "--source", *sources, "--target", *targets]
+    dies("weightserver.operations.reshard:_fill", 1, *command, "--checkpoint", "two")
+    assert weightserver(*command, "--checkpoint", "one")[0] == 0
+    assert same(rows_in(targets), kept)
+
+
 def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
     small_pieces: None, tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
