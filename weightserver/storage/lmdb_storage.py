@@ -42,7 +42,7 @@ from weightserver.storage import directory as files
 from weightserver.storage.directory import OwnerLock, translated
 from weightserver.storage.integrity import check_end, check_pages
 from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transaction
-from weightserver.storage.page_cache import faults_from_disk, writing_back
+from weightserver.storage.page_cache import address, begin_reading, faults_from_disk, writing_back
 from weightserver.storage.tombstone import require_current
 
 _ROOM_BYTES = 256 << 20
@@ -54,8 +54,10 @@ _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 _BLOCK = struct.Struct(">Q")
 _BLOCK_KEY = struct.Struct(">QI")
 _CHANGE = struct.Struct(">IQ")
-_FAULT_CHECK_BLOCKS = 8
-"""Blocks that are looked up before it is looked whether they were in memory."""
+_FAULT_CHECK_BLOCKS = 16
+"""Blocks that are looked up, but for the first, before it is looked whether they were in memory."""
+_MOST_SPREAD = 1.35
+"""Bytes of the file that are read at most for a byte of its blocks."""
 _READING_THREADS = 16
 """Threads that read blocks from the disk ahead of their use."""
 _TRANSACTION = b"transaction"
@@ -77,6 +79,13 @@ _COPY_BYTES = 64 << 20
 """Bytes of values that `copy` writes in one transaction."""
 
 
+def _newest(blocks: lmdb.Cursor[memoryview], block: int, inverted: int) -> memoryview | None:
+    """The newest version of a block that is not newer than an inverted generation."""
+    if blocks.set_range(_BLOCK_KEY.pack(block, inverted)) and _BLOCK.unpack_from(blocks.key())[0] == block:
+        return blocks.value()
+    return None
+
+
 def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
     """(block, generation) of a key of `blocks`."""
     block, inverted = _BLOCK_KEY.unpack(key)
@@ -86,7 +95,7 @@ def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
 class _LmdbTransaction:
     """A snapshot of LMDB's, or a change."""
 
-    def __init__(self, storage: LmdbStorage, txn: lmdb.Transaction) -> None:
+    def __init__(self, storage: LmdbStorage, txn: lmdb.Transaction[memoryview]) -> None:
         self.directory = storage.directory
         self._storage = storage
         self._txn = txn
@@ -98,8 +107,7 @@ class _LmdbTransaction:
         """Bytes of the blocks that were put."""
 
     def get(self, database: str, key: bytes) -> memoryview | None:
-        value = self._txn.get(key, db=self._databases[database])
-        return None if value is None else memoryview(value)
+        return self._txn.get(key, db=self._databases[database])
 
     def look(self) -> None:
         """Reads the ends of every database. Raises lmdb.Error if one cannot be read."""
@@ -118,7 +126,7 @@ class _LmdbTransaction:
 
     def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
         for key, value in self._txn.cursor(self._databases[database]):
-            yield bytes(key), memoryview(value)
+            yield bytes(key), value
 
     def block_versions(self) -> Iterator[tuple[int, int]]:
         """(block, generation) of every stored version; reads no more than the first pages of values."""
@@ -138,26 +146,37 @@ class _LmdbTransaction:
 
     def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
         """The block's newest version of a generation ≤ `up_to`."""
-        cursor, wanted = self._blocks, _BLOCK_KEY.pack(block, NEWEST - up_to)
-        if not cursor.set_range(wanted) or cursor.key()[: _BLOCK.size] != wanted[: _BLOCK.size]:
-            return None
-        return memoryview(cursor.value())
+        return _newest(self._blocks, block, NEWEST - up_to)
 
     def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
-        """As `newest_block` of each, int64 [n]. Once some had to be read from the disk, threads read the others."""
-        numbers, found = blocks.tolist(), list[memoryview | None]()
-        faults = faults_from_disk()
+        """As `newest_block` of each, ascending, int64 [n]. Once one was not in memory, the others are read ahead."""
+        cursor, inverted, found = self._blocks, NEWEST - up_to, list[memoryview | None]()
+        numbers, end, faults = blocks.tolist(), 1, faults_from_disk()
         while len(found) < len(numbers):
-            part = numbers[len(found) : len(found) + _FAULT_CHECK_BLOCKS]
-            found += [self.newest_block(block, up_to=up_to) for block in part]
+            found += [_newest(cursor, block, inverted) for block in numbers[len(found) : end]]
+            end += _FAULT_CHECK_BLOCKS
             if faults_from_disk() > faults:
-                self.prefetch(numbers[len(found) :], up_to=up_to)
+                self._read_ahead(numbers[len(found) :], up_to)
                 faults = faults_from_disk()
         return found
 
     def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        """Reads the blocks' newest versions into memory, many at once."""
-        self._storage.touch(blocks, up_to)
+        """Reads the blocks' newest versions ahead, ascending, if the first is not in memory."""
+        faults = faults_from_disk()
+        if blocks:
+            self.newest_block(blocks[0], up_to=up_to)
+        if faults_from_disk() > faults:
+            self._read_ahead(blocks[1:], up_to)
+
+    def _read_ahead(self, blocks: Sequence[int], up_to: int) -> None:
+        """Reads blocks from the disk: all at once if they lie together in the file, as neighbours do, else in threads,
+        because LMDB waits for each page that it uses."""
+        if len(blocks) > 1:
+            first, last = (self.newest_block(block, up_to=up_to) for block in (blocks[0], blocks[-1]))
+            if first and last and 0 < address(last) - address(first) < _MOST_SPREAD * len(first) * len(blocks):
+                begin_reading(first, last)
+            else:
+                self._storage.touch(blocks[1:-1], up_to)
 
     def next_block(self, first: int) -> int | None:
         """The first block from number `first` on that has a version."""

@@ -1,13 +1,16 @@
-"""Tells reads of a mapped file that wait for the disk from others, and writes changed pages back early."""
+"""Reads parts of a mapped file ahead of their use, and writes changed pages back early."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import mmap
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+import numpy as np
 
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_SECONDS = 0.004
@@ -16,6 +19,17 @@ _WRITE_BACK_SECONDS = 0.004
 def faults_from_disk() -> int:
     """Number of times that this thread used a page of a file that first had to be read from the disk."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+def begin_reading(first: memoryview, last: memoryview) -> None:
+    """Makes the system read a mapped file from one value to another while the caller continues."""
+    start = address(first) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address(last) + len(last) - start), mmap.MADV_WILLNEED)
+
+
+def address(value: memoryview) -> int:
+    """Where a value lies in memory."""
+    return int(np.frombuffer(value, np.uint8).ctypes.data)
 
 
 @contextlib.contextmanager
@@ -46,17 +60,10 @@ def writing_back(descriptor: int) -> Iterator[None]:
 
 def begin_writing_back(descriptor: int) -> bool:
     """Makes the system write the file's changed pages while the caller continues; returns False if it cannot."""
-    function = _sync_file_range()
-    return function is not None and function(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE) == 0
+    everything = ctypes.c_int64(0)
+    return bool(_libc().sync_file_range(descriptor, everything, everything, _SYNC_FILE_RANGE_WRITE) == 0)
 
 
 @functools.cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The system's function; None if it has none."""
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-    found: Callable[[int, int, int, int], int] = function
-    return found
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
