@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,6 @@ class MemoryTransaction:
 
     def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
         return [self.newest_block(block, up_to=up_to) for block in blocks.tolist()]
-
-    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        pass
 
     def next_block(self, first: int) -> int | None:
         return min((block for block, _ in self._blocks if block >= first), default=None)

@@ -10,7 +10,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -178,13 +177,8 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     block_bytes = 16 * PAGE_BYTES
     with closing(LmdbStorage(data.parent, readonly=True, scattered=True)) as storage, storage.read() as txn:
         before = resident_bytes(data)
-        txn.prefetch(range(0, 300, 10))
-        for _ in range(1200):  # it is begun, not waited for
-            prefetched = resident_bytes(data) - before
-            if prefetched >= 27 * block_bytes:
-                break
-            time.sleep(0.05)
-        assert 27 * block_bytes <= prefetched < 35 * block_bytes
+        assert None not in txn.newest_blocks(np.arange(0, 300, 10))
+        assert 27 * block_bytes <= resident_bytes(data) - before < 35 * block_bytes
     let_go(data)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")

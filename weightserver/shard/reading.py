@@ -259,17 +259,13 @@ def read_blocks(
     with storage.read() as txn:
         kept = read_state(txn).checkpoint(checkpoint)
         up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows).num_blocks
-        block = txn.next_block(first)
-        if block is not None:
-            txn.prefetch(range(block, block + num_wanted * num_shards, num_shards), up_to=up_to)
-        for _ in range(_MAX_SEEN_BLOCKS):  # includes blocks that are newer than the checkpoint
-            if block is not None and block >= end:
-                block = None
-            if block is None or len(found) == num_wanted:
-                break
-            stored = txn.newest_block(block, up_to=up_to)
-            if stored is not None:
-                codec.check(block, stored)
-                found.append((block, bytes(stored)))
-            block = txn.next_block(block + 1)
-    return found, block
+        block, num_seen = txn.next_block(first), 0  # some are newer than the checkpoint
+        while block is not None and block < end and len(found) < num_wanted and num_seen < _MAX_SEEN_BLOCKS:
+            numbers = np.arange(block, min(end, block + (num_wanted - len(found)) * num_shards), num_shards)
+            for number, stored in zip(numbers.tolist(), txn.newest_blocks(numbers, up_to=up_to), strict=True):
+                if stored is not None:
+                    codec.check(number, stored)
+                    found.append((number, bytes(stored)))
+            num_seen += len(numbers)
+            block = txn.next_block(int(numbers[-1]) + 1)
+    return found, None if block is None or block >= end else block

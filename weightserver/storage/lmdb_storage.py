@@ -160,14 +160,6 @@ class _LmdbTransaction:
                 faults = faults_from_disk()
         return found
 
-    def prefetch(self, blocks: Sequence[int], *, up_to: int = NEWEST) -> None:
-        """Reads the blocks' newest versions ahead, ascending, if the first is not in memory."""
-        faults = faults_from_disk()
-        if blocks:
-            self.newest_block(blocks[0], up_to=up_to)
-        if faults_from_disk() > faults:
-            self._read_ahead(blocks[1:], up_to)
-
     def _read_ahead(self, blocks: Sequence[int], up_to: int) -> None:
         """Reads blocks from the disk: all at once if they lie together in the file, as neighbours do, else in threads,
         because LMDB waits for each page that it uses."""
