@@ -17,7 +17,7 @@ from trainer.run.resume import check_descent
 from weightserver import ClientSecurity, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.atomic_files import to_path
-from weightserver.operations.arguments import add_security_arguments, client_security
+from weightserver.common.options import add_options, given_options
 from weightserver.torch import ClassOrder, RangesOrder
 
 
@@ -38,7 +38,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the run's directory, and where its weight servers are."""
     parser.add_argument("run", type=to_path, help="the run's directory")
     parser.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
-    add_security_arguments(parser)
+    add_options(parser, ClientSecurity)
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _order(
 
 def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
     """The security options of this command, or the run's if it has none."""
-    own = client_security(options)
+    own = given_options(options, ClientSecurity)
     if own != ClientSecurity():
         return own
     files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}

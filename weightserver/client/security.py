@@ -9,27 +9,23 @@ from typing import Any
 
 import grpc
 
-from weightserver.common.security import expiry, read_ca, read_pair, read_token
+from weightserver.common.options import option
+from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair, read_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSecurity:
-    """How a client authenticates itself, and which shards it trusts.
+    """How a client authenticates itself, and which shards it trusts; its fields are options of commands.
 
     Raises:
         ValueError: the options contradict each other.
     """
 
-    tls_ca: Path | None = None
-    """The CA that signed the shards' certificates; None disables TLS."""
-    tls_cert: Path | None = None
-    """This client's own certificate, for shards that require one."""
-    tls_key: Path | None = None
-    """The key of `tls_cert`."""
-    token_file: Path | None = None
-    """The file with the token; None takes $WEIGHTSERVER_TOKEN if that is set."""
-    insecure: bool = False
-    """Whether shards beyond loopback may be called without TLS."""
+    tls_ca: Path | None = option("use TLS; the CA that signed the shards' certificates (PEM)", None)
+    tls_cert: Path | None = option("own certificate, for shards that require one (PEM)", None)
+    tls_key: Path | None = option("the key of --tls-cert (PEM)", None)
+    token_file: Path | None = option(f"token of the shards (default ${TOKEN_VARIABLE})", None)
+    insecure: bool = option("allow addresses beyond loopback without TLS", False)
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 
 from weightserver.client.client import WeightClient
 from weightserver.client.security import ClientSecurity
 from weightserver.common.addresses import parse_addresses
-from weightserver.common.atomic_files import to_path
-from weightserver.common.security import TOKEN_VARIABLE
+from weightserver.common.options import add_options, given_options
 
 _RETRY_SECONDS = 10
 """Operators wait less patiently than training runs."""
@@ -18,7 +16,7 @@ _RETRY_SECONDS = 10
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
     add_addresses(parser, "every shard", required=required)
-    add_security_arguments(parser)
+    add_options(parser, ClientSecurity)
 
 
 def add_addresses(parser: argparse.ArgumentParser, of: str, *, required: bool = True) -> None:
@@ -37,26 +35,8 @@ def given_addresses(arguments: argparse.Namespace) -> list[str]:
 
 def connect(arguments: argparse.Namespace) -> WeightClient:
     """A client of the cluster given by the options of `add_cluster_arguments`."""
-    security = client_security(arguments)
+    security = given_options(arguments, ClientSecurity)
     return WeightClient(given_addresses(arguments), retry_seconds=_RETRY_SECONDS, **security.client_arguments())
-
-
-def add_security_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each field of `ClientSecurity`."""
-    parser.add_argument("--tls-ca", type=to_path, help="use TLS; the CA that signed the shards' certificates (PEM)")
-    parser.add_argument("--tls-cert", type=to_path, help="own certificate, for shards that require one (PEM)")
-    parser.add_argument("--tls-key", type=to_path, help="the key of --tls-cert (PEM)")
-    parser.add_argument("--token-file", type=to_path, help=f"token of the shards (default ${TOKEN_VARIABLE})")
-    parser.add_argument("--insecure", action="store_true", help="allow addresses beyond loopback without TLS")
-
-
-def client_security(arguments: argparse.Namespace) -> ClientSecurity:
-    """Reads the options of `add_security_arguments`.
-
-    Raises:
-        ValueError: the options contradict each other.
-    """
-    return ClientSecurity(**{field.name: getattr(arguments, field.name) for field in fields(ClientSecurity)})
 
 
 def non_empty_name(text: str) -> str:

@@ -14,8 +14,9 @@ from weightserver.client.connection import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.common.atomic_files import to_path
+from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import AuthenticationError, ShardUnavailableError, StorageError
-from weightserver.operations.arguments import add_addresses, add_security_arguments, client_security, given_addresses
+from weightserver.operations.arguments import add_addresses, given_addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", type=to_path, help="the shard's own directory; checks the free space of its volume"
     )
     parser.add_argument("--min-free-mib", type=int, default=256, help="free space required (default 256)")
-    add_security_arguments(parser)
+    add_options(parser, ClientSecurity)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
     if arguments.data_dir is not None and len(addresses) > 1:
         raise ValueError(f"--data-dir {arguments.data_dir} is of one shard: give one address")
-    security = client_security(arguments)
+    security = given_options(arguments, ClientSecurity)
     statuses = [_serving_status(address, security, arguments.timeout_seconds) for address in addresses]
     if arguments.data_dir is not None:
         _check_free_space(addresses[0], statuses[0], arguments.data_dir, arguments.min_free_mib)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Literal
 
+from weightserver.common.options import add_options, given_options, option
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.spec import TableSpec
 
@@ -25,10 +26,6 @@ _LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": f"{text} (default {default})"})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A planned run; the fields are named as the trainer's settings, and are the command's options.
@@ -37,30 +34,20 @@ class Workload:
         ValueError: a field is outside its range.
     """
 
-    num_rows: int = field(metadata={"help": "N, the number of images"})
-    dim: int = _option(128, "D, values per row")
-    num_negatives: int = _option(65_536, "K, active rows")
-    batch_size: int = _option(512, "B, on all ranks together")
-    window_size: int = _option(131_072, "W, rows in the window")
-    window_stride: int = _option(16_384, "S, rows by which the window moves")
-    steps_per_second: float = _option(1.0, "speed of the trainer")
-    steps: int | None = field(
-        default=None, metadata={"help": "steps of the whole run (default one pass over all rows)"}
-    )
-    rows_per_block: int = _option(63, "rows stored together")
-    dtype: Literal["float32", "bfloat16"] = _option("float32", "stored numbers, float32 or bfloat16")
-    num_shards: int = _option(1, "weight servers")
-    num_ranks: int = _option(1, "trainers")
-    checkpoint_every: int = _option(1_000, "E, steps between checkpoints, 0 for none")
-    keep_checkpoints: int = _option(3, "c, checkpoints kept")
-
-    @classmethod
-    def fitting(cls, num_rows: int, **given: Any) -> Workload:
-        """A run on `num_rows` images: defaults that are those of ImageNet's size are at most N, S at most N / 8."""
-        largest = dict.fromkeys(("num_negatives", "batch_size", "window_size"), num_rows)
-        largest["window_stride"] = num_rows // 8
-        fitting = {name: max(1, min(getattr(cls, name), most)) for name, most in largest.items()}
-        return cls(num_rows=num_rows, **fitting | given)
+    num_rows: int = option("N, the number of images")
+    dim: int = option("D, values per row", 128)
+    num_negatives: int = option("K, active rows", 65_536)
+    batch_size: int = option("B, on all ranks together", 512)
+    window_size: int = option("W, rows in the window", 131_072)
+    window_stride: int = option("S, rows by which the window moves", 16_384)
+    steps_per_second: float = option("speed of the trainer", 1.0)
+    steps: int | None = option("steps of the run (default one pass over all rows)", None)
+    rows_per_block: int = option("rows stored together", 63)
+    dtype: Literal["float32", "bfloat16"] = option("stored numbers", "float32")
+    num_shards: int = option("weight servers", 1)
+    num_ranks: int = option("trainers", 1)
+    checkpoint_every: int = option("E, steps between checkpoints, 0 for none", 1_000)
+    keep_checkpoints: int = option("c, checkpoints kept", 3)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -254,20 +241,21 @@ def _time(load: Workload) -> list[Figure]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for one in fields(Workload):
-        name, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
-        required = one.name == "num_rows"
-        parser.add_argument(name, type=_type(one), default=argparse.SUPPRESS, required=required, help=text)
+    add_options(parser, Workload)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _type(option: Field[Any]) -> type:
-    return {"steps_per_second": float, "dtype": str}.get(option.name, int)
+def _fit_defaults(arguments: argparse.Namespace) -> None:
+    """Limits defaults, those of a run on ImageNet, to what few images allow."""
+    limits = dict.fromkeys(("num_negatives", "batch_size", "window_size"), arguments.num_rows)
+    for name, most in (limits | {"window_stride": arguments.num_rows // 8}).items():
+        if (default := getattr(Workload, name)) == getattr(arguments, name):
+            setattr(arguments, name, max(1, min(default, most)))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    known = {one.name for one in fields(Workload)}
-    parts = plan(Workload.fitting(**{name: value for name, value in vars(arguments).items() if name in known}))
+    _fit_defaults(arguments)
+    parts = plan(given_options(arguments, Workload))
     if arguments.json:
         print(json.dumps({part: [asdict(figure) for figure in figures] for part, figures in parts.items()}, indent=2))
         return

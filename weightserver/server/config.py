@@ -7,7 +7,8 @@ from pathlib import Path
 
 from weightserver.common.addresses import is_loopback
 from weightserver.common.logs import LogFormat
-from weightserver.common.security import has_token
+from weightserver.common.options import option
+from weightserver.common.security import TOKEN_VARIABLE, has_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,48 +19,32 @@ class ServerConfig:
         ValueError: a setting is out of range, or TLS or a token is missing for an address beyond loopback.
     """
 
-    data_dir: Path
-    """The shard's own directory on a local disk."""
-    init: bool = False
-    """Whether to begin a new, empty shard where the directory is empty or missing."""
-    shard: int
-    """Number of this shard, 0-based."""
-    num_shards: int
-    """Number of shards in the cluster."""
-    listen: str = "127.0.0.1:50051"
-    """host:port; port 0 takes a free port."""
-    metrics_port: int | None = None
-    """Port of /metrics; 0 takes a free port, None serves no metrics."""
-    metrics_host: str = "127.0.0.1"
-    """Address of /metrics, which is read-only, requires no token and shows no rows."""
-    grace_seconds: float = 10.0
-    """How long running calls may continue after SIGTERM."""
-    request_memory_mib: int = 4096
-    """Memory for all requests in progress; must fit the largest write and the blocks that it changes."""
-    stall_seconds: float = 10.0
-    """How long a caller may neither send nor receive a message before its call is cancelled."""
-    slow_request_seconds: float = 1.0
-    """A request that takes longer is logged, with its stages and its id."""
-    verify_reads: bool = True
-    """Whether fetches verify the checksums of rows."""
-    tls_cert: Path | None = None
-    """The shard's certificate, PEM; None disables TLS."""
-    tls_key: Path | None = None
-    """The key of `tls_cert`."""
-    tls_client_ca: Path | None = None
-    """CA that must have signed every client's certificate; None requires no client certificates."""
-    token_file: Path | None = None
-    """File with the bearer token that calls must carry, except health checks; None takes $WEIGHTSERVER_TOKEN if set."""
-    insecure: bool = False
-    """Whether an address other than loopback may be served without TLS or a token."""
+    data_dir: Path = option("the shard's own directory, on a local disk")
+    init: bool = option(
+        "create a new, empty shard if the directory is empty or missing (default: refuse to serve it)", False
+    )
+    shard: int = option("number of this shard, from 0", 0)
+    num_shards: int = option("shards in the cluster", 1)
+    listen: str = option("host:port; port 0 takes a free port", "127.0.0.1:50051")
+    metrics_port: int | None = option("serve Prometheus metrics on this port; 0 takes a free one", None)
+    metrics_host: str = option("address of the metrics, which need no token and show no rows", "127.0.0.1")
+    grace_seconds: float = option("time for running calls to end after SIGTERM", 10.0)
+    request_memory_mib: int = option(
+        "memory for all requests in progress; must fit the largest write and the blocks that it changes", 4096
+    )
+    stall_seconds: float = option("time until the call of a silent caller is cancelled", 10.0)
+    slow_request_seconds: float = option("log requests that take longer, with their stages", 1.0)
+    verify_reads: bool = option("verify the checksums of fetched rows (default: do)", True)
+    tls_cert: Path | None = option("serve TLS with this certificate (PEM)", None)
+    tls_key: Path | None = option("the key of --tls-cert (PEM)", None)
+    tls_client_ca: Path | None = option("accept only clients with a certificate signed by this CA (PEM)", None)
+    token_file: Path | None = option(f"file with the token that calls must carry (default ${TOKEN_VARIABLE})", None)
+    insecure: bool = option("allow listening beyond loopback without TLS or a token", False)
     log_format: LogFormat = "text"
-    """Format of the log, one line per event."""
-    reflection: bool = False
-    """Whether to serve the contract by gRPC reflection."""
-    announce: bool = False
-    """Whether to print one JSON line with the addresses on stdout once the shard serves."""
-    stop_with_parent: bool = False
-    """Whether to stop when stdin closes, as it does when the process that started this one dies."""
+    """Format of the log, one line per event; an option of every command."""
+    reflection: bool = option("serve the contract by gRPC reflection", False)
+    announce: bool = option("print the addresses as one JSON line on stdout once serving", False)
+    stop_with_parent: bool = option("stop when stdin is closed, as when the parent process dies", False)
 
     def __post_init__(self) -> None:
         if self.num_shards < 1 or not 0 <= self.shard < self.num_shards:
