@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.settings import Settings, check_choice, resumable
-from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.double_double import cosine
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
 from weightserver.torch import NEGATIVES, Negatives, VisitSchedule
 
@@ -105,5 +104,14 @@ def learning_rates(*, num_steps: int, base: float, warmup_steps: int, start_frac
         raise ValueError(f"the warm-up must take 0..{num_steps} steps, the length of the run, got {warmup_steps}")
     step = np.arange(num_steps, dtype=np.float64)
     warmup = start_fraction + (1 - start_fraction) * step / max(1, warmup_steps)
-    angle = math.pi * (step[warmup_steps:] - warmup_steps) / max(1, num_steps - warmup_steps)
-    return (base * np.concatenate([warmup[:warmup_steps], 0.5 * (1 + cosine(angle))])).astype(np.float32)
+    left = (num_steps - step[warmup_steps:]) / max(1, num_steps - warmup_steps)
+    cosine = _sine(math.pi / 2 * left) ** 2  # (1 + cos α)/2 = sin² ((π − α)/2)
+    return (base * np.concatenate([warmup[:warmup_steps], cosine])).astype(np.float32)
+
+
+def _sine(angle: Float64Array) -> Float64Array:
+    """sin of 0 ≤ angle ≤ π/2 by Taylor's series: the platforms' own functions differ in the last bit."""
+    total, square = np.ones_like(angle), angle * angle
+    for k in range(26, 0, -2):
+        total = 1 - square * total / (k * (k + 1))
+    return angle * total

@@ -14,7 +14,6 @@ import numpy as np
 from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core import kernel
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
 
 REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
@@ -60,24 +59,6 @@ class Arguments:
         weight, momentum = values if dtype == "bfloat16" else values.astype(np.float32)
         self.push: list[Any] = [changed, coefficients, weight, (1e-4, 0.9, 0.1), 7]
         self.replace: list[Any] = [changed, weight, momentum, steps]
-        self.leaf_products = self.of_a_schedule()
-
-    def of_a_schedule(self) -> list[Any]:
-        """Learning rates of up to 20 leaves, nodes on three levels, and the leaves before a stop."""
-        num_leaves = int(self.generator.integers(1, 20))
-        firsts = np.cumsum([0, num_leaves, num_leaves // 2])
-        num_nodes = int(firsts[-1]) + num_leaves // 4 + 1
-        schedule = (
-            self.generator.random(LEAF * num_leaves).astype(np.float32),
-            np.append(firsts, firsts[-1] + num_leaves // 4)[:5],
-            self.generator.random((2, 2, num_nodes + 4)),
-            np.zeros(num_nodes + 4, np.int64),
-        )
-        stop = int(self.generator.integers(LEAF * num_leaves))
-        leaves = np.flatnonzero(self.generator.random(stop // LEAF + 1) < 0.5)
-        products = np.zeros((LEAF * len(leaves), 2, 2))
-        step = (1e-4, 0.9, 1e-4, 0.0, 0.0, 0.0)
-        return [schedule, step, 2.0**480, leaves, stop, products, products.astype(np.float32)]
 
     def block(self, spec: TableSpec, number: int) -> memoryview:
         """A sealed block of either form, not aligned."""
@@ -141,13 +122,11 @@ def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
         assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
         assert module.push(*arguments.push) == num_rows
         assert module.replace(*arguments.replace) == num_rows
-        module.leaf_products(*arguments.leaf_products)
         for function, given in (
             (module.look, arguments.look),
             (module.answer, arguments.answer),
             (module.push, arguments.push),
             (module.replace, arguments.replace),
-            (module.leaf_products, arguments.leaf_products),
         ):
             for _ in range(3):
                 wrong = list(given)

@@ -1,44 +1,46 @@
-"""Transfer products against sequential ones, rounded far less; pushed gradients against dense torch.optim.SGD."""
+"""Transfer products against sequential ones in long integers; pushed gradients against dense torch.optim.SGD."""
 
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightserver.core import correction, transfer_tables
-from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
-from weightserver.core.correction import Schedule, apply_push, correct, single_rate_products
+from weightserver.core import transfer
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
 from weightserver.core.errors import StepError
-from weightserver.core.known_products import KnownProducts, RecentProducts
-from weightserver.core.transfer_tables import TransferTables
 
 Run = tuple[float, float, str, float, int]
 """momentum, weight decay, kind of schedule, highest learning rate, seed"""
+STABLE = 0.999
+"""The largest learning rate of these tests, as a share of the limit of stability."""
 
 
 # ---- schedules
 
 
-def rates_of(kind: str, peak: float, num_steps: int, seed: int) -> Float32Array:
+def rates_of(kind: str, peak: float, num_steps: int, seed: int = 0) -> Float32Array:
     """Learning rates ≤ peak: float32 [num_steps]."""
     step = np.arange(num_steps)
-    if kind == "constant":
-        rates = np.full(num_steps, peak)
-    elif kind == "warm-up and cosine":
-        warm_up = np.minimum(1, (step + 1) / (num_steps / 20 + 1))
-        rates = peak * warm_up * (1 + np.cos(np.pi * step / (num_steps + 1))) / 2
-    else:
-        rates = np.random.default_rng(seed).uniform(0, peak, num_steps)
-    return rates.astype(np.float32)
+    share = {
+        "constant": lambda: np.ones(num_steps),
+        "cosine": lambda: (1 + np.cos(np.pi * step / (num_steps + 1))) / 2,
+        "warm-up and cosine": lambda: (
+            np.minimum(1, (step + 1) / (num_steps / 20 + 1)) * (1 + np.cos(np.pi * step / (num_steps + 1))) / 2
+        ),
+        "one cycle": lambda: np.minimum(step / (0.3 * num_steps), (num_steps - step) / (0.7 * num_steps)),
+        "steps": lambda: 0.1 ** (3 * step // num_steps),
+        "every other thousand": lambda: step // 1_000 % 2,
+        "random": lambda: np.random.default_rng(seed).uniform(0, 1, num_steps),
+    }[kind]()
+    return (peak * share).astype(np.float32)
 
 
 @st.composite
@@ -46,22 +48,22 @@ def runs(draw: st.DrawFn) -> Run:
     """A stable run: momentum, weight decay, kind of schedule, highest learning rate, seed."""
     momentum = draw(st.floats(0, 0.99) | st.sampled_from([0.0, 1e-9, 0.5, 0.9, 0.99]))
     weight_decay = draw(st.floats(0, 0.1) | st.sampled_from([0.0, 1e-6, 1e-4, 0.1]))
-    stable = 2 * (1 + momentum) / weight_decay if weight_decay > 1e-30 else 1e30
-    share = draw(st.floats(0, 0.999) | st.sampled_from([1e-6, 1e-3, 0.25, 0.5, 0.999]))
+    limit = 2 * (1 + momentum) / weight_decay if weight_decay > 1e-30 else 1e30
+    share = draw(st.floats(0, STABLE) | st.sampled_from([1e-6, 1e-3, 0.25, 0.5, STABLE]))
     usual = draw(st.sampled_from([0.03, 0.1, 1.0]))
-    peak = min(usual, 0.999 * stable) if draw(st.booleans()) else share * stable
+    peak = min(usual, STABLE * limit) if draw(st.booleans()) else share * limit
     kind = draw(st.sampled_from(["constant", "warm-up and cosine", "random"]))
     return momentum, weight_decay, kind, peak, draw(st.integers(0, 2**32 - 1))
 
 
 def exact_products(
-    momentum: float, weight_decay: float, learning_rates: Float32Array, stops: list[int]
+    momentum: float, weight_decay: float, learning_rates: Float32Array, stops: list[int], *, backwards: bool = False
 ) -> dict[int, list[Fraction]]:
-    """M_{stop−1} ··· M_0 for each stop, row by row, in integers with 400 binary places of the largest entry.
+    """M_{stop−1} ··· M_0 for each stop, row by row, in integers with 250 binary places of the largest entry.
 
-    A sequential product in float64 but for its rounding.
+    A sequential product in float64 but for its rounding. `backwards`, each update is multiplied from the right.
     """
-    places = 400
+    places = 250
 
     def fixed(value: float) -> int:
         numerator, denominator = value.as_integer_ratio()
@@ -78,7 +80,10 @@ def exact_products(
         if step == max(stops):
             break
         p, q = one - (rates[step] * decay >> places), -rates[step] * m >> places
-        a, b, c, d = p * a + q * c, p * b + q * d, decay * a + m * c, decay * b + m * d
+        if backwards:
+            a, b, c, d = a * p + b * decay, a * q + b * m, c * p + d * decay, c * q + d * m
+        else:
+            a, b, c, d = p * a + q * c, p * b + q * d, decay * a + m * c, decay * b + m * d
         spare = max(a.bit_length(), b.bit_length(), c.bit_length(), d.bit_length()) - places
         if spare > 0:
             a, b, c, d = a >> spare, b >> spare, c >> spare, d >> spare
@@ -89,71 +94,75 @@ def exact_products(
 
 
 def check_accuracy(run: Run, offset: int, gaps: list[int]) -> None:
-    """max|error| ≤ 1e-12 · max|product|, learning rates up to 1.
-
-    Beyond, with the momentum buffer in a unit in which it moves as far as the weight, √(η/κ): a product may pass
-    through 0 where buffers move weights, and 1e-12 of its other entries says nothing about numbers of a million.
-    """
+    """The bound that `transfer` states."""
     momentum, weight_decay, kind, peak, seed = run
     rates = rates_of(kind, peak, offset + max(gaps), seed)
-    with warnings.catch_warnings(), np.errstate(all="raise"):
-        warnings.simplefilter("error")
-        schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates)
-        products = {gap: schedule.transfer(np.array([offset]), offset + gap)[0] for gap in gaps}
-        rounded = [schedule.coefficients(np.array([offset]), offset + gap) for gap in gaps]
-    assert np.isfinite(rounded).all()
+    schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates)
     unit = Fraction((peak * (1 + momentum) / weight_decay) ** 0.5 if peak > 1 and weight_decay > 1e-30 else 1.0)
     units = (Fraction(1), 1 / unit, unit, Fraction(1))
+    is_usual = peak * weight_decay <= 0.1 * 2 * (1 + momentum)
     for gap, expected in exact_products(momentum, weight_decay, rates[offset:], gaps).items():
-        assert np.isfinite(products[gap]).all()
         size = max(abs(entry) * factor for entry, factor in zip(expected, units, strict=True))
         if max(map(abs, expected)) > 1e300:  # random learning rates, each stable, may still make a row grow for ever
             continue
-        errors = [abs(Fraction(float(got)) - entry) for got, entry in zip(products[gap].flat, expected, strict=True)]
+        product = schedule.transfer(np.array([offset]), offset + gap)[0]
+        errors = [abs(Fraction(float(got)) - entry) for got, entry in zip(product.flat, expected, strict=True)]
         error = max(error * factor for error, factor in zip(errors, units, strict=True))
-        assert error <= max(size, Fraction(1e-200)) / 10**12, (run, offset, gap, float(error / size), float(size))
+        bound = (gap + 8) * 2.0**-52 + (0 if is_usual else 2.0**-22)
+        assert error <= max(size, Fraction(1e-200)) * Fraction(bound), (run, offset, gap, float(error / size))
 
 
-several_gaps = st.lists(st.integers(0, 50_000) | st.integers(0, 100), min_size=1, max_size=12).map(
+several_gaps = st.lists(st.integers(0, 20_000) | st.integers(0, 300), min_size=1, max_size=8).map(
     lambda gaps: [*gaps, 0, 1, 15, 16, 17]
 )
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
-@example(run=(0.99, 1e-6, "constant", 1.99e6, 0), offset=0, gaps=[72, 50_000])
+@given(run=runs(), offset=st.integers(0, 300), gaps=several_gaps)
 def test_transfer_is_the_sequential_product(run: Run, offset: int, gaps: list[int]) -> None:
     check_accuracy(run, offset, gaps)
 
 
 @pytest.mark.slow
 @settings(max_examples=1_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(run=runs(), offset=st.integers(0, 100), gaps=several_gaps)
+@given(run=runs(), offset=st.integers(0, 300), gaps=several_gaps)
 def test_transfer_is_the_sequential_product_for_many_runs(run: Run, offset: int, gaps: list[int]) -> None:
     check_accuracy(run, offset, gaps)
 
 
+SCHEDULES: list[Run] = [
+    (0.9, 1e-4, "constant", 0.06, 0),
+    (0.9, 1e-4, "constant", 1.0, 0),
+    (0.9, 1e-4, "cosine", 0.06, 0),
+    (0.9, 1e-4, "warm-up and cosine", 0.3, 0),
+    (0.9, 5e-4, "one cycle", 0.1, 0),
+    (0.9, 1e-4, "steps", 0.1, 0),
+    (0.9, 1e-4, "every other thousand", 0.1, 0),
+    (0.9, 1e-6, "random", 0.1, 0),
+    (0.0, 1e-4, "constant", 0.1, 0),
+    (0.9, 0.0, "constant", 0.1, 0),
+    (0.99, 1e-6, "cosine", 1.0, 0),
+    (0.9, 1e-4, "constant", STABLE * 3.8e4, 0),
+]
+
+
 @pytest.mark.parametrize(
-    ("momentum", "weight_decay", "learning_rate"),
-    [
-        (0.0, 0.1, 10.0),
-        (0.0, 0.1, 9.999),
-        (0.0, 1e-9, 1.0),
-        (1e-17, 0.1, 10.0),
-        (1e-12, 0.1, 10.0),
-        (1e-12, 0.1, 15.0),
-        (0.5, 2.0**-30, 1.5 * 2.0**30),
-        (0.9, 1e-9, 1e9),
-        (0.9, 1e-4, 0.999 * 3.8e4),
-        (0.99, 0.1, 0.9999 * 39.8),
-        (0.99, 1e-4, 0.999 * 3.98e4),
-        (0.99, 0.0, 1.0),
-        (0.9, 0.1, 0.0),
-    ],
+    ("run", "num_steps"),
+    [(SCHEDULES[0], 20_000), *(pytest.param(run, 200_000, marks=pytest.mark.guard) for run in SCHEDULES)],
 )
-def test_longest_gap_of_adversarial_runs(momentum: float, weight_decay: float, learning_rate: float) -> None:
-    """η·λ = 1 without momentum, tiny momentum, large η with small λ, the edge of stability, no weight decay."""
-    check_accuracy((momentum, weight_decay, "constant", learning_rate, 0), 3, [1, 2, 3, 40, 999, 50_000])
+def test_coefficients_are_the_products_rounded_once(run: Run, num_steps: int) -> None:
+    """99.99 % of them over gaps of up to 200,000 steps (near the limit of stability 99.9 %), and the others are
+    neighbours in float32."""
+    momentum, weight_decay, kind, peak, _ = run
+    rates, gaps = rates_of(kind, peak, num_steps), np.unique(np.geomspace(1, num_steps, 2_000).astype(np.int64))
+    schedule = Schedule(momentum=momentum, weight_decay=weight_decay, learning_rates=rates)
+    # A product over reversed learning rates, multiplied from the other end, ends where the schedule's begin.
+    exact = exact_products(momentum, weight_decay, rates[::-1], gaps.tolist(), backwards=True)
+    expected = np.array([[float(entry) for entry in exact[gap]] for gap in gaps.tolist()]).astype(np.float32)
+    found = schedule.coefficients(num_steps - gaps, num_steps).reshape(-1, 4)
+    differ = found != expected
+    assert differ.mean() <= (1e-3 if peak > 1 else 1e-4)
+    assert (found == np.nextafter(expected, found))[differ].all()
 
 
 # ---- structure
@@ -175,7 +184,7 @@ def test_transfers_compose(points: list[int], momentum: float, weight_decay: flo
     schedule = realistic(3_000, momentum=momentum, weight_decay=weight_decay)
     first, second = schedule.transfer(np.array([s]), r)[0], schedule.transfer(np.array([r]), t)[0]
     whole = schedule.transfer(np.array([s]), t)[0]
-    np.testing.assert_allclose(whole, second @ first, rtol=0, atol=1e-12 * np.abs(whole).max())
+    np.testing.assert_allclose(whole, second @ first, rtol=0, atol=2e-12 * np.abs(whole).max())
     assert (schedule.transfer(np.array([s]), s)[0] == np.eye(2)).all()
 
 
@@ -219,94 +228,83 @@ def test_extending_in_pieces_equals_building_at_once(writes: list[tuple[float, i
             assert schedule.transfer(below, stop).tobytes() == at_once.transfer(below, stop).tobytes()
 
 
-@pytest.mark.parametrize("most_leaves", [8_192, 3])
 @pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("most_gaps", [1 << 16, 1_000])
 def test_chunks_of_a_fetch_have_the_bits_of_a_single_row(
-    monkeypatch: pytest.MonkeyPatch, most_leaves: int, ordered: bool
+    monkeypatch: pytest.MonkeyPatch, most_gaps: int, ordered: bool
 ) -> None:
-    """Whichever neighbours are computed with a row's product, and whether it is remembered."""
-    monkeypatch.setattr(transfer_tables, "_MOST_LEAVES", most_leaves)
+    """Computed by Python or NumPy, alone, with its neighbours or for an earlier chunk."""
+    monkeypatch.setattr(transfer, "_MOST_GAPS", most_gaps)
     stop, starts = 9_011, np.random.default_rng(0).integers(0, 9_012, 4_000)
     if ordered:
         starts.sort()
     schedule, alone = realistic(10_000), realistic(10_000)
-    chunks = np.array_split(starts, 7)
-    products = np.concatenate([schedule.transfer(chunk, stop) for chunk in chunks])
-    coefficients = np.concatenate([schedule.coefficients(chunk, stop) for chunk in chunks])
-    for number in range(0, len(starts), 40):
-        one = starts[number : number + 1]
-        alone._tables._recent = RecentProducts({}, 0)
-        assert alone.transfer(one, stop).tobytes() == products[number].tobytes()
-        assert alone.coefficients(one, stop).tobytes() == coefficients[number].tobytes()
+    for chunk in [*np.split(starts, [1, 5, 20, 600, 3_000]), starts[-30:], starts[:3].repeat(9)]:
+        found = schedule.coefficients(chunk, stop)
+        assert found.shape == (len(chunk), 2, 2)
+        assert found.flags.c_contiguous
+        for number in range(0, len(chunk), 40):
+            one = chunk[number : number + 1]
+            assert alone.coefficients(one, stop).tobytes() == found[number].tobytes()
+            assert alone.transfer(one, stop).astype(np.float32).tobytes() == found[number].tobytes()
 
 
-@pytest.mark.parametrize("single_rate", [False, True])
-def test_coefficients_are_contiguous(monkeypatch: pytest.MonkeyPatch, single_rate: bool) -> None:
-    """As the compiled kernel takes them, in whichever order the products lie in memory."""
-
-    def reordered(compute: Callable[..., Float64Array]) -> Callable[..., Float64Array]:
-        return lambda *arguments: np.asfortranarray(compute(*arguments))
-
-    monkeypatch.setattr(transfer_tables, "_MOST_LEAVES", 3)
-    monkeypatch.setattr(TransferTables, "_products", reordered(TransferTables._products))
-    monkeypatch.setattr(correction, "single_rate_products", reordered(single_rate_products))
-    schedule = Schedule(momentum=0.9, weight_decay=0.01, learning_rates=np.full(200, 0.1), single_rate=single_rate)
-    starts = np.arange(0, 200, 3)
-    assert not schedule.products(starts, 200).flags.c_contiguous
-    assert schedule.coefficients(starts, 200).flags.c_contiguous
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_a_fetch_computes_the_products_of_a_leaf_once(monkeypatch: pytest.MonkeyPatch, ordered: bool) -> None:
-    """Of 9,000 distinct gaps in 32 chunks, no matter in which order they come: few computations, hardly in vain."""
-    computed: list[int] = []
-    compute = TransferTables._of_leaves
-
-    def counted(self: TransferTables, leaves: Int64Array, stop: int) -> KnownProducts:
-        computed.append(len(leaves))
-        return compute(self, leaves, stop)
-
-    monkeypatch.setattr(TransferTables, "_of_leaves", counted)
-    starts = np.arange(65_536) // 7 if ordered else np.random.default_rng(0).integers(0, 9_000, 65_536)
-    schedule = realistic(20_000)
-    for chunk in np.array_split(starts, 32):
-        schedule.coefficients(chunk, 18_000)
-    assert 9_000 / 16 <= sum(computed) <= 1.2 * starts.max() / 16
-    assert len(computed) <= 12
+def test_schedules_that_follow_one_share_its_products() -> None:
+    """Whatever follows another one; none changes when a further one is made."""
+    rates = rates_of("warm-up and cosine", 0.06, 3_000)
+    stored = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates[:2_000])
+    seen: list[tuple[Schedule, Float32Array]] = [(stored, rates[:2_000])]
+    size = stored.table_bytes
+    for more in (1, 5, 3, 0, 500):
+        seen.append((stored.followed_by(rates[2_000 : 2_000 + more]), rates[: 2_000 + more]))
+        assert seen[-1][0]._tree is stored._tree
+    other = stored.followed_by(rates[2_001:2_700])
+    assert other._tree is not stored._tree
+    assert stored.table_bytes < 3 * size
+    seen.append((other, np.concatenate([rates[:2_000], rates[2_001:2_700]])))
+    stored.extend(1_990, np.full(20, 0.5))
+    seen[0] = (stored, np.concatenate([rates[:1_990], np.full(20, 0.5, np.float32)]))
+    for schedule, expected in seen:
+        assert np.array_equal(schedule.learning_rates, expected)
+        again = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=expected)
+        starts, stop = np.arange(0, len(expected), 7), len(expected)
+        assert schedule.coefficients(starts, stop).tobytes() == again.coefficients(starts, stop).tobytes()
 
 
 def test_readers_run_while_the_schedule_grows() -> None:
-    rates = rates_of("warm-up and cosine", 0.06, 4_000, 0)
-    expected = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates).transfer(np.arange(100), 100)
+    rates = rates_of("warm-up and cosine", 0.06, 4_000)
+    starts = [np.arange(100), np.zeros(1, np.int64)]
+    expected = [Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates).coefficients(s, 100) for s in starts]
     schedule = Schedule(momentum=0.9, weight_decay=1e-4, learning_rates=rates[:100])
     wrong: list[int] = []
 
     def read() -> None:
         while schedule.horizon < len(rates):
-            if schedule.transfer(np.arange(100), 100).tobytes() != expected.tobytes():
-                wrong.append(schedule.horizon)
+            for some, right in zip(starts, expected, strict=True):
+                if schedule.coefficients(some, 100).tobytes() != right.tobytes():
+                    wrong.append(schedule.horizon)
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    for start in range(100, len(rates), 50):
-        schedule.extend(start, rates[start : start + 50])
+    for start in range(100, len(rates), 7):
+        schedule.extend(start, rates[start : start + 7])
+        schedule.followed_by(rates[start : start + 3][::-1])
     for reader in readers:
         reader.join()
     assert not wrong
 
 
 def test_tables_stay_small() -> None:
-    schedule = realistic(1_400_000)
-    assert schedule.table_bytes <= 32 << 20
-    many = np.arange(0, 1_400_000, 10)
-    for stop in range(1_399_000, 1_400_001, 10):  # results that are remembered stay bounded too
-        schedule.transfer(many[many <= stop][-300:], stop)
-    for chunk in np.random.default_rng(0).integers(0, 1_400_000, (4, 2_000)):
-        schedule.coefficients(chunk, 1_400_000)
-    remembered = schedule._tables._recent.by_stop.values()
-    assert 1 <= len(remembered) <= 1_000
-    assert sum(known.num_bytes for known in remembered) <= 8 << 20
+    """40 bytes a step, and what is remembered does not grow with the number of steps that were asked for."""
+    schedule = realistic(1_000_000)
+    assert schedule.table_bytes <= 40_000_000
+    many = np.random.default_rng(0).integers(900_000, 999_000, 2_000)
+    for stop in range(999_000, 999_040):
+        schedule.coefficients(many[many > stop - 60_000], stop)
+    known = schedule._tree._known.values()
+    assert len(known) <= 4
+    assert sum(one.coefficients.nbytes for one in known) <= 4 << 20
 
 
 def test_rejects_invalid_learning_rates_without_effect() -> None:
@@ -370,20 +368,27 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
     assert paper.coefficients(np.array([999]), 1_000).shape == (1, 2, 2), "at the horizon"
 
 
-def test_diverging_single_rates_saturate_silently() -> None:
-    with warnings.catch_warnings(), np.errstate(all="raise"):
-        warnings.simplefilter("error")
-        assert np.isfinite(single_rate_products(0.9, 0.1, 1e30, np.arange(0, 50_000, 7))).all()
-
-
 # ---- rows
 
 
-def test_rows_that_overflow_do_so_silently() -> None:
-    weight, momentum_buffer = np.full((1, 3), 3e38, np.float32), np.full((1, 3), -3e38, np.float32)
-    correct(weight, momentum_buffer, np.full((1, 2, 2), 2.0, np.float32))
-    assert not np.isfinite(weight).any()
-    assert not np.isfinite(momentum_buffer).any()
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_a_result_beyond_float32_is_refused_with_its_row(weight_only: bool) -> None:
+    schedule = Schedule(momentum=0.9, weight_decay=0.01, learning_rates=np.full(30, 0.5))
+    weight, momentum_buffer = np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32)
+    weight[1, 2], momentum_buffer[1, 2] = 3e38, -3e38
+    with pytest.raises(
+        StepError, match="row 12 would be infinite or NaN after update 19, nothing was written"
+    ) as found:
+        bring_to(
+            schedule,
+            20,
+            np.zeros(3, np.int64),
+            weight,
+            momentum_buffer,
+            rows=10 + np.arange(1, 4),
+            weight_only=weight_only,
+        )
+    assert (found.value.row, found.value.step) == (12, 19)
 
 
 def test_correct_rounds_product_product_sum() -> None:

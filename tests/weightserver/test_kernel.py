@@ -26,9 +26,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import DamagedRecordError, StepError, WeightServerError
 from weightserver.core.initial import initial_rows
-from weightserver.core.known_products import LEAF
 from weightserver.core.spec import TableSpec
-from weightserver.core.transfer_tables import TransferTables
 from weightserver.protocol.codec import encode_fetch_response
 from weightserver.shard import writing
 from weightserver.shard.shard import Shard
@@ -350,31 +348,6 @@ def test_initial_rows_have_the_same_bits(compiled: kernel.Kernel, dim: int, dtyp
             assert initial_rows(spec, some).tobytes() == expected.tobytes()
 
 
-def check_products(compiled: kernel.Kernel, tables: TransferTables, leaves: Int64Array, stop: int) -> None:
-    with computing_with(compiled), np.errstate(over="ignore"):
-        found = tables._of_leaves(leaves, stop)
-    with computing_with(NUMPY), np.errstate(over="ignore"):
-        expected = tables._of_leaves(leaves, stop)
-    assert found.products.tobytes() == expected.products.tobytes()
-    assert found.coefficients.tobytes() == expected.coefficients.tobytes()
-
-
-@given(st.data())
-@settings(max_examples=50, deadline=None)
-def test_transfer_products_have_the_same_bits(compiled: kernel.Kernel, data: st.DataObject) -> None:
-    """Of every leaf, also of the one that the stop lies in, in schedules of any length, that may diverge too."""
-    num_steps = data.draw(st.sampled_from([0, 1, 15, 16, 17, 31, 100, 1_000, 9_000]))
-    size = data.draw(st.sampled_from([1e-3, 0.06, 1.0, 30.0, 1e6]))
-    rates = size * np.random.default_rng(data.draw(st.integers(0, 9))).random(num_steps)
-    tables = TransferTables(
-        data.draw(st.sampled_from([0.0, 0.5, 0.9, 0.999])), data.draw(st.sampled_from([0.0, 1e-4, 0.03, 1.0]))
-    ).extended(0, rates.astype(np.float32))
-    stop = data.draw(st.integers(0, num_steps))
-    last = stop // LEAF
-    leaves = np.array(sorted(data.draw(st.sets(st.integers(0, last) | st.just(last), min_size=1, max_size=9))))
-    check_products(compiled, tables, leaves, stop)
-
-
 # ---- options of the compiler that change bits
 
 COMPARE = """
@@ -382,11 +355,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from tests.helpers.kernels_built import load
-from tests.weightserver.test_kernel import TableSpec, TransferTables, check_fetches, check_products, check_writes
+from tests.weightserver.test_kernel import TableSpec, check_fetches, check_writes
 compiled = load(Path(sys.argv[1]))
 assert np.float32(1e-40) / 2 > 0, "subnormal numbers are flushed to zero in the whole process"
-tables = TransferTables(0.9, 0.03).extended(0, np.linspace(0.06, 0.01, 100, dtype=np.float32))
-check_products(compiled, tables, np.arange(6), 90)
 spec = TableSpec(num_rows=200, dim=9, rows_per_block=8, weight_decay=1e-3)
 check_fetches(compiled, spec, 1, 1.0)
 check_writes(compiled, spec, 1, 1.0)

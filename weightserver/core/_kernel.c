@@ -1,7 +1,7 @@
 /* The inner passes over rows, without the GIL: see kernel.py, which chooses between this and NumPy.
  *
- * Every function computes the bits of NumPy's definition in correction.py, initial.py, precision.py and
- * transfer_tables.py. Nothing may be contracted into a fused multiply-add or reordered: see _exact.h.
+ * Every function computes the bits of NumPy's definition in correction.py, initial.py and precision.py: IEEE float32,
+ * each product and sum rounded by itself, in this order.
  *
  * Buffers come from the network and from files. Their lengths are compared with what the arguments say before anything
  * is read, and a slot or an index that lies outside is an error; no number in a buffer is trusted. Stored values need
@@ -10,19 +10,34 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#include "_exact.h"
+/* Options that change bits, as CFLAGS may hold them, are refused here, whatever builds the file; NumPy computes then.
+ * Options that undo them would protect one build only. clang has no macros for most of them, but pragmas that undo all.
+ * What the linker is given does not show here: see pyproject.toml.
+ */
+#if defined __FAST_MATH__ || defined __ASSOCIATIVE_MATH__ || defined __RECIPROCAL_MATH__ \
+    || defined __NO_SIGNED_ZEROS__ || (defined __FINITE_MATH_ONLY__ && __FINITE_MATH_ONLY__)
+#error "-ffast-math and the options that it consists of change the bits of rows"
+#endif
+#if FLT_EVAL_METHOD != 0
+#error "float must be computed in its own precision"
+#endif
+#ifdef __clang__ /* gcc takes -ffp-contract=off alone */
+#pragma float_control(precise, on)
+#pragma STDC FP_CONTRACT OFF
+#endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "blocks and messages are little-endian"
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 5
+#define INTERFACE 6
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
@@ -906,15 +921,12 @@ static PyObject *replace(PyObject *module, PyObject *args)
     return result;
 }
 
-PyObject *leaf_products(PyObject *module, PyObject *args); /* _products.c */
-
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
     {"answer", answer, METH_VARARGS, NULL},
     {"initial_rows", initial_rows, METH_VARARGS, NULL},
     {"push", push, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
-    {"leaf_products", leaf_products, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,42 +17,24 @@ NumPy only, no I/O.
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array, all_finite
 from weightserver.core.errors import StepError
 from weightserver.core.spec import TableSpec
-from weightserver.core.step_matrices import clip, product_of, to_float32
-from weightserver.core.transfer_tables import TransferTables
+from weightserver.core.transfer import TransferTree, times
 
 MAX_STEPS = 1 << 25
 """Most learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 
 
 class Schedule:
-    """Learning rates of a run and the transfer products of its rows.
+    """Learning rates of a run and the transfer products of its rows, about 40 bytes a step.
 
-    Products over aligned segments of 16·2^k steps are kept, about 15 bytes a step with the learning rates (inverting
-    prefix products instead would lose everything: det M = m). Which segments make up a product depends on (start,
-    stop) alone, so neither other rows of a call nor the way in which the schedule grew can change a bit.
-
-    The bits are the same on every processor: IEEE float64 additions and multiplications make them, each a NumPy call of
-    its own (no long double, no BLAS, no fused multiply-add).
-
-    Two things keep max|error| / max|product| below 1e-12 over 50,000 steps (see tests/weightserver/test_correction.py):
-
-    - Products are formed in double-double numbers (`double_double`). With a constant learning rate, every step makes
-      the same rounding error, and in float64 these add up to more. Also 1 − η·κ, which may nearly vanish, is known to
-      1e-31.
-    - They are formed in the coordinates (w, z), z = u + κ·w with κ = λ/(1+m). With cos θ = 1 − η·κ, update t is then
-
-          [[cos θ, −η·m], [κ·(1 + cos θ), m·cos θ]]
-
-      up to scaling a rotation by θ between two halves of a damping, diag(1, √m): never longer than 1, however close
-      to instability, η·λ → 2(1+m). M_t itself is badly conditioned there, and products of products lose 3 digits more.
-
-    Threads: any number may read while one extends; `extend` replaces one reference to tables that never change.
+    Threads: any number may read while one extends.
 
     Args:
         single_rate: whether a gap is corrected as in the paper, with one learning rate for all its steps; see
@@ -70,7 +52,7 @@ class Schedule:
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.single_rate = single_rate
-        self._tables = TransferTables(momentum, weight_decay)
+        self._tree, self._horizon = TransferTree(momentum, weight_decay), 0
         self.extend(0, learning_rates)
 
     @classmethod
@@ -86,17 +68,17 @@ class Schedule:
     @property
     def horizon(self) -> int:
         """Number of learning rates known."""
-        return self._tables.horizon
+        return self._horizon
 
     @property
     def learning_rates(self) -> Float32Array:
         """The learning rates of all known steps: float32 [horizon], read-only."""
-        return self._tables.learning_rates
+        return self._tree.rates(self._horizon)
 
     @property
     def table_bytes(self) -> int:
         """Bytes of memory that the learning rates and the products take."""
-        return self._tables.num_bytes
+        return self._tree.num_bytes
 
     def extend(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
         """Sets the learning rates (float32 [n]) of steps start_step … start_step+n−1; later ones stay known.
@@ -104,10 +86,29 @@ class Schedule:
         Raises:
             ValueError: a gap before start_step, not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
         """
-        with np.errstate(over="ignore"):
-            rates = np.asarray(learning_rates, dtype=np.float32)
         if not 0 <= start_step <= self.horizon:
             raise ValueError(f"start_step must lie in 0..{self.horizon}, where the schedule ends, got {start_step}")
+        rates = self._checked(start_step, learning_rates)
+        later = self.learning_rates[start_step + len(rates) :]
+        self._tree = self._tree.with_rates(start_step, np.concatenate([rates, later]) if len(later) else rates)
+        self._horizon = max(self._horizon, start_step + len(rates))
+
+    def followed_by(self, learning_rates: npt.ArrayLike) -> Schedule:
+        """This schedule and further learning rates, float32 [n], for reading; it shares the products with this one, and
+        with others that were followed by the same learning rates.
+
+        Raises:
+            ValueError: not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
+        """
+        longer = copy(self)
+        rates = self._checked(longer._horizon, learning_rates)
+        longer._tree = longer._tree.with_rates(longer._horizon, rates)
+        longer._horizon += len(rates)
+        return longer
+
+    def _checked(self, start_step: int, learning_rates: npt.ArrayLike) -> Float32Array:
+        with np.errstate(over="ignore"):
+            rates = np.asarray(learning_rates, dtype=np.float32)
         if rates.ndim != 1:
             raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
         bad = ~((rates >= 0) & (rates < np.inf))
@@ -115,40 +116,31 @@ class Schedule:
             first = int(bad.argmax())
             raise ValueError(f"learning rates must be finite and ≥ 0, got {rates[first]} for step {start_step + first}")
         require_stable(rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=start_step)
-        if len(rates):
-            with np.errstate(over="ignore", under="ignore", divide="ignore"):
-                self._tables = self._tables.extended(start_step, rates)
+        return rates
 
     def transfer(self, start: Int64Array, stop: int) -> Float64Array:
         """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats): float64 [n, 2, 2].
 
-        0 ≤ start ≤ stop ≤ horizon. Beyond float64's range a product is 0 or its largest number, silently.
+        0 ≤ start ≤ stop ≤ horizon.
         """
-        with np.errstate(over="ignore", under="ignore"):
-            return self._tables.transfer(start, stop)
-
-    def products(self, last_step: Int64Array, stop: int) -> Float64Array:
-        """The products that move rows of last_step (int64 [n]) to `stop`, before rounding: float64 [n, 2, 2]."""
-        if self.single_rate:
-            return single_rate_products(self.momentum, self.weight_decay, self._single_rate(stop), stop - last_step)
-        return self.transfer(last_step, stop)
+        distinct, place = np.unique(start, return_inverse=True)
+        return self._tree.products(distinct, stop).reshape(-1, 2, 2).take(place, axis=0)
 
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
-        """The coefficients by which `correct` brings rows of last_step (int64 [n]) to `stop`: float32 [n, 2, 2],
-        contiguous.
+        """The coefficients by which `correct` brings rows of last_step (int64 [n], ≤ stop) to `stop`: float32
+        [n, 2, 2], contiguous.
 
-        The single definition of that arithmetic: transfer products, rounded once. With `single_rate` they are powers of
-        M(η), where η is the learning rate of the last finished update, stop − 1: the newest of the gap, so that a gap
-        of one step, or of equal learning rates, is corrected exactly, and it is known for every step that may be
-        fetched.
+        The single definition of that arithmetic: transfer products, rounded once; beyond float32 they are infinite.
+        With `single_rate` they are powers of M(η), where η is the learning rate of the last finished update, stop − 1:
+        the newest of the gap, so that a gap of one step, or of equal learning rates, is corrected exactly, and it is
+        known for every step that may be fetched.
         """
-        if self.single_rate:
-            return to_float32(self.products(last_step, stop))
-        with np.errstate(over="ignore", under="ignore"):
-            return self._tables.coefficients(last_step, stop)
-
-    def _single_rate(self, stop: int) -> float:
-        return float(self.learning_rates[stop - 1]) if stop else 0.0
+        if not self.single_rate:
+            return self._tree.coefficients(last_step, stop).reshape(-1, 2, 2)
+        rate = float(self.learning_rates[stop - 1]) if stop else 0.0
+        with np.errstate(over="ignore"):
+            products = single_rate_products(self.momentum, self.weight_decay, rate, stop - last_step)
+            return np.ascontiguousarray(products, np.float32)
 
 
 def require_stable(rates: Float32Array, *, momentum: float, weight_decay: float, start_step: int = 0) -> None:
@@ -196,17 +188,14 @@ def single_rate_products(momentum: float, weight_decay: float, learning_rate: fl
     depends on its gap alone.
     """
     distinct, position = np.unique(gaps, return_inverse=True)
-    limit = np.sqrt(np.finfo(np.float64).max) / 2  # a sum of two products of numbers up to this is finite
-    power = np.array([[1 - learning_rate * weight_decay, -learning_rate * momentum], [weight_decay, momentum]])[
-        ..., None
-    ]
-    product = np.repeat(np.eye(2)[..., None], len(distinct), axis=2)
-    with np.errstate(under="ignore"):
+    power = 1 - learning_rate * weight_decay, -learning_rate * momentum, weight_decay, momentum
+    product = np.repeat(np.eye(2).reshape(4, 1), len(distinct), axis=1)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for bit in range(int(distinct.max(initial=0)).bit_length()):
             chosen = (distinct >> bit & 1).astype(bool)
-            product[..., chosen] = clip(product_of(power, product[..., chosen]), limit)
-            power = clip(product_of(power, power), limit)
-    return np.moveaxis(product, -1, 0)[position]
+            product[:, chosen] = times(power, product[:, chosen])
+            power = times(power, power)
+    return product.T.take(position, axis=0).reshape(-1, 2, 2)
 
 
 def bring_to(

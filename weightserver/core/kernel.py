@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 import xxhash
 
-from weightserver.core.arrays import Float32Array, Float64Array, Int64Array, StoredArray
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 
 Initial = tuple[int, float, Float32Array]
 """What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
@@ -23,9 +23,6 @@ Layout = tuple[int, ...]
 """Of a block: rows, dim, bytes of a value, rows of a group, offsets of the three arrays and of the groups' checksums,
 bytes of all, the two formats, and the two of blocks that end before the groups' checksums. The first of two is written,
 the second is that of earlier blocks of small values."""
-Products = tuple[Float32Array, Int64Array, Float64Array, Int64Array]
-"""Of a schedule: learning rates of whole leaves, the first node of each level, the nodes [2, 2, n] and their exponents
-[n]."""
 Blocks = list[memoryview | None]
 """Stored blocks; None for those that were never written."""
 Changed = tuple[Layout, Blocks, Int64Array, Int64Array, Int64Array, Initial, int, int, memoryview]
@@ -34,7 +31,7 @@ address of the checksum's function, which is not 0, and where to write them, one
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 5
+_INTERFACE = 6
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
@@ -81,23 +78,6 @@ class Kernel(Protocol):
 
         The rows are corrected by coefficients (float32 [n, 2, 2]) and rounded by (mixed seed, step), or, without
         coefficients, as they are stored. Returns None if a corrected value is infinite or NaN.
-        """
-
-    def leaf_products(
-        self,
-        products_of: Products,
-        step: tuple[float, ...],
-        limit: float,
-        leaves: Int64Array,
-        stop: int,
-        products: Float64Array,
-        coefficients: Float32Array,
-        /,
-    ) -> None:
-        """Fills the products from each step of `leaves` (int64 [n], ascending) to `stop`: float64 [16·n, 2, 2], and
-        rounded to float32.
-
-        `step` has κ, the momentum and the four pieces of κ; no product of a leaf may exceed `limit`.
         """
 
     def initial_rows(self, initial: Initial, rows: Int64Array, dim: int, weight: Float32Array, /) -> None:
