@@ -7,6 +7,7 @@ interrupts its caller. Nothing else is random: the same decisions make the same 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import contextvars
 import dis
@@ -36,12 +37,12 @@ import weightserver.client.connection
 import weightserver.client.fan_out
 import weightserver.client.results
 import weightserver.client.retries
-import weightserver.client.session
 import weightserver.client.session_caller
 import weightserver.client.table_cache
 import weightserver.client.table_caller
 import weightserver.client.transfer
 import weightserver.client.workers
+import weightserver.client.writer
 from tests.helpers.memory_storage import MemoryStorage
 from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import WeightServerError
@@ -184,33 +185,21 @@ class Threads(Workers):
             self.go_on(self.ready[0])
         self._interrupt(run, number)
 
-    def wait_for(self, condition: Any, timeout: float | None = None) -> bool:
-        """`threading.Condition.wait`: runs other threads until one of them notifies."""
-        run = _run.get()
-        waiter = threading.Lock()
-        waiter.acquire()
-        condition._waiters.append(waiter)
-        saved = condition._release_save()
-        try:
-            while not waiter.acquire(blocking=False):
-                run.num_waits += 1
-                self._interrupt(run, run.num_waits - 1)
-                if not self.ready:
-                    if timeout is None and self.in_others:  # for one of the threads below it on this one stack
-                        run.interrupt = run.num_waits - 1
-                        raise KeyboardInterrupt
-                    assert timeout is not None, "the caller waits for ever"
-                    return False
-                self.go_on(self.ready[0])
-            return True
-        finally:
-            condition._acquire_restore(saved)
-            with contextlib.suppress(ValueError):
-                condition._waiters.remove(waiter)
-
     def _interrupt(self, run: Run, number: int) -> None:
         if run.interrupt == number and not self.in_others:
             raise KeyboardInterrupt
+
+
+class _Turn(_thread.RLock):
+    """A lock that one of the simulated threads holds: another is interrupted while it waits, since the former is below
+    it on the one stack."""
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        if self._is_owned():  # type: ignore[attr-defined]
+            run = _run.get()
+            run.interrupt = run.num_waits
+            raise KeyboardInterrupt
+        return super().__enter__()
 
 
 @dataclass(frozen=True, eq=False)
@@ -447,12 +436,7 @@ class MemoryCluster:
 
     def take_over(self) -> None:
         """Makes clients that are created from now on reach these shards and no others."""
-        here, wait = threading.get_ident(), threading.Condition.wait
-
-        def wait_here(condition: threading.Condition, timeout: float | None = None) -> bool:
-            if threading.get_ident() != here or _run.get(None) is None:
-                return wait(condition, timeout)
-            return self.threads.wait_for(condition, timeout)
+        here = threading.get_ident()
 
         def only_here(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
             """Threads that earlier tests left keep the real one, and change nothing here."""
@@ -473,7 +457,7 @@ class MemoryCluster:
             (weightserver.client.retries, "time", clock),
             (weightserver.client.retries, "random", chance),
             (weightserver.client.fan_out, "Workers", lambda: self.threads),
-            (threading.Condition, "wait", wait_here),
+            (weightserver.client.writer, "Lock", _Turn),
             (weightserver.client.calls.CallWatch, "_start", lambda watch: None),  # a thread that looks at real time
         ):
             self._patches.setattr(module, name, value)
@@ -600,12 +584,12 @@ _INTERRUPTED = {
         weightserver.client.fan_out,
         weightserver.client.results,
         weightserver.client.retries,
-        weightserver.client.session,
         weightserver.client.session_caller,
         weightserver.client.table_cache,
         weightserver.client.table_caller,
         weightserver.client.transfer,
         weightserver.client.workers,
+        weightserver.client.writer,
     )
 }
 _CALLED = {contextlib.__file__, threading.__file__}

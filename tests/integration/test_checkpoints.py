@@ -172,7 +172,8 @@ def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient, cluste
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):
         with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
             call("half")
-    header = writer._require_session().header(1, 1000, step=1, table=writer._cache.table.digest, schedule=0)
+    opened = writer.call_shard(1, "Describe", pb.DescribeRequest())
+    header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
     writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []
     for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=2, checkpoint=name)):

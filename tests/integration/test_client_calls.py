@@ -205,15 +205,13 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
 
         before = stages("write"), stages("fetch")
         table = client._cache.table.digest
-        session = client._session
-        assert session is not None
 
         def slowly(message: Any) -> Iterator[Any]:
             time.sleep(1)
             yield message
 
         def push() -> Iterator[pb.PushGradientsRequest]:
-            header = session.header(0, 1000, step=1, table=table, num_rows=10)
+            header = client._writer.header(1000, step=1, table=table, num_rows=10)
             ones = np.ones((10, SPEC.dim), np.float32).tobytes()
             message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(10)), gradients=ones)
             return slowly(message)

@@ -160,10 +160,13 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     ),
     "push: a writer of 15 bytes": (lambda s: s.push_rows(OK, writer=b"c" * 15), INVALID, "writer must be 16 bytes"),
     "push: no sequence number": (lambda s: s.push_rows(OK, sequence=0), INVALID, "sequence must be positive"),
-    "push: a sequence number far ahead": (
-        lambda s: s.push_rows(OK, sequence=10**6),
-        INVALID,
-        "sequence number 1000000 is more than 1024 beyond",
+    "push: a settled sequence number": (
+        lambda s: (
+            s.stub.SettleWrite(pb.SettleWriteRequest(header=s.header(writer=b"l" * 16, sequence=2)), timeout=60),
+            s.push_rows(OK, writer=b"l" * 16, sequence=2),
+        ),
+        ABORTED,
+        "of this writer is settled, and can have no effect any more",
     ),
     "push: no session": (lambda s: s.push_rows(OK, epoch=0), ABORTED, "session 0 was superseded"),
     "push: a session to come": (
@@ -285,11 +288,6 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         lambda s: s.open(s.epoch, b"x" * 16, join=True),
         ABORTED,
         "of this shard is another one",
-    ),
-    "session: a short writer to keep": (
-        lambda s: s.open(s.epoch + 1, keep_writer=b"w"),
-        INVALID,
-        "keep_writer must be 16 bytes",
     ),
     "session: marks of too few shards": (
         lambda s: s.open(s.epoch + 1, peers=["0123456789abcdef:1"]),
@@ -436,7 +434,8 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     before = everything(client)
     with pytest.raises(grpc.RpcError, match="changed by another call"):
         shard.extend(6, values(0.1, 0.2), version=version)
-    assert shard.stub.Rollback(rollback, timeout=60).duplicate
+    with pytest.raises(grpc.RpcError, match="is settled"):
+        shard.stub.Rollback(rollback, timeout=60)
     assert everything(client) == before
     assert client.fetch([0], step=6).tolist() != client.fetch([0], step=5).tolist()
 
@@ -444,8 +443,9 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     assert not shard.stub.Release(release, timeout=60).duplicate
     again = pb.CheckpointRequest(header=shard.header(step=4), name="early")
     assert not shard.stub.Checkpoint(again, timeout=60).duplicate
-    assert shard.stub.Release(release, timeout=60).duplicate
-    assert shard.stub.Checkpoint(early, timeout=60).duplicate
+    for call, late in ((shard.stub.Release, release), (shard.stub.Checkpoint, early)):
+        with pytest.raises(grpc.RpcError, match="is settled"):
+            call(late, timeout=60)
     assert [(kept.name, kept.step) for kept in client.describe().shards[0].checkpoints] == [("early", 4)]
 
     shard.grow(45, epoch=shard.epoch)

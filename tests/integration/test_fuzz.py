@@ -165,7 +165,6 @@ class Inputs:
             "table": self.table,
             "num_rows": 2,
             "num_blocks": 2,
-            "settled_before": 0,
             "schedule": 0,
         }
         if r.random() < 0.85 and name in right:
@@ -180,7 +179,7 @@ class Inputs:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
         if name == "opener" and r.random() < 0.85:
             return self.opener
-        if name in ("writer", "opener", "identity", "keep_writer", "change"):
+        if name in ("writer", "opener", "identity", "change"):
             return bytes([r.randrange(3)]) * 16
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import InvalidRequestError, StorageError
-from weightserver.core.exactly_once import WINDOW, WriterState
+from weightserver.core.errors import FencedError, InvalidRequestError, StorageError
+from weightserver.core.exactly_once import WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, BFloat16
 from weightserver.core.sharding import Sharding, from_ranges, to_ranges
@@ -295,23 +295,15 @@ def test_all_finite() -> None:
     assert all_finite(np.zeros(0, np.float32))
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40)), max_size=80))
-def test_sequence_numbers_against_a_set(arrivals: list[tuple[int, int]]) -> None:
-    state, applied, settled = WriterState(), set(), 0
-    for sequence, settled_before in arrivals:
-        settled = max(settled, settled_before)
-        fresh = sequence not in applied and sequence >= settled
-        assert state.admit(sequence, settled_before) == fresh
-        applied.add(sequence)
-        state = WriterState.unpack(state.pack())
-
-
-def test_the_window_of_sequence_numbers_is_bounded() -> None:
-    state = WriterState()
-    assert state.admit(WINDOW, 0)
-    with pytest.raises(InvalidRequestError, match=f"sequence number {WINDOW + 1} is more than {WINDOW} beyond 0"):
-        state.admit(WINDOW + 1, 0)
-    assert all(state.admit(sequence, 0) for sequence in range(1, WINDOW))
-    assert (state.highest, state.beyond) == (WINDOW, 0)
-    assert state.admit(WINDOW + 1, 0)
-    assert not state.admit(1, 0)
+@given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 2**30))
+def test_a_shard_applies_each_number_once_and_none_after_a_higher_one(arrivals: list[int], coin: int) -> None:
+    known, applied = WriterState(), set[int]()
+    for place, number in enumerate(arrivals):
+        if number < known.number or (number == known.number and not known.applied):
+            with pytest.raises(FencedError, match=f"write {number} of this writer is settled"):
+                known.has_applied(number)
+            continue
+        assert known.has_applied(number) == (number in applied)
+        if number > known.number:
+            known = WriterState.unpack(WriterState(number, applied=bool(coin >> place & 1)).pack())
+            applied |= {number} if known.applied else set()

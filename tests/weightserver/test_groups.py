@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
-from weightserver.client.session import MAX_FAILED, Session, Write
 from weightserver.core.errors import NoTableError, StepError, TableMismatchError
-from weightserver.core.exactly_once import WINDOW, WriterState
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.shard import schedule_operations
@@ -53,13 +50,10 @@ class Groups:
             future.exception(10)
         return futures
 
-    def push(
-        self, step: int, *, sequence: int | None = None, settled_before: int = 0
-    ) -> Callable[[WriteTransaction], object]:
-        """A header, by default with the next sequence number."""
-        if sequence is None:
-            self.sequence = sequence = self.sequence + 1
-        header = WriteHeader(1, b"o" * 16, b"w" * 16, sequence, settled_before, step)
+    def push(self, step: int) -> Callable[[WriteTransaction], object]:
+        """A push under the next number."""
+        self.sequence += 1
+        header = WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, step)
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
 
     def extend(self, start: int, *rates: float) -> Callable[[WriteTransaction], object]:
@@ -136,58 +130,6 @@ def test_a_write_after_a_drop_in_its_group_is_refused(groups: Groups) -> None:
     assert groups.shard.horizon == 0
     groups.restart()
     assert groups.shard.horizon == 0, "the dropped table's schedule came back"
-
-
-@pytest.mark.parametrize("failures", [1, 3, MAX_FAILED])
-def test_failed_writes_never_block_a_writer(failures: int) -> None:
-    """A refused write that is never repeated keeps its number open; the window must eventually move past it."""
-    session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
-
-    def time_out(write: Write) -> None:
-        raise TimeoutError
-
-    def admitted(write: Write) -> bool:
-        return shard.admit(write.numbers[0], session.settled_before(0))
-
-    for number in range(failures):
-        with contextlib.suppress(TimeoutError):
-            session.write([0], lambda n=number: b"%d" % n, time_out)
-    for _ in range(3 * WINDOW):
-        assert session.write([0], lambda: b"another", admitted) is True
-
-
-def test_a_failed_write_is_recognised_within_the_window() -> None:
-    """A write that was applied although its call failed is not applied again half a window of writes later."""
-    session, shard = Session(1, b"o" * 16, num_shards=1), WriterState()
-    numbers = []
-
-    def admitted(write: Write) -> bool:
-        numbers.append(write.numbers)
-        return shard.admit(write.numbers[0], session.settled_before(0))
-
-    def time_out(write: Write) -> None:
-        assert admitted(write) is True
-        raise TimeoutError
-
-    with contextlib.suppress(TimeoutError):
-        session.write([0], lambda: b"lost", time_out)
-    for _ in range(WINDOW // 2):
-        assert session.write([0], lambda: b"another", admitted) is True
-    assert session.write([0], lambda: b"lost", admitted) is False
-    assert numbers[-1] == numbers[0]
-
-
-def test_a_repeated_write_also_reports_numbers_given_up(groups: Groups) -> None:
-    """Write 2 was given up, as the repetition of write 3 reports; a late attempt of write 2 has no effect."""
-    first, third = groups.push(0, sequence=1), groups.push(0, sequence=3)
-    groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0), first, third)
-    weight = groups.weight()
-    for settled_before in (0, 3):
-        (again,) = groups.commit(groups.push(0, sequence=3, settled_before=settled_before))
-        assert again.result() is False
-    (late,) = groups.commit(groups.push(0, sequence=2))
-    assert late.result() is False
-    assert groups.weight() == weight
 
 
 def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:

@@ -89,7 +89,7 @@ class Filled:
             make_earlier(txn, self.spec, lambda _: self.generator.random() < share, of_0_1=of_0_1)
 
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
 
     def some_rows(self) -> Int64Array:
         share = self.generator.choice([0.05, 0.5, 1.0])

@@ -66,7 +66,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def header(self, step: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(self.epoch, WRITER, WRITER, self.sequence, 0, step)
+        return WriteHeader(self.epoch, WRITER, WRITER, self.sequence, step)
 
     def push(self, header: WriteHeader, rows: list[int], gradients: npt.NDArray[np.float32]) -> bool:
         return self.committer.submit(

@@ -124,7 +124,7 @@ class Stored:
 
     def header(self) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, 0, self.clock)
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.clock)
 
     def push(self, slots: Any, block: int = BLOCK, *, value: float = 1.0) -> None:
         """Each push is a step."""

@@ -94,7 +94,7 @@ class Served:
 
     def header(self, step: int, schedule: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.sequence, step, schedule)
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, step, schedule)
 
     def push(self, step: int, schedule: int = 0) -> object:
         header = self.header(step, schedule)
@@ -346,7 +346,7 @@ def test_a_restored_schedule_is_the_current_one(served: Served) -> None:
 
 def test_a_duplicate_is_answered_though_its_schedule_is_forgotten(served: Served) -> None:
     """The answer must not look like a refusal of a write that was applied."""
-    header = WriteHeader(1, OPENER, b"v" * 16, 1, 0, CLOCK, digest(OLD))
+    header = WriteHeader(1, OPENER, b"v" * 16, 1, CLOCK, digest(OLD))
 
     def push() -> object:
         return served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, np.ones((2, 4), np.float32)))

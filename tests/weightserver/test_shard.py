@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import random
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +19,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import extend_schedule
-from weightserver.client.session import MAX_FAILED, Numbers, Session, Write
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
-    ClusterError,
     DataLossError,
     FencedError,
     InvalidRequestError,
@@ -37,7 +33,6 @@ from weightserver.core.errors import (
     TableMismatchError,
     WeightServerError,
 )
-from weightserver.core.exactly_once import WINDOW
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
@@ -74,7 +69,7 @@ class Served:
         return self.committer.submit(operation).result(60)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
-        header = WriteHeader(epoch, OPENER, writer, sequence, 0, step)
+        header = WriteHeader(epoch, OPENER, writer, sequence, step)
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
@@ -191,7 +186,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     blocked = served.committer.submit(block)
     assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 5) for sequence in (1, 2, 3)]
+    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: WriteTransaction) -> None:
@@ -209,7 +204,8 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     expected = initial_rows(SPEC, ROWS)
     decayed = expected * np.float32(1e-4)
     np.testing.assert_allclose(served.weights()[ROWS], expected - 1.0, atol=np.abs(decayed).max() + 1e-2)
-    assert served.push(2, step=5) is True  # number 2 was never applied
+    with pytest.raises(FencedError, match="write 2 of this writer is settled"):
+        served.push(2, step=5)
 
 
 def test_a_full_committer_refuses_and_drains_when_closed(served: Served) -> None:
@@ -268,7 +264,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
     def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
 
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -313,7 +309,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
 
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
@@ -490,7 +486,7 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
 
     for number in range(1, 7):
         served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
@@ -512,7 +508,7 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
 
 def test_a_write_names_its_sessions_opener(served: Served) -> None:
     """Another session may have the same number on other shards, or after a restore."""
-    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, 0)
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0)
     before = served.weights()
     with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
         served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
@@ -534,181 +530,13 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be a thousand of them."""
-    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, 0)
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0)
     served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
     written = []
     put_json = records.put_json
     monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
     served.push(1)
     assert written == ["state"]
-
-
-class Lost(Exception):
-    """The answer of a write is lost."""
-
-
-def refuse(write: Write) -> None:
-    """Refuses a write on every shard."""
-    write.not_applied = True
-    raise FencedError
-
-
-def raising(error: type[BaseException], *before: Callable[[], object]) -> Callable[[object], None]:
-    """A `send` that fails."""
-
-    def send(_: object) -> None:
-        for call in before:
-            call()
-        raise error
-
-    return send
-
-
-def begun(session: Session, shards: list[int], digest: bytes, send: Callable[[Write], Any]) -> Numbers:
-    """The numbers of a write, however `send` ends it."""
-    numbers: list[Numbers] = []
-
-    def noting(write: Write) -> None:
-        numbers.append(write.numbers)
-        send(write)
-
-    with contextlib.suppress(Lost):
-        session.write(shards, lambda: digest, noting)
-    return numbers[0]
-
-
-def done(session: Session, shards: list[int], digest: bytes = b"another") -> Numbers:
-    """The numbers of a write that is answered."""
-    return begun(session, shards, digest, lambda write: None)
-
-
-def failed(session: Session, shards: list[int], digest: bytes) -> Numbers:
-    """The numbers of a write whose answers are lost."""
-    return begun(session, shards, digest, raising(Lost))
-
-
-def rolled_back(session: Session) -> None:
-    session.roll_back("kept", lambda write: None)
-
-
-def new_session(num_shards: int = 1, before: Session | None = None) -> Session:
-    return Session(1, OPENER, num_shards, before=before)
-
-
-def test_a_failed_write_is_repeated_under_its_numbers() -> None:
-    session = new_session(2)
-    first = failed(session, [0, 1], b"first")
-    assert first == {0: 1, 1: 1}
-    assert done(session, [1], b"second") == {1: 2}
-    assert session.settled_before(1) == 1  # the failed one is still open
-    assert done(session, [0, 1], b"first") == first
-    assert (session.settled_before(0), session.settled_before(1)) == (2, 3)
-    assert done(session, [0, 1], b"first") == {0: 2, 1: 3}  # after it succeeded: another write
-
-
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, CancelledError, StorageError, ShardUnavailableError])
-def test_a_write_is_settled_whatever_ends_it(interrupt: type[BaseException]) -> None:
-    """A write keeps its numbers unless it is proven not to have been applied."""
-    session = new_session()
-    for _ in range(3):
-        with pytest.raises(interrupt):
-            begun(session, [0], b"same", raising(interrupt))
-    assert session.settled_before(0) == 1
-    with pytest.raises(FencedError):
-        begun(session, [0], b"refused", refuse)
-    with pytest.raises(FencedError):
-        begun(session, [0], b"same", refuse)  # which proves nothing of the attempts before
-    assert done(session, [0], b"same") == {0: 1}
-    assert session.settled_before(0) == 3
-    rolled_back(session)
-
-
-def test_a_failed_write_is_repeated_in_the_next_session() -> None:
-    """The shards still know the writer's numbers, also of writes of other threads that fail after the session opens."""
-    session = new_session(2)
-    earlier = failed(session, [0, 1], b"earlier")
-    under_way = begun(session, [0], b"under way", raising(Lost, lambda: session.renew(2, b"p" * 16)))
-    assert done(session, [0, 1], b"earlier") == earlier
-    assert done(session, [0], b"under way") == under_way
-    assert session.header(0, 1, step=0, table=0).epoch == 2
-
-
-def test_the_oldest_failed_writes_are_given_up_and_refused() -> None:
-    """The client's next writer also gives up writes of the previous one that fail later; a rollback undoes all."""
-    session = new_session()
-    for number in range(MAX_FAILED + 3):
-        failed(session, [0], bytes([number]))
-    assert session.settled_before(0) == 4
-    with pytest.raises(ClusterError, match=r"this write failed before, .* roll back to a checkpoint"):
-        done(session, [0], bytes([2]))
-    assert done(session, [0], bytes([3])) == {0: 4}
-    next_ones: list[Session] = []
-    begun(session, [0], b"under way", raising(Lost, lambda: next_ones.append(new_session(before=session))))
-    (later,) = next_ones
-    for digest in (bytes([2]), bytes([5]), bytes([MAX_FAILED + 2]), b"under way"):
-        with pytest.raises(ClusterError, match="this write failed before"):
-            done(later, [0], digest)
-    with pytest.raises(Lost):
-        later.roll_back("kept", raising(Lost))
-    for unfinished in (later, new_session(before=later)):
-        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-            done(unfinished, [0])
-    with pytest.raises(FencedError):
-        later.roll_back("kept", refuse)
-    with pytest.raises(ClusterError, match="is under way, or has failed"):  # the first attempt may have
-        done(later, [0])
-    rolled_back(later)
-    assert done(later, [0], bytes([2])) == {0: 4}
-
-
-def test_a_write_waits_while_the_window_is_full() -> None:
-    session = new_session()
-    with ThreadPoolExecutor(1) as pool:
-        waiting: list[Future[Numbers]] = []
-
-        def send(write: Write) -> None:
-            for _ in range(WINDOW - 1):
-                done(session, [0])
-            waiting.append(pool.submit(done, session, [0]))
-            with pytest.raises(TimeoutError):
-                waiting[0].result(0.2)
-
-        begun(session, [0], b"first", send)
-        assert waiting[0].result(60) == {0: WINDOW + 1}
-
-
-def test_a_rollback_gives_up_earlier_failed_writes() -> None:
-    """Otherwise a late attempt could be applied after it."""
-    session = new_session(2)
-    for name in (b"one", b"two"):
-        failed(session, [0, 1], name)
-
-    def roll_back(rollback: Write) -> None:
-        assert rollback.numbers == {0: 3, 1: 3}
-        assert (session.settled_before(0), session.settled_before(1)) == (3, 3)
-        with pytest.raises(ClusterError, match=r"rollback\('kept'\) is under way, or has failed"):
-            done(session, [1], b"one")
-
-    session.roll_back("kept", roll_back)
-    failed(session, [0], b"one")
-
-    def meanwhile(write: Write) -> None:
-        assert write.numbers == {1: 4}
-        with pytest.raises(InvalidRequestError, match="other writes of this client are under way"):
-            rolled_back(session)
-
-    begun(session, [1], b"another", meanwhile)
-    assert done(session, [0], b"one") == {0: 4}, "refused, it gave nothing up"
-
-
-def test_equal_failed_writes_are_repeated_under_their_own_numbers() -> None:
-    """The first may have been applied although its answer was lost: a new number would apply it twice."""
-    session = new_session()
-    second: list[Numbers] = []
-    first = begun(session, [0], b"same", raising(Lost, lambda: second.append(failed(session, [0], b"same"))))
-    assert done(session, [0], b"same") == second[0]
-    assert done(session, [0], b"same") == first
-    assert done(session, [0], b"same") == {0: 3}
 
 
 # ---- sweeping
@@ -754,7 +582,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     num_swept = 0
 
     def change(method: Callable[..., object], *arguments: object) -> None:
-        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, 0)
+        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0)
         served.do(lambda batch: method(batch, header, *arguments))
 
     for _ in range(150):
@@ -801,7 +629,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 
 def test_a_failed_sweep_is_repeated(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0)
 
     sweep(served)  # what the start left to look at
     served.push(1)
@@ -826,7 +654,7 @@ def test_a_failed_sweep_is_repeated(served: Served) -> None:
 
 def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, 0)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0)
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)

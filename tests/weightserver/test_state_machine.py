@@ -7,8 +7,8 @@ scheduling of threads, interrupts of callers, and old requests that arrive again
 
 - Each shard applies it at most once, however late a request of it arrives.
 - Once it has returned, every shard has applied it, exactly once.
-- Every error is justified: a shard refuses exactly what it must, and a client refuses only calls whose outcome is no
-  longer known. No call waits for ever.
+- Every error is justified: a shard refuses exactly what it must, and a client refuses only calls after a write that is
+  on some of its shards only. No call waits for ever.
 - A write that failed before a rollback of the same client is never applied after it.
 """
 
@@ -37,8 +37,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import weightserver.client.session
-import weightserver.core.exactly_once
 from tests.helpers.histories import Call
 from tests.helpers.memory_cluster import (
     RETRY_SECONDS,
@@ -78,8 +76,6 @@ MAX_ROWS = 13
 HORIZON = 12
 RATES = np.linspace(0.4, 0.05, HORIZON, dtype=np.float32)
 MAX_HORIZON = 16
-WINDOW, MAX_FAILED = 16, 4
-"""Instead of 1,024 and 64, so that short schedules reach them."""
 NUM_WRITERS = 3
 ELSEWHERE = 10**9
 """Number of an event that no shard of the cluster descends from."""
@@ -162,11 +158,18 @@ class ShardModel:
     """The marks of all shards that a client reported last."""
     timeline: Hashable = None
     """Of its last rollback, or of a session that was forced since, which led to none."""
+    newest: Mapping[bytes, tuple[int, bool]] = field(default_factory=dict)
+    """Each writer's newest number, and whether that write was applied or sealed."""
 
     @property
     def session(self) -> tuple[int, bytes]:
         """Epoch and opener."""
         return self.state.epoch, self.opener
+
+    def has_settled(self, header: pb.WriteHeader) -> bool:
+        """Whether that write must no longer be applied."""
+        number, applied = self.newest.get(header.writer, (0, True))
+        return header.sequence < number or (header.sequence == number and not applied)
 
     def is_changed_since(self, checkpoint: str) -> bool:
         """Whether rows were written."""
@@ -207,11 +210,6 @@ class Writer:
     """Pushes and state writes whose last run failed, oldest first; the caller may repeat them."""
     repeated: list[Made] = field(default_factory=list)
     """Those that are being repeated."""
-    num_running: int = 0
-    num_moved: int = 0
-    """How often it joined another session, or another client's replaced its own, on any shard."""
-    num_failures: int = 0
-    num_writes: int = 0
     rolling_back: bool = False
     """Whether its last rollback failed."""
 
@@ -227,9 +225,8 @@ class Made:
     beside: list[Made] = field(default_factory=list)
     """In a rollback: repetitions under way when it was called. If it is not refused, none of them had taken up its
     numbers yet, and each is a new write after it."""
-    failed_at: tuple[int, int, int] | None = None
-    """Of its writer: `num_moved` and `num_failures` when it last failed and was not forgotten, and `num_writes` when it
-    first failed, since a repetition keeps its numbers."""
+    failed_at: int = 0
+    """The number of rollbacks, and of directories put back, when it failed."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -239,7 +236,7 @@ class Machine(RuleBasedStateMachine):
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = self.num_writers = self.num_schedules = self.num_decided = 0
+        self.num_calls = self.num_writers = self.num_schedules = self.num_decided = self.num_timelines = 0
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
         self.is_anything_lost = False
@@ -356,8 +353,7 @@ class Machine(RuleBasedStateMachine):
         self.cluster.replace(shard, directory.copy())
         self.shards[shard] = replace(model)
         self.changed.add(shard)
-        for writer in self.writers:
-            writer.num_moved += 1
+        self.num_timelines += 1
 
     @rule(
         shard=st.integers(0, NUM_SHARDS - 1),
@@ -400,9 +396,8 @@ class Machine(RuleBasedStateMachine):
         if made is None:
             return
         run = Run(made, writer.name, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
-        num_moved, num_decided = writer.num_moved, self.num_decided
+        num_decided = self.num_decided
         run.knew = self.cluster.known_to(writer.name)
-        writer.num_running += 1
         if action.kind == "repeat":
             writer.repeated.append(made)
         told: BaseException | None = None
@@ -412,7 +407,6 @@ class Machine(RuleBasedStateMachine):
         except (WeightServerError, ValueError, KeyboardInterrupt) as error:
             told = error
         finally:
-            writer.num_running -= 1
             writer.repeated = [other for other in writer.repeated if other is not made]
         if writer.client._shards._connections is None:  # one that could not connect to all shards has met none
             self.cluster.forget(writer.name)
@@ -424,7 +418,7 @@ class Machine(RuleBasedStateMachine):
             decided = self.num_decided > num_decided
             assert self.can_be_told(made, run, told, beside=beside, change_decided=decided), (made.call, run, told)
         self.told = told
-        self.remember(made, told, num_moved)
+        self.remember(made, told)
 
     def prepare(self, writer: Writer, action: Action) -> tuple[Made | None, Callable[[], Any]]:
         """The call to make, or None."""
@@ -492,19 +486,15 @@ class Machine(RuleBasedStateMachine):
 
     def make_anew(self, repeated: Made) -> None:
         """A rollback came before the repetition had taken up its numbers."""
-        repeated.call, repeated.failed_at = replace(repeated.call, number=self.next_number()), None
+        repeated.call, repeated.failed_at = replace(repeated.call, number=self.next_number()), 0
 
-    def remember(self, made: Made, told: BaseException | None, num_moved: int) -> None:
-        """Records the outcome of a call; `num_moved` is its writer's at the beginning of the call."""
+    def remember(self, made: Made, told: BaseException | None) -> None:
+        """Records the outcome of a call."""
         writer, kind = made.writer, made.call.kind
         if kind in WRITES.values():
-            writer.num_writes += 1
             if told:
-                writer.num_failures += 1
                 writer.failed.append(made)
-                if not isinstance(told, ClusterError):
-                    first = writer.num_writes if made.failed_at is None else made.failed_at[2]
-                    made.failed_at = (num_moved, writer.num_failures, first)
+                made.failed_at = self.num_timelines
         elif kind == "rollback":
             writer.rolling_back = told is not None
             if not told:
@@ -533,7 +523,6 @@ class Machine(RuleBasedStateMachine):
             needed = map(self.shard_of, call.arguments["rows"]) if "rows" in call.arguments else range(NUM_SHARDS)
             assert self.wrong not in needed, (call, "did without the directory that it needed")
         if call.kind == "open_session":
-            made.writer.num_moved += "join" in call.arguments and made.writer.epoch != answer
             made.writer.epoch = answer
             if "join" not in call.arguments:
                 self.cluster.told_of_loss.discard(made.writer.name)
@@ -585,13 +574,10 @@ class Machine(RuleBasedStateMachine):
                 name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
                 return None in kept or len(kept) > 1 or beside
-            case InvalidRequestError():
-                others = writer.num_running or self.cluster.threads.ready
-                return call.kind == "rollback" and bool(others)
             case ClusterError():
                 differ = len({(shard.num_rows, shard.rates) for shard in self.shards}) > 1
                 compares = call.kind in ("open_session", "checkpoint") and not self.are_of_one_time
-                return writer.rolling_back or beside or differ or compares or self.is_forgotten(made)
+                return writer.rolling_back or beside or differ or compares or self.must_repeat(made)
         return False
 
     @property
@@ -610,17 +596,16 @@ class Machine(RuleBasedStateMachine):
         """Whether learning rates were ever changed, or a change is under way: clients may know others."""
         return self.num_schedules > 0
 
-    def is_forgotten(self, made: Made) -> bool:
-        """Whether its client may have forgotten a failed call."""
-        if made.failed_at is None:
-            return False
-        writer, (num_moved, num_failures, num_writes) = made.writer, made.failed_at
-        return (
-            writer.num_moved != num_moved
-            or writer.num_failures - num_failures >= MAX_FAILED
-            or writer.num_writes - num_writes >= WINDOW - MAX_FAILED
-            or any(made.call.number in shard.given_up for shard in self.shards)
-        )
+    def must_repeat(self, made: Made) -> bool:
+        """Whether an earlier write is on some of its shards only, or the shards' rows were replaced since it failed."""
+        if made.call.kind in WRITES.values() and made.failed_at < self.num_timelines:
+            return True
+        for failed in made.writer.failed:
+            shards = set(map(self.shard_of, failed.call.arguments["rows"]))
+            applied = {failed.call.number in self.shards[shard].applied for shard in shards}
+            if len(applied) > 1 or failed.failed_at < self.num_timelines:
+                return True
+        return False
 
     # ---- what shards may do
 
@@ -648,11 +633,8 @@ class Machine(RuleBasedStateMachine):
                 epoch, shard.opener = message.session
                 assert epoch > shard.state.epoch, (message, "goes back to an older session")
                 shard.state = replace(shard.state, epoch=epoch)
-                # If another client's session came between, the opening writer is a new one to the shards too.
-                leaves = epoch > made.call.epoch + 1 and not message.first.keep_writer
-                for writer in self.writers:
-                    writer.num_moved += writer is not made.writer or leaves
                 if "force" in made.call.arguments:
+                    self.num_timelines += 1
                     shard.timeline = number, shard.opener
                 else:
                     shard.peers = message.run.knew
@@ -662,12 +644,18 @@ class Machine(RuleBasedStateMachine):
                 shard.state, shard.num_rows = model_of(shard.rates).extended(shard.state, more), message.first.num_rows
         elif message.method == "ExtendSchedule":
             self.change_schedule(shard, message.first, *event.result)
+        elif message.method == "SettleWrite":
+            if not event.result:
+                shard.newest = {**shard.newest, message.first.header.writer: (message.first.header.sequence, False)}
         elif event.result:  # else the shard says that it has done this before
             call = made.call
             assert call.number not in shard.applied, (call, f"counts twice on shard {number}")
             assert call.number not in shard.given_up, (call, f"comes to shard {number} after a rollback")
             assert not event.behind, (message, "was applied by a shard that lacks what its client knows of it")
             assert message.session == shard.session, (message, "is not of this session")
+            header = message.first.header
+            assert not shard.has_settled(header), (message, "was abandoned")
+            shard.newest = {**shard.newest, header.writer: (header.sequence, True)}
             done = self.explained(number, call, "done")
             assert done is not None, (call, f"was taken by shard {number}")
             if message.method in WRITES:
@@ -682,6 +670,7 @@ class Machine(RuleBasedStateMachine):
                 shard.peers = message.run.knew
             if call.kind == "rollback":
                 shard.timeline = message.first.timeline
+                self.num_timelines += 1
             if call.kind == "checkpoint":
                 name, identity = call.arguments["name"], message.first.identity
                 if number == 0 and name in shard.taken:
@@ -729,7 +718,9 @@ class Machine(RuleBasedStateMachine):
             elif message.method == "ExtendTable":
                 had_to = message.session[0] != shard.state.epoch
             else:
-                had_to = message.session != shard.session
+                header = getattr(message.first, "header", None)
+                fenced = message.session != shard.session and message.method != "SettleWrite"
+                had_to = fenced or (header is not None and shard.has_settled(header))
         elif error is InvalidRequestError and message.method == "Checkpoint":
             name = call.arguments["name"]
             had_to = shard.taken[name][0] != call.arguments["step"] or shard.is_changed_since(name)
@@ -787,15 +778,6 @@ class Machine(RuleBasedStateMachine):
             self.changed.clear()
 
 
-@pytest.fixture
-def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small limits: a few failed writes exceed them."""
-    for module in (weightserver.core.exactly_once, weightserver.client.session):
-        monkeypatch.setattr(module, "WINDOW", WINDOW)
-    monkeypatch.setattr(weightserver.client.session, "MAX_FAILED", MAX_FAILED)
-
-
-@pytest.mark.usefixtures("small_window")
 @pytest.mark.parametrize(
     "num_schedules",
     [
@@ -820,7 +802,7 @@ def test_any_schedule(num_schedules: int) -> None:
 
 
 @pytest.fixture
-def machine(small_window: None) -> Iterator[Machine]:
+def machine() -> Iterator[Machine]:
     """A machine with one client, whose session is open."""
     machine = Machine()
     machine.start()
@@ -864,45 +846,61 @@ def test_an_interrupted_push_does_not_block_a_rollback(machine: Machine, wait: i
     machine.same()
 
 
-@pytest.mark.parametrize("wait", range(4))
-def test_interrupted_pushes_do_not_block_others(machine: Machine, wait: int) -> None:
-    for _ in range(2 * WINDOW):
-        machine.perform(machine.writers[0], PUSH, interrupted(wait))
-        machine.threads_go_on()
-    machine.same()
-
-
 def test_a_commit_that_failed_after_it_was_stored_counts_once(machine: Machine) -> None:
     machine.perform(machine.writers[0], Action("push", (0,)), Plan((Fate.DISK_FAILS_TOO_LATE,), True, (), None))
     machine.perform(machine.writers[0], Action("repeat"))
     machine.same()
 
 
-def test_a_repetition_that_fails_is_as_old_as_its_first_attempt(machine: Machine) -> None:
-    """It keeps its numbers, and these fill the shards' window."""
+UNHEARD = Plan((Fate.UNHEARD, Fate.UNHEARD), False, (), None)
+LOST = Plan((Fate.LOST, Fate.LOST), False, (), None)
+HALF_LOST = Plan((Fate.UNHEARD, Fate.LOST), False, (), None)
+
+
+@pytest.mark.parametrize("fates", [UNHEARD, LOST])
+def test_another_write_settles_one_of_unknown_outcome(machine: Machine, fates: Plan) -> None:
+    """It was applied on all of its shards or on none: either way the next is made, and its repetition counts once."""
     (writer,) = machine.writers
-    disk_fails = Plan((Fate.DISK_FAILS_TOO_LATE,), True, (), None)
-    machine.perform(writer, Action("push", (0,)), disk_fails)
-    for _ in range(WINDOW - 4):
-        machine.perform(writer, Action("push", (0,)))
-    machine.perform(writer, Action("repeat"), disk_fails)
-    for _ in range(4):
-        machine.perform(writer, Action("push", (0,)))
+    machine.perform(writer, PUSH, fates)
+    machine.perform(writer, PUSH)
+    assert len(writer.failed) == 1
     machine.perform(writer, Action("repeat"))
-    assert "too long ago" in str(machine.told)
+    assert not writer.failed
+    for message in range(len(machine.cluster.messages)):
+        machine.arrive([message], Fate.ANSWERED)
     machine.same()
 
 
-@pytest.mark.parametrize("fate", [Fate.ANSWERED, Fate.UNHEARD, Fate.LATE])
-def test_a_session_opened_during_a_push(machine: Machine, fate: Fate) -> None:
-    """The push fails on at least one shard, and is repeated in the new session."""
+def test_a_write_on_some_of_its_shards_is_repeated_or_undone_before_any_other(machine: Machine) -> None:
     (writer,) = machine.writers
-    machine.cluster.threads.start(lambda: machine.perform(writer, Action("open_session"), beside=True))
-    machine.perform(writer, PUSH, Plan((fate,), True, (False, False, False, True), None), beside=True)
-    machine.threads_go_on()
-    while writer.failed:
-        machine.perform(writer, Action("repeat"))
-        assert machine.num_calls < 10
+    machine.perform(writer, Action("checkpoint", name="a"))
+    for way_out in ("repeat", "rollback"):
+        machine.perform(writer, PUSH, HALF_LOST)
+        for refused in (PUSH, Action("write", (0,)), Action("checkpoint", name="b"), Action("release", name="a")):
+            machine.perform(writer, refused)
+            assert "failed on shard 1 and was applied on others: repeat it, or roll back" in str(machine.told)
+        writer.failed = writer.failed[:1]
+        machine.perform(writer, Action(way_out))
+        machine.perform(writer, PUSH)
+        assert not writer.failed
+    machine.same()
+
+
+def test_rows_that_another_client_rolled_back_are_not_those_of_a_failed_write(machine: Machine) -> None:
+    """The checkpoint may hold the write or not: neither repeating it nor going on would be right."""
+    (writer,) = machine.writers
+    machine.perform(writer, PUSH, UNHEARD)
+    other = machine.new_writer()
+    machine.perform(other, Action("open_session"))
+    machine.perform(other, Action("checkpoint", name="a"))
+    machine.perform(other, Action("rollback"))
+    machine.perform(writer, Action("join_session"))
+    for refused in (Action("repeat"), PUSH):
+        machine.perform(writer, refused)
+        assert "another client has rolled back or restored the rows since" in str(machine.told)
+    machine.perform(writer, Action("rollback"))
+    machine.perform(writer, PUSH)
+    assert not writer.failed
     machine.same()
 
 
@@ -920,14 +918,15 @@ def test_a_write_that_a_wrong_directory_refused_counts_once(machine: Machine) ->
     machine.same()
 
 
-def test_failed_writes_cannot_be_repeated_after_another_clients_session(machine: Machine) -> None:
-    """The shards no longer know whether they applied it."""
+def test_failed_writes_are_repeated_after_another_clients_session(machine: Machine) -> None:
     (writer,) = machine.writers
-    machine.perform(writer, PUSH, Plan((Fate.UNHEARD, Fate.UNHEARD), False, (), None))
+    machine.perform(writer, PUSH, UNHEARD)
     machine.perform(machine.new_writer(), Action("open_session"))
+    machine.perform(writer, Action("repeat"))
+    assert isinstance(machine.told, FencedError)
     machine.perform(writer, Action("open_session"))
     machine.perform(writer, Action("repeat"))
-    assert writer.failed
+    assert not writer.failed
     machine.same()
 
 
@@ -949,7 +948,7 @@ def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="reads the instructions of CPython 3.11 at which it handles signals"
 )
-def test_a_push_interrupted_anywhere(small_window: None) -> None:
+def test_a_push_interrupted_anywhere() -> None:
     """Wherever a signal arrives, a repeated push counts once, a rollback is possible, and no lock stays taken."""
     for place in itertools.count():
         machine = Machine()
@@ -958,9 +957,8 @@ def test_a_push_interrupted_anywhere(small_window: None) -> None:
         machine.perform(writer, Action("checkpoint", name="a"))
         with interrupted_at(place, machine.cluster.threads) as interrupt:
             machine.perform(writer, PUSH, interrupted(-1))
-        session = writer.client._session
-        assert session is not None
-        another = threading.Thread(target=session.settled_before, args=(0,), daemon=True)
+        turn = writer.client._writer._turn
+        another = threading.Thread(target=lambda turn=turn: (turn.acquire(), turn.release()), daemon=True)
         another.start()
         another.join(10)
         assert not another.is_alive(), "the interrupt left a lock taken"
@@ -1024,7 +1022,9 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     (writer,) = machine.writers
     machine.perform(writer, Action("write", (0, 2)), Plan((Fate.UNHEARD, Fate.LATE), False, (), None))
     (late,) = [message for message in machine.cluster.messages if message.method == "WriteState" and message.shard]
-    machine.perform(writer, Action("checkpoint", name="a"))
+    other = machine.new_writer()
+    machine.perform(other, Action("join_session"))
+    machine.perform(other, Action("checkpoint", name="a"))
     lost = Plan((Fate.ANSWERED, Fate.ANSWERED, Fate.LOST), False, (), None)
     machine.perform(writer, Action("extend_schedule", number=1), lost)  # the client reads the table anew
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("rollback"), beside=True))
@@ -1039,14 +1039,10 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     machine.same()
 
 
-def test_a_thread_that_waits_for_another_may_be_interrupted(machine: Machine) -> None:
-    """The shards' window is full, since its oldest write is being sent again."""
+def test_a_thread_that_waits_for_its_turn_may_be_interrupted(machine: Machine) -> None:
     (writer,) = machine.writers
-    machine.perform(writer, PUSH, Plan((Fate.LOST, Fate.LOST), False, (), None))
-    for _ in range(WINDOW - 1):
-        machine.perform(writer, PUSH)
     machine.cluster.threads.start(lambda: machine.perform(writer, PUSH, beside=True))
-    machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
+    machine.perform(writer, PUSH, Plan((), True, (True,), None), beside=True)
     assert len(writer.failed) == 1
     machine.perform(writer, Action("repeat"))
     assert not writer.failed

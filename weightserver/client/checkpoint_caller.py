@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from weightserver.client import agreement
-from weightserver.client.fan_out import Shards, is_not_applied, raise_first
-from weightserver.client.session import Numbers, Session, Write
+from weightserver.client.fan_out import Shards, raise_first
+from weightserver.client.writer import Writer
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.errors import NoTableError
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -51,9 +51,9 @@ class CheckpointCaller:
         table: digest of the table.
     """
 
-    def __init__(self, shards: Shards, session: Session, table: int) -> None:
+    def __init__(self, shards: Shards, writer: Writer, table: int) -> None:
         self._shards = shards
-        self._session = session
+        self._writer = writer
         self._table = table
 
     def take(self, name: str, step: int, schedule: int) -> None:
@@ -64,38 +64,33 @@ class CheckpointCaller:
         """
         request = partial(pb.CheckpointRequest, name=name, peers=self._shards.marks())
 
-        def send(numbers: Numbers) -> None:
+        def send(number: int) -> None:
             agreement.require_one_timeline(self._shards.describe())
 
             def take(shards: Iterable[int], identity: bytes) -> list[Any]:
                 outcomes = self._send(
-                    "Checkpoint", partial(request, identity=identity), numbers, shards, step=step, schedule=schedule
+                    "Checkpoint", partial(request, identity=identity), number, shards, step=step, schedule=schedule
                 )
                 raise_first(outcomes)
                 return outcomes
 
-            shard_0, *others = sorted(numbers)
+            shard_0, *others = range(len(self._shards.connections()))
             (first,) = take([shard_0], os.urandom(16))  # shard 0's identity prevails where several calls take the same
             if others:
                 take(others, first.identity)
 
-        self._session.change(send)
+        self._writer.change(self._table, send)
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
+        timeline = os.urandom(16)
         request = partial(
             pb.CheckpointRequest,
             name=checkpoint.name,
             identity=checkpoint.checkpoint_id,
             peers=self._shards.marks(),
-            timeline=os.urandom(16),
+            timeline=timeline,
         )
-
-        def send(write: Write) -> None:
-            outcomes = self._send("Rollback", request, write.numbers)
-            write.not_applied = is_not_applied(outcomes)
-            raise_first(outcomes)
-
-        self._session.roll_back(checkpoint.name, send)
+        self._writer.roll_back(checkpoint.name, timeline, lambda number: self._send("Rollback", request, number))
 
     def release(self, name: str) -> None:
         self._change("Release", partial(pb.CheckpointRequest, name=name))
@@ -107,23 +102,23 @@ class CheckpointCaller:
 
     def _change(self, method: str, make_request: Callable[..., Message]) -> None:
         """Makes one change of every shard."""
-        self._session.change(lambda numbers: raise_first(self._send(method, make_request, numbers)))
+        self._writer.change(self._table, lambda number: raise_first(self._send(method, make_request, number)))
 
     def _send(
         self,
         method: str,
         make_request: Callable[..., Message],
-        numbers: Numbers,
+        number: int,
         shards: Iterable[int] | None = None,
         *,
         step: int = 0,
         schedule: int = 0,
     ) -> list[Any]:
-        """Sends a change by its numbers to some or all shards; returns the answer or error of each."""
+        """Sends a change by its number to some or all shards; returns the answer or error of each."""
         connections = self._shards.connections()
 
         def change(shard: int) -> Any:
-            header = self._session.header(shard, numbers[shard], step=step, table=self._table, schedule=schedule)
+            header = self._writer.header(number, step=step, table=self._table, schedule=schedule)
             return connections[shard].call(method, make_request(header=header))
 
-        return self._shards.outcomes(change, zip(numbers if shards is None else shards, strict=False))
+        return self._shards.outcomes(change, zip(range(len(connections)) if shards is None else shards, strict=False))

@@ -4,12 +4,13 @@ The contract of its calls, for a table of N rows of D values:
 
 - Rows may be given in any order and repeated: fetch answers in order, a push adds repeats up, write_state refuses them.
 - A push or state write returns when it is durable on every shard. It is atomic on each shard, not across shards. When
-  it fails on one shard, the error says which, and making the same call again is safe: a shard that has applied it
-  recognises the sequence number. Where that is no longer possible, the repeated call is refused.
-- Calls may come from any thread. Every attempt has a deadline of `timeout_seconds`; calls of a shard that is
-  unreachable, overloaded or silent are retried with the same sequence number for `retry_seconds` in all. Nothing else
-  is retried. Rows that an attempt of a fetch received are kept, and both times restart for the remaining rows: a fetch
-  may take any time.
+  it fails on one shard, the error says which, and making the same call again is safe: a shard that has applied it does
+  not apply it again. A failed write that was applied on some of its shards must be repeated, or rolled back, before
+  another one.
+- Calls may come from any thread; writes of one client take turns. Every attempt has a deadline of `timeout_seconds`;
+  calls of a shard that is unreachable, overloaded or silent are retried with the same sequence number for
+  `retry_seconds` in all. Nothing else is retried. Rows that an attempt of a fetch received are kept, and both times
+  restart for the remaining rows: a fetch may take any time.
 - Invalid arguments raise ValueError or TypeError before anything is sent. Whatever a shard refuses, or fails to do,
   raises a subclass of WeightServerError.
 """
@@ -36,9 +37,9 @@ from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule_caller import ScheduleCaller
-from weightserver.client.session import Session
 from weightserver.client.table_cache import TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
+from weightserver.client.writer import Writer
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.checkpoints import Checkpoint
@@ -86,7 +87,7 @@ class WeightClient(Closing):
             retry_seconds=retry_seconds,
         )
         self._cache = TableCache(self._shards)
-        self._session: Session | None = None
+        self._writer = Writer(self._shards)
 
     # ---- the table
 
@@ -114,8 +115,8 @@ class WeightClient(Closing):
                 table, at the same time.
         """
         num_rows = arguments.checked_num_rows(num_rows)
-        epoch = self._session.epoch if self._session else None
-        self._cache.table = table_caller.extend_table(self._shards, num_rows, epoch)
+        session = self._writer.session
+        self._cache.table = table_caller.extend_table(self._shards, num_rows, session.epoch if session else None)
         return self._cache.table.spec
 
     def drop_table(self) -> None:
@@ -127,7 +128,7 @@ class WeightClient(Closing):
         """
         table_caller.drop_table(self._shards)
         self._cache.forget()
-        self._session = None
+        self._writer = Writer(self._shards)
 
     def describe(self) -> TableInfo:
         """Describes the table and its progress. Later reads and writes use the shards' current learning rates.
@@ -176,10 +177,11 @@ class WeightClient(Closing):
         spec = self._cache.table.spec
         require_stable(rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step)
         answers = self._shards.describe()
+        session = self._writer.session
         caller = ScheduleCaller(
             self._shards.connections(),
             self._shards.in_parallel,
-            epoch=self._session.epoch if self._session else 0,
+            epoch=session.epoch if session else 0,
             table=self._cache.table.digest,
         )
         self._cache.schedule = None  # unknown unless this succeeds
@@ -222,13 +224,12 @@ class WeightClient(Closing):
             return self._open(answers, newest.run)
 
     def _open(self, answers: agreement.Answers, name: str, *, force: bool = False) -> int:
-        self._session = session_caller.open_session(self._shards, self._session, answers, name, force=force)
+        session = self._writer.enter(lambda: session_caller.open_session(self._shards, answers, name, force=force))
         self._shards.data_loss = None  # each shard holds what this client knows it to have acknowledged
-        return self._session.epoch
+        return session.epoch
 
     def _join(self, answers: agreement.Answers, epoch: int) -> int:
-        self._session = session_caller.join_session(self._shards, self._session, answers, epoch)
-        return epoch
+        return self._writer.enter(lambda: session_caller.join_session(self._shards, answers, epoch)).epoch
 
     def require_common_state(self) -> None:
         """Checks that the shards' rows are of one time, as open_session does; for reading all rows without a session.
@@ -354,8 +355,8 @@ class WeightClient(Closing):
         self._write(RowWrite("WriteState", pb.WriteStateRequest, last, last, rows, arrays))
 
     def _write(self, write: RowWrite) -> None:
-        session, schedule = self._require_session(), self._cache.schedule_digest(write.num_steps)
-        write_rows(self._shards, self._sharding(), session, write, self._cache.table.digest, schedule)
+        writer, schedule = self._require_session(), self._cache.schedule_digest(write.num_steps)
+        write_rows(self._shards, self._sharding(), writer, write, self._cache.table.digest, schedule)
 
     def _rows(self, rows: npt.ArrayLike) -> Int64Array:
         array = arguments.row_numbers(rows)
@@ -368,15 +369,16 @@ class WeightClient(Closing):
     def _sharding(self) -> Sharding:
         return Sharding(self._cache.table.spec.rows_per_block, len(self._shards.connections()))
 
-    def _require_session(self) -> Session:
+    def _require_session(self) -> Writer:
+        """The writer, if it is in a session."""
         if self._shards.data_loss is not None:
             raise DataLossError(
                 f"this client stopped writing after a loss of data ({self._shards.data_loss}); open a new session "
                 "once the shards hold their data again"
             )
-        if self._session is None:
+        if self._writer.session is None:
             raise FencedError("no session is open: call open_session() before the first write")
-        return self._session
+        return self._writer
 
     # ---- checkpoints
 
@@ -400,14 +402,12 @@ class WeightClient(Closing):
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.
 
-        Writes of this client that failed are abandoned: none of them is applied later; a call that repeats one after
-        the rollback, or beside it in another thread, is refused or makes a new write. Other writers of the session
-        must have stopped; those of older sessions are fenced anyway. If the rollback fails on one of several shards,
-        this client writes nothing else until it has been repeated.
+        A write of this client that failed is abandoned: it is not applied later, and a call that repeats it makes a
+        new write. Other writers of the session must have stopped; those of older sessions are fenced anyway. If the
+        rollback fails on one of several shards, this client writes nothing else until it has been repeated.
 
         Raises:
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.
-            InvalidRequestError: writes of other threads are under way.
         """
         kept = find_checkpoint(self._shards, name)
         self._checkpoint_caller().roll_back(kept)

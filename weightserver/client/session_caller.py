@@ -7,15 +7,13 @@ import os
 from weightserver.client import agreement
 from weightserver.client.agreement import COMMON_STATE_REMEDY, Answers
 from weightserver.client.fan_out import Shards
-from weightserver.client.session import Session
+from weightserver.client.writer import Session
 from weightserver.core.errors import DataLossError, FencedError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
-def open_session(shards: Shards, current: Session | None, answers: Answers, name: str, *, force: bool) -> Session:
+def open_session(shards: Shards, answers: Answers, name: str, *, force: bool) -> Session:
     """Opens a session newer than any that the shards describe.
-
-    The client's `current` session is renewed where the shards still know its writer's numbers.
 
     Raises:
         DataLossError, ClusterError: as `require_common_state`, unless `force`.
@@ -25,27 +23,19 @@ def open_session(shards: Shards, current: Session | None, answers: Answers, name
     if not force:
         require_common_state(shards, answers)
     epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
-    # Once another client has opened a session, the shards have forgotten this writer's numbers.
-    renewed = current if current and all(answer.opener in current.openers for answer in answers) else None
-    if renewed is not None:
-        renewed.openers.add(opener)
     request = pb.OpenSessionRequest(
         name=name,
         epoch=epoch,
         opener=opener,
-        keep_writer=renewed.writer if renewed else b"",
         peers=[] if force else shards.marks(),
         force=force,
     )
     _call_in_order(shards, request)
-    if renewed is None:
-        return Session(epoch, opener, len(answers), before=current)
-    renewed.renew(epoch, opener)
-    return renewed
+    return Session(epoch, opener, answers[0].timeline)
 
 
-def join_session(shards: Shards, current: Session | None, answers: Answers, epoch: int) -> Session:
-    """Adds a writer to session `epoch`, that of shard 0; the client's `current` session if that is the one.
+def join_session(shards: Shards, answers: Answers, epoch: int) -> Session:
+    """Joins session `epoch`, that of shard 0.
 
     Raises:
         FencedError: the session was superseded, or was opened by no client, as after a restore.
@@ -55,9 +45,7 @@ def join_session(shards: Shards, current: Session | None, answers: Answers, epoc
     if not opener:
         raise FencedError(f"session {epoch} was opened by no client, as after a restore: open a new one")
     _call_in_order(shards, pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener))
-    if current is not None and (current.epoch, current.opener) == (epoch, opener):
-        return current
-    return Session(epoch, opener, len(answers), before=current)
+    return Session(epoch, opener, answers[0].timeline)
 
 
 def require_common_state(shards: Shards, answers: Answers) -> None:

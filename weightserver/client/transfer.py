@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from google.protobuf.message import Message
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import STATISTICS
 from weightserver.client.connection import ShardFetch
-from weightserver.client.fan_out import Shards, is_not_applied, raise_first
+from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import FetchedRows, Output
-from weightserver.client.session import Session, Write
+from weightserver.client.writer import Writer
 from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.precision import Precision
 from weightserver.core.sharding import Sharding
@@ -136,7 +136,7 @@ class RowWrite:
         """Recognises the same write when it is repeated."""
         hasher = xxhash.xxh3_128(f"{self.method} {self.step}".encode())
         for array in [self.rows, *self.arrays.values()]:
-            hasher.update(to_bytes(array))
+            hasher.update(np.ascontiguousarray(array).data)
         return hasher.digest()
 
     def check_size(self, by_shard: Mapping[int, slice | Int64Array]) -> None:
@@ -171,10 +171,8 @@ class RowWrite:
             header = None
 
 
-def write_rows(
-    shards: Shards, sharding: Sharding, session: Session, write: RowWrite, table: int, schedule: int
-) -> None:
-    """Sends a write to each shard that holds rows of it, under one sequence number on each.
+def write_rows(shards: Shards, sharding: Sharding, writer: Writer, write: RowWrite, table: int, schedule: int) -> None:
+    """Sends a write to each shard that holds rows of it.
 
     Args:
         table: digest of the table.
@@ -186,15 +184,13 @@ def write_rows(
     write.check_size(by_shard)
     connections = shards.connections()
 
-    def send(numbered: Write) -> None:
-        def send_to_shard(shard: int, number: int) -> pb.WriteResponse:
-            header = partial(session.header, shard, number, step=write.step, table=table, schedule=schedule)
+    def send(number: int, those: Collection[int]) -> list[Any]:
+        def send_to_shard(shard: int) -> pb.WriteResponse:
+            header = partial(writer.header, number, step=write.step, table=table, schedule=schedule)
             messages = partial(write.messages, header, by_shard[shard], sharding.rows_per_block, borrowed)
             return connections[shard].write(write.method, messages, len(write.rows[by_shard[shard]]))
 
         with BorrowedArrays() as borrowed:
-            outcomes = shards.outcomes(send_to_shard, ((shard, numbered.numbers[shard]) for shard in by_shard))
-        numbered.not_applied = is_not_applied(outcomes)
-        raise_first(outcomes)
+            return shards.outcomes(send_to_shard, ((shard,) for shard in those))
 
-    session.write(by_shard, write.digest, send)
+    writer.write(write.digest(), by_shard, table, send)

@@ -151,7 +151,6 @@ class WeightServerService:
             require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
             if request.opener or not request.join:  # joining an epoch that nobody opened needs no opener
                 require_id(request.opener, "opener")
-            require_id(request.keep_writer, "keep_writer", optional=True)
             self._shard.require_table()
             if request.join:
                 self._shard.join_session(request.epoch, request.opener)
@@ -164,7 +163,6 @@ class WeightServerService:
                         request.name,
                         request.epoch,
                         request.opener,
-                        keep_writer=request.keep_writer,
                         peers=peers,
                         force=request.force,
                     ),
@@ -237,6 +235,14 @@ class WeightServerService:
             clock.start("end")
             self._metrics.write_stages(clock.seconds)
             return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+
+    def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
+        with self._calls.answering("SettleWrite", context):
+            check_header(request.header)
+            self._shard.check_table(request.header.table)
+            header = write_header(request.header)
+            applied = self._calls.commit(context, lambda batch: self._shard.settle_write(batch, header))
+            return pb.SettleWriteResponse(applied=applied)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         def take(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:

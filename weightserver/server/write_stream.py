@@ -74,7 +74,6 @@ def write_header(header: pb.WriteHeader) -> WriteHeader:
         opener=header.opener,
         writer=header.writer,
         sequence=header.sequence,
-        settled_before=header.settled_before,
         step=header.step,
         schedule=header.schedule,
     )

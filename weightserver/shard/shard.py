@@ -38,8 +38,6 @@ from weightserver.storage.records import (
     ShardIdentity,
     State,
     descends,
-    get_record,
-    put_record,
     read_earlier_sizes,
     read_identity,
     read_lineage,
@@ -306,21 +304,13 @@ class Shard:
         epoch: int,
         opener: bytes,
         *,
-        keep_writer: bytes = b"",
         peers: list[str] | None = None,
         force: bool = False,
     ) -> None:
-        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
-
-        The sequence numbers of `keep_writer`, the caller's writer in an earlier session, stay known.
-        """
+        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing."""
         state = sessions.opened(batch.state, name, epoch, opener, force=force)
         if state is batch.state:
             return
-        kept = get_record(batch.txn, "writers", keep_writer) if keep_writer else None
-        batch.txn.clear("writers")  # fenced writers are refused by their epoch alone
-        if kept is not None:
-            put_record(batch.txn, "writers", keep_writer, kept)
         self._note_peers(batch, peers or [])
         batch.state = state
 
@@ -388,6 +378,11 @@ class Shard:
             raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
         update = writing.Replacement(table, rows, weight, momentum_buffer, last_step)
         return writing.update_rows(batch, table, header, rows, last, update)
+
+    def settle_write(self, batch: WriteTransaction, header: WriteHeader) -> bool:
+        """Ensures that this write is not applied any more, if it has not been; returns whether it has."""
+        self.require_table()
+        return writing.seal(batch, header.writer, header.sequence)
 
     def checkpoint(
         self,

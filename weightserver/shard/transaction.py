@@ -12,13 +12,12 @@ from weightserver.storage.records import State
 
 @dataclass(frozen=True)
 class WriteHeader:
-    """Identifies a write: its writer, the session, and the sequence number; see the wire contract."""
+    """Identifies a write: the session, the writer, and its number; see the wire contract."""
 
     epoch: int
     opener: bytes
     writer: bytes
     sequence: int
-    settled_before: int
     step: int
     schedule: int = 0
     """Digest of the learning rates that the writer knows; 0 is not checked."""

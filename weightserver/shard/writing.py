@@ -48,14 +48,30 @@ class Update(Protocol):
 
 
 def admit(batch: WriteTransaction, header: WriteHeader) -> bool:
-    """Fences writers of other sessions; returns False for a duplicate."""
+    """Records the write as applied; returns False for a duplicate.
+
+    Raises:
+        FencedError: its session was superseded, or the write itself by a later one of its writer.
+    """
     check_epoch(batch.state, header.epoch, header.opener)
-    stored = get_record(batch.txn, "writers", header.writer)
-    writer = WriterState.unpack(stored)
-    admitted = writer.admit(header.sequence, header.settled_before)
-    if writer.pack() != stored:  # a duplicate too may say which writes its writer has abandoned
-        put_record(batch.txn, "writers", header.writer, writer.pack())
-    return admitted
+    if _writer_state(batch, header.writer).has_applied(header.sequence):
+        return False
+    put_record(batch.txn, "writers", header.writer, WriterState(header.sequence, applied=True).pack())
+    return True
+
+
+def seal(batch: WriteTransaction, writer: bytes, sequence: int) -> bool:
+    """Ensures that a write is not applied any more; returns whether it was."""
+    if (known := _writer_state(batch, writer)) == WriterState(sequence, applied=False):
+        return False
+    if known.has_applied(sequence):
+        return True
+    put_record(batch.txn, "writers", writer, WriterState(sequence, applied=False).pack())
+    return False
+
+
+def _writer_state(batch: WriteTransaction, writer: bytes) -> WriterState:
+    return WriterState.unpack(get_record(batch.txn, "writers", writer))
 
 
 def update_rows(

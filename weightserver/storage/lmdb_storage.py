@@ -9,7 +9,7 @@ The environment holds five named databases; values of the first three begin with
                shard_builder.py)
     schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; plus 2^63 for
                those of a prepared change
-    writers    writer, 16 bytes -> exactly-once state, u64 + 128 bytes (see exactly_once.py)
+    writers    writer, 16 bytes -> its newest number and outcome (see core/exactly_once.py)
     blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
     changes    generation u32 big-endian + block u64 big-endian -> nothing: the blocks that have a version of it
 

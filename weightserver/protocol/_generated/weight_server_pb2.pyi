@@ -272,22 +272,20 @@ class ExtendScheduleResponse(_message.Message):
     def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ..., pending: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "epoch", "join", "opener", "keep_writer", "peers", "force")
+    __slots__ = ("name", "epoch", "join", "opener", "peers", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
-    KEEP_WRITER_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     join: bool
     opener: bytes
-    keep_writer: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     force: bool
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., keep_writer: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -324,11 +322,10 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "settled_before", "step", "num_rows", "num_blocks", "table", "opener", "schedule")
+    __slots__ = ("epoch", "writer", "sequence", "step", "num_rows", "num_blocks", "table", "opener", "schedule")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -338,14 +335,13 @@ class WriteHeader(_message.Message):
     epoch: int
     writer: bytes
     sequence: int
-    settled_before: int
     step: int
     num_rows: int
     num_blocks: int
     table: int
     opener: bytes
     schedule: int
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., settled_before: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")
@@ -370,6 +366,18 @@ class WriteStateRequest(_message.Message):
     momentum_buffer: bytes
     last_step: bytes
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
+
+class SettleWriteRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
+
+class SettleWriteResponse(_message.Message):
+    __slots__ = ("applied",)
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    applied: bool
+    def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("duplicate", "mark", "identity")

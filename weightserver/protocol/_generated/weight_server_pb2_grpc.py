@@ -79,6 +79,11 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
                 _registered_method=True)
+        self.SettleWrite = channel.unary_unary(
+                '/pic.weightserver.v1.WeightServer/SettleWrite',
+                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteRequest.SerializeToString,
+                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteResponse.FromString,
+                _registered_method=True)
         self.Checkpoint = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/Checkpoint',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.CheckpointRequest.SerializeToString,
@@ -187,6 +192,14 @@ class WeightServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SettleWrite(self, request, context):
+        """SettleWrite seals a write: if the shard has not applied it, it never will. A repeated call gets the same answer. Any
+        session may be the newest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Checkpoint(self, request, context):
         """Checkpoint keeps the shard's rows as they are now under a name; only later changes cost anything. Repeating a name
         with its step changes nothing but the identity. The name of a checkpoint with another step, or after which rows
@@ -281,6 +294,11 @@ def add_WeightServerServicer_to_server(servicer, server):
                     servicer.WriteState,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.SerializeToString,
+            ),
+            'SettleWrite': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleWrite,
+                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteRequest.FromString,
+                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteResponse.SerializeToString,
             ),
             'Checkpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Checkpoint,
@@ -556,6 +574,33 @@ class WeightServer:
             '/pic.weightserver.v1.WeightServer/WriteState',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteStateRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.WriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleWrite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pic.weightserver.v1.WeightServer/SettleWrite',
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteRequest.SerializeToString,
+            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.SettleWriteResponse.FromString,
             options,
             channel_credentials,
             insecure,

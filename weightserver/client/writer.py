@@ -1,0 +1,202 @@
+"""The writer of a client: its writes take turns, each under a higher number, which shards apply at most once.
+
+If a write fails and may have been applied, it stays unsettled: the same call made again repeats it under its number.
+Any other write settles it first: every shard says whether it has applied it, and never will if it has not. Where it was
+applied on some of its shards only, other writes are refused until it is repeated, or undone by a rollback.
+
+An interrupt may come anywhere here. That rules out context managers in Python code: it could hit one outside of both
+its body and its own `try`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+from weightserver.client.fan_out import Shards, is_not_applied, raise_first
+from weightserver.core.errors import ClusterError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+Result = TypeVar("Result")
+Send = Callable[[int, Collection[int]], list[Any]]
+"""Sends a write by its number to some shards; returns the answer or error of each."""
+
+
+class Session(NamedTuple):
+    """A session that a client has opened or joined."""
+
+    epoch: int
+    opener: bytes
+    timeline: bytes
+    """That of the shards at the time."""
+
+
+@dataclass
+class _Unsettled:
+    """A write that may have been applied on some of its shards."""
+
+    digest: bytes
+    number: int
+    shards: Collection[int]
+    """Those that may apply it under this number."""
+    timeline: bytes
+    is_partial: bool = False
+    """Whether it was applied on other shards, under an earlier number."""
+    is_sealed: bool = False
+    """Whether shards were asked to apply it no more."""
+
+
+@dataclass
+class _Made:
+    """A write that is being made."""
+
+    digest: bytes
+    is_applied: bool = False
+
+
+class Writer:
+    """Numbers the writes of a client. Safe to use from any thread."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.session: Session | None = None
+        self._shards = shards
+        self._id = os.urandom(16)
+        self._turn = Lock()
+        self._number = 0
+        self._unsettled: _Unsettled | None = None
+        self._untold: set[bytes] = set()
+        """Digests of writes that were applied although their calls failed."""
+        self._unfinished_rollback = ""
+
+    def write(self, digest: bytes, shards: Collection[int], table: int, send: Send) -> None:
+        """Makes a write once: sends it, or finds that an earlier call with the same digest has.
+
+        Args:
+            table: digest of the table.
+
+        Raises:
+            ClusterError: an earlier write was applied on some of its shards only, or a rollback has not succeeded yet.
+        """
+        made = _Made(digest)
+        try:
+            with self._turn:
+                self._write(made, shards, table, send)
+        except BaseException:
+            if made.is_applied:  # an interrupt before the caller was told
+                self._untold.add(digest)
+            raise
+
+    def _write(self, made: _Made, shards: Collection[int], table: int, send: Send) -> None:
+        digest, unsettled = made.digest, self._unsettled
+        self._require_one_state()
+        if digest not in self._untold and (unsettled is None or unsettled.digest != digest or unsettled.is_sealed):
+            self._settle(table, digest)
+        unsettled = self._unsettled
+        if digest in self._untold:
+            made.is_applied = True
+            if unsettled is not None and unsettled.digest == digest:
+                self._unsettled = None
+            self._untold.discard(digest)
+            return
+        is_new = unsettled is None
+        if unsettled is None:
+            unsettled = self._unsettled = _Unsettled(digest, self._next_number(), shards, self._timeline)
+        outcomes = send(unsettled.number, unsettled.shards)
+        if is_new and is_not_applied(outcomes):
+            self._unsettled = None
+        raise_first(outcomes)
+        made.is_applied = True
+        self._unsettled = None
+
+    def change(self, table: int, send: Callable[[int], Result]) -> Result:
+        """Sends one change to every shard. After a failure it is repeated under another number, which changes nothing
+        on shards that have made it; late attempts have no effect after a later write.
+
+        Raises:
+            ClusterError: as `write`.
+        """
+        with self._turn:
+            self._require_one_state()
+            self._settle(table)
+            return send(self._next_number())
+
+    def roll_back(self, name: str, timeline: bytes, send: Callable[[int], list[Any]]) -> None:
+        """Sends a rollback to every shard, which gives up an unsettled write. No other write is made until it has ended
+        on all shards, or on none."""
+        with self._turn:
+            unfinished_before, self._unfinished_rollback = self._unfinished_rollback, name
+            outcomes = send(self._next_number())
+            if is_not_applied(outcomes):
+                self._unfinished_rollback = unfinished_before
+            raise_first(outcomes)
+            self._unsettled = None
+            self._untold.clear()
+            if self.session is not None:
+                self.session = self.session._replace(timeline=timeline)
+            self._unfinished_rollback = ""
+
+    def enter(self, open_session: Callable[[], Session]) -> Session:
+        """Opens or joins a session between two writes."""
+        with self._turn:
+            self.session = session = open_session()
+            return session
+
+    def header(self, number: int, **fields: int) -> pb.WriteHeader:
+        """The header of a write under its number."""
+        session = self.session
+        epoch, opener = (session.epoch, session.opener) if session else (0, b"")
+        return pb.WriteHeader(epoch=epoch, opener=opener, writer=self._id, sequence=number, **fields)
+
+    def _settle(self, table: int, repeated: bytes = b"") -> None:
+        """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it.
+
+        Afterwards none is unsettled, unless it is the one that is now to be `repeated`, on the shards that lack it.
+        """
+        if (write := self._unsettled) is None:
+            return
+        write.is_sealed = True
+        missing = [shard for shard, answer in self._seal(write, table) if not answer.applied]
+        if not missing:
+            self._untold.add(write.digest)
+            self._unsettled = None
+        elif len(missing) == len(write.shards) and not write.is_partial:
+            self._unsettled = None
+        else:
+            number = self._next_number()
+            self._unsettled = _Unsettled(write.digest, number, missing, write.timeline, is_partial=True)
+            if write.digest != repeated:
+                raise ClusterError(
+                    f"an earlier write of this client failed on shard {', '.join(map(str, missing))} and was applied "
+                    "on others: repeat it, or roll back to a checkpoint"
+                )
+
+    def _seal(self, write: _Unsettled, table: int) -> list[tuple[int, pb.SettleWriteResponse]]:
+        connections = self._shards.connections()
+        request = pb.SettleWriteRequest(header=self.header(write.number, table=table))
+        asked = [(connections[shard], "SettleWrite", request) for shard in write.shards]
+        answers = self._shards.in_parallel(lambda shard, method, request: shard.call(method, request), asked)
+        return list(zip(write.shards, answers, strict=True))
+
+    def _require_one_state(self) -> None:
+        """Raises ClusterError where only a rollback leads to a state that this client knows."""
+        if self._unfinished_rollback:
+            raise ClusterError(
+                f"rollback({self._unfinished_rollback!r}) has failed on some of the shards: repeat it before any other "
+                "write"
+            )
+        if self._unsettled is not None and self._unsettled.timeline != self._timeline:
+            raise ClusterError(
+                "an earlier write of this client failed, and another client has rolled back or restored the rows "
+                "since: it may be part of them or not, so roll back to a checkpoint"
+            )
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    @property
+    def _timeline(self) -> bytes:
+        return self.session.timeline if self.session else b""
