@@ -16,80 +16,57 @@ from weightserver.server.request_memory import RequestMemory
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 
+Gauges = dict[str, tuple[str, Callable[[], float]]]
+"""Name to what it means, and a function that returns its value now."""
+
 
 def publish_shard(registry: CollectorRegistry, shard: Shard) -> None:
     """Publishes what the shard holds."""
     registry.register(_DiskCollector(shard))
-    for name, text, value in (
-        (
-            "weightserver_clock_steps",
-            "Highest number of finished updates that a write carried.",
-            lambda: shard.state.clock,
-        ),
-        ("weightserver_horizon_steps", "Learning rates known.", lambda: shard.horizon),
-        ("weightserver_generation", "Generation that new writes belong to.", lambda: shard.state.generation),
-        ("weightserver_checkpoints", "Checkpoints kept.", lambda: len(shard.state.checkpoints)),
-        (
-            "weightserver_newest_checkpoint_step",
+    gauges: Gauges = {
+        "clock_steps": ("Highest number of finished updates that a write carried.", lambda: shard.state.clock),
+        "horizon_steps": ("Learning rates known.", lambda: shard.horizon),
+        "generation": ("Generation that new writes belong to.", lambda: shard.state.generation),
+        "checkpoints": ("Checkpoints kept.", lambda: len(shard.state.checkpoints)),
+        "newest_checkpoint_step": (
             "Step of the newest checkpoint kept; 0 without checkpoints.",
             lambda: max((kept.step for kept in shard.state.checkpoints), default=0),
         ),
-        ("weightserver_table_rows", "Rows of the table.", lambda: shard.spec.num_rows if shard.spec else 0),
-        ("weightserver_session_epoch", "Epoch of the newest session.", lambda: shard.state.epoch),
-        ("weightserver_stored_rows", "Rows ever written.", lambda: shard.state.rows_stored),
-    ):
-        _gauge(registry, name, text, value)
+        "table_rows": ("Rows of the table.", lambda: shard.spec.num_rows if shard.spec else 0),
+        "session_epoch": ("Epoch of the newest session.", lambda: shard.state.epoch),
+        "stored_rows": ("Rows ever written.", lambda: shard.state.rows_stored),
+    }
+    _publish(registry, gauges)
 
 
 def publish_load(
     registry: CollectorRegistry, memory: RequestMemory, limiter: CallLimiter, committer: Committer
 ) -> None:
     """Publishes what requests hold and how many wait."""
-    _gauge(
-        registry,
-        "weightserver_request_memory_bytes",
-        "Memory reserved by requests in progress.",
-        lambda: memory.used_bytes,
-    )
-    _gauge(
-        registry,
-        "weightserver_commit_queue_writes",
-        "Writes that wait for a transaction.",
-        lambda: committer.num_waiting,
-    )
-    _gauge(
-        registry,
-        "weightserver_running_calls",
-        f"Calls that have a thread; further ones wait while there are {MAX_THREADS}.",
-        lambda: limiter.num_running,
-    )
-    _gauge(
-        registry,
-        "weightserver_waiting_calls",
-        "Calls that have a thread and wait for memory.",
-        lambda: memory.num_waiting,
-    )
+    calls = f"Calls that have a thread; further ones wait while there are {MAX_THREADS}."
+    gauges: Gauges = {
+        "request_memory_bytes": ("Memory reserved by requests in progress.", lambda: memory.used_bytes),
+        "commit_queue_writes": ("Writes that wait for a transaction.", lambda: committer.num_waiting),
+        "running_calls": (calls, lambda: limiter.num_running),
+        "waiting_calls": ("Calls that have a thread and wait for memory.", lambda: memory.num_waiting),
+    }
+    _publish(registry, gauges)
 
 
 def publish_health(registry: CollectorRegistry, health: ShardHealth) -> None:
-    _gauge(
-        registry,
-        "weightserver_serving",
-        "1 while the shard serves, 0 if its database does not.",
-        lambda: not health.look(),
+    _publish(
+        registry, {"serving": ("1 while the shard serves, 0 if its database does not.", lambda: not health.look())}
     )
 
 
 def publish_certificate(registry: CollectorRegistry, expires: datetime) -> None:
-    Gauge(
-        "weightserver_certificate_expiry_timestamp_seconds",
-        "When the shard's TLS certificate expires, in seconds since 1970.",
-        registry=registry,
-    ).set(expires.timestamp())
+    text = "When the shard's TLS certificate expires, in seconds since 1970."
+    _publish(registry, {"certificate_expiry_timestamp_seconds": (text, expires.timestamp)})
 
 
-def _gauge(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:
-    Gauge(name, text, registry=registry).set_function(value)
+def _publish(registry: CollectorRegistry, gauges: Gauges) -> None:
+    for name, (text, value) in gauges.items():
+        Gauge(f"weightserver_{name}", text, registry=registry).set_function(value)
 
 
 class _DiskCollector(Collector):
@@ -101,10 +78,7 @@ class _DiskCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         try:
             usage, disk_bytes = self._shard.disk_usage(), self._shard.disk_bytes()
-        except (
-            OSError,
-            StorageError,
-        ):  # the directory is gone, or the shard is closing: only these metrics are missing
+        except (OSError, StorageError):  # the directory is gone, or the shard is closing: the other metrics are shown
             return
         yield GaugeMetricFamily("weightserver_disk_bytes", "Size of the data file on disk.", value=disk_bytes)
         pages = GaugeMetricFamily(

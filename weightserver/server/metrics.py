@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
@@ -40,33 +40,18 @@ class CallMetrics:
     """Times answered calls and counts refused ones."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        seconds = Histogram(
-            "weightserver_request_seconds",
-            "Time from a request's arrival to the end of its answer.",
-            ["method", "status"],
-            buckets=_SECONDS,
-            registry=registry,
+        counter, of_call = partial(Counter, registry=registry), ("method", "status")
+        text = "Time from a request's arrival to the end of its answer."
+        seconds = Histogram("weightserver_request_seconds", text, of_call, buckets=_SECONDS, registry=registry)
+        number = counter("weightserver_requests", "Answered requests; every method with every status.", of_call)
+        self._fenced = counter("weightserver_fenced_writes", "Writes refused because a newer session exists.")
+        self._unauthenticated = counter(
+            "weightserver_unauthenticated_calls", "Calls refused because they lack the token."
         )
-        number = Counter(
-            "weightserver_requests",
-            "Answered requests; every method with every status.",
-            ["method", "status"],
-            registry=registry,
+        self._cut_off = counter(
+            "weightserver_cut_off_calls", "Calls cancelled because their caller neither sent nor received a message."
         )
-        self._fenced = Counter(
-            "weightserver_fenced_writes", "Writes refused because a newer session exists.", registry=registry
-        )
-        self._unauthenticated = Counter(
-            "weightserver_unauthenticated_calls", "Calls refused because they lack the token.", registry=registry
-        )
-        self._cut_off = Counter(
-            "weightserver_cut_off_calls",
-            "Calls cancelled because their caller neither sent nor received a message.",
-            registry=registry,
-        )
-        self._damaged = Counter(
-            "weightserver_damaged_reads", "Calls that met a stored record with changed bytes.", registry=registry
-        )
+        self._damaged = counter("weightserver_damaged_reads", "Calls that met a stored record with changed bytes.")
         # labels() takes longer than observe() and inc().
         self._seconds, self._number = cache(seconds.labels), cache(number.labels)
         # A rate misses the step from a missing series to 1, so these exist from the start.
@@ -75,22 +60,12 @@ class CallMetrics:
                 self._number(method, status)
         for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
             self._seconds("Fetch", status)
+        self.fenced, self.damaged = self._fenced.inc, self._damaged.inc
+        self.unauthenticated, self.cut_off = self._unauthenticated.inc, self._cut_off.inc
 
     def answered(self, method: str, status: str, seconds: float) -> None:
         self._seconds(method, status).observe(seconds)
         self._number(method, status).inc()
-
-    def fenced(self) -> None:
-        self._fenced.inc()
-
-    def damaged(self) -> None:
-        self._damaged.inc()
-
-    def unauthenticated(self) -> None:
-        self._unauthenticated.inc()
-
-    def cut_off(self) -> None:
-        self._cut_off.inc()
 
 
 class RowMetrics:
@@ -112,29 +87,18 @@ class RowMetrics:
             "(receive), being checked (work), and waiting until it was on disk (commit).",
             registry,
         )
-        request_rows = Histogram(
-            "weightserver_request_rows",
-            "Rows in one request to this shard.",
-            ["operation"],
-            buckets=_COUNTS,
-            registry=registry,
-        )
-        rows = Counter(
-            "weightserver_rows", "Rows fetched, pushed to, or written as state.", ["operation"], registry=registry
-        )
-        num_bytes = Counter(
-            "weightserver_row_bytes",
-            "Bytes of the rows fetched, pushed, or written as state.",
-            ["operation"],
-            registry=registry,
+        counter, of_operation = partial(Counter, registry=registry), ("operation",)
+        text = "Rows in one request to this shard."
+        request_rows = Histogram("weightserver_request_rows", text, of_operation, buckets=_COUNTS, registry=registry)
+        rows = counter("weightserver_rows", "Rows fetched, pushed to, or written as state.", of_operation)
+        num_bytes = counter(
+            "weightserver_row_bytes", "Bytes of the rows fetched, pushed, or written as state.", of_operation
         )
         # All exist from the start, for a rate; looking them up in each call would take 3 µs.
         self._request_rows = {operation: request_rows.labels(operation) for operation in _OPERATIONS}
         self._rows = {operation: rows.labels(operation) for operation in _OPERATIONS}
         self._bytes = {operation: num_bytes.labels(operation) for operation in _OPERATIONS}
-        self._duplicates = Counter(
-            "weightserver_duplicate_writes", "Repeated writes that were already applied.", registry=registry
-        )
+        self._duplicates = counter("weightserver_duplicate_writes", "Repeated writes that were already applied.")
 
     def requested(self, operation: str, num_rows: int) -> None:
         self._request_rows[operation].observe(num_rows)
@@ -174,24 +138,13 @@ class CommitMetrics:
     """Times transactions and the writes in them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._wait = Histogram(
-            "weightserver_commit_wait_seconds",
-            "Time that a write waited for its transaction.",
-            buckets=_SECONDS,
-            registry=registry,
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._wait = seconds("weightserver_commit_wait_seconds", "Time that a write waited for its transaction.")
+        self._seconds = seconds(
+            "weightserver_commit_seconds", "Time that a transaction took, from its first write until it was on disk."
         )
-        self._seconds = Histogram(
-            "weightserver_commit_seconds",
-            "Time that a transaction took, from its first write until it was on disk.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._writes = Histogram(
-            "weightserver_commit_writes",
-            "Writes in one transaction.",
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-            registry=registry,
-        )
+        sizes, text = (1, 2, 4, 8, 16, 32, 64), "Writes in one transaction."
+        self._writes = Histogram("weightserver_commit_writes", text, buckets=sizes, registry=registry)
 
     def committed(self, waits: list[float], seconds: float) -> None:
         """Counts one transaction, unless all callers left before it: `waits` are the seconds that its writes waited."""
