@@ -6,7 +6,7 @@ import difflib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,8 @@ from trainer.run.config import ReportConfig, RunConfig
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.run.earlier import in_todays_terms
 from trainer.schedule import SamplingConfig
-from trainer.settings import Settings, errors_as_events, flag, problems_of, set_help_texts, settings_of
+from trainer.settings import Settings, flag, problems_of, set_help_texts, settings_of
+from trainer.wrong_arguments import parsed_or_exit
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
 from weightserver.torch import NegativeSampler
@@ -279,13 +280,11 @@ def parse_config(
     arguments: Sequence[str] | None = None,
     *,
     default: TrainConfig | None = None,
-    on_wrong: Callable[[str], NoReturn] | None = None,
 ) -> TrainConfig:
     """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid.
 
     With --resume, all settings that are not given are those of the run in --output, and the preset may be omitted.
-    `default` replaces the preset's settings. `on_wrong` is called with what is wrong with a preset's options instead of
-    exiting.
+    `default` replaces the preset's settings.
     """
     for settings in (*PARTS, EncoderConfig, AugmentationConfig):
         set_help_texts(settings)
@@ -293,7 +292,7 @@ def parse_config(
     _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments else ""
     if preset in PRESETS:
-        config = _parsed(preset, default or PRESETS[preset][1], arguments[1:], on_wrong)
+        config = _parsed(preset, default or PRESETS[preset][1], arguments[1:])
         return _parsed(preset, _of_run(config, arguments), arguments[1:]) if _is_there(config) else config
     if any(argument.partition("=")[0] == "--resume" for argument in arguments) and preset.startswith("-"):
         config = _parsed("", TrainConfig(), arguments)
@@ -303,25 +302,20 @@ def parse_config(
         sys.exit(2)
     if preset and not preset.startswith("-"):
         _refuse_preset(preset)
-    with errors_as_events():
-        anything: TrainConfig = tyro.extras.overridable_config_cli(
-            PRESETS,
-            prog="python -m trainer",
-            description=_DESCRIPTION,
-            args=arguments,
+
+    def parse(options: list[str]) -> TrainConfig:
+        return tyro.extras.overridable_config_cli(
+            PRESETS, prog="python -m trainer", description=_DESCRIPTION, args=options
         )
-    return anything
+
+    return parsed_or_exit(parse, arguments, command="trainer")
 
 
-def _parsed(
-    preset: str,
-    default: TrainConfig,
-    options: Sequence[str],
-    on_wrong: Callable[[str], NoReturn] | None = None,
-) -> TrainConfig:
+def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
-    with errors_as_events(on_wrong=on_wrong):
-        config: TrainConfig = tyro.cli(
+
+    def parse(options: list[str]) -> TrainConfig:
+        return tyro.cli(
             TrainConfig,
             prog=f"python -m trainer {preset}".rstrip(),
             description=what,
@@ -329,7 +323,8 @@ def _parsed(
             default=_without_other_warmup(default, options),
             config=(tyro.conf.AvoidSubcommands,),
         )
-    return config
+
+    return parsed_or_exit(parse, arguments, command="trainer")
 
 
 def _is_there(config: TrainConfig) -> bool:

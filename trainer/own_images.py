@@ -31,7 +31,7 @@ from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.settings import flag
-from trainer.wrong_arguments import raise_wrong, without_wrong
+from trainer.wrong_arguments import without_refused
 from weightserver.common.logs import logs_json, print_error
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,9 @@ def images_config(arguments: Sequence[str]) -> TrainConfig:
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
     """
-    left, wrong = without_wrong(lambda some: parse_config([PRESET, *some], on_wrong=raise_wrong), arguments)
+    left, wrong = without_refused(lambda options: parse_config([PRESET, *options]), arguments)
     if not wrong:
         return _config(arguments)
-    if left is None:
-        return parse_config([PRESET, *arguments])  # which says it in its own words
     try:
         _config(left, checks_only=True)
     except ValueError as error:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import itertools
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
-
-from weightserver.common.logs import logs_json, print_error
+from typing import Any, TypeVar, get_args, get_type_hints
 
 Value = TypeVar("Value")
 
@@ -115,39 +109,6 @@ def check_choice(settings: Settings, name: str, *choices: object) -> None:
     if getattr(settings, name) not in choices:
         *most, last = map(str, choices)
         raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")
-
-
-@contextmanager
-def errors_as_events(command: str = "trainer", on_wrong: Callable[[str], NoReturn] | None = None) -> Iterator[None]:
-    """If the log is JSON, logs in one event what tyro would draw in a box about wrong arguments of `command`; if
-    `on_wrong` is given, calls it instead."""
-    if not logs_json() and on_wrong is None:
-        yield
-        return
-    with redirect_stderr(io.StringIO()) as drawn:
-        try:
-            yield
-            return
-        except SystemExit as ended:
-            status = ended.code
-    if status and on_wrong is not None:
-        on_wrong(_said_in_box(drawn.getvalue()))
-    if status:
-        print_error(f"{command}: {_said_in_box(drawn.getvalue())}")
-    sys.exit(status)
-
-
-def _said_in_box(box: str) -> str:
-    """What a box of tyro's says first; its title is in its frame, or, where a terminal has no frames, a part too."""
-    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # coloured if stdout is a terminal
-    lines = [line.strip("│| ") for line in box.splitlines()]
-    parts = [
-        " ".join(part)
-        for is_rule, part in itertools.groupby(lines, lambda line: line.startswith(("─", "╭", "╰", "+", "---")))
-        if not is_rule
-    ]
-    title = 0 if box.startswith(("╭", "+")) else 1
-    return " ".join(parts[title : title + 1])
 
 
 def set_help_texts(settings: type) -> None:

@@ -1,69 +1,63 @@
-"""Finds all arguments that a parser refuses, which by itself ends with the first."""
+"""Finds all options that a parser refuses, which by itself ends with the first and says it in a drawn box."""
 
 from __future__ import annotations
 
-import itertools
-import re
+import io
+import shlex
+import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import redirect_stderr, redirect_stdout
+from typing import TypeVar
 
-_UNKNOWN = "Unrecognized options: "
+from weightserver.common.logs import logs_json, print_error
 
-
-class WrongArgumentsError(ValueError):
-    """What tyro says about arguments that it cannot parse."""
-
-
-def raise_wrong(said: str) -> NoReturn:
-    raise WrongArgumentsError(said)
+Parsed = TypeVar("Parsed")
+Parse = Callable[[list[str]], Parsed]
+"""Parses options; raises SystemExit if it refuses one."""
 
 
-def without_wrong(parse: Callable[[list[str]], object], arguments: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """Parses until nothing is refused: the arguments that are left, and a line for each refusal.
+def without_refused(parse: Parse[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options that the parser accepts, and a line for each that it refuses, tried one by one."""
+    if _accepts(parse, arguments):
+        return list(arguments), []
+    left, problems = list[str](), list[str]()
+    for option in _options(arguments):
+        if _accepts(parse, option):
+            left += option
+        else:
+            problems.append(f"{shlex.join(option)} is not understood: --help lists the options and their values")
+    return left, problems
 
-    None are left if it is not clear which arguments a refusal is about.
 
-    Args:
-        parse: raises WrongArgumentsError if it refuses arguments.
-    """
-    left, problems = list(arguments), list[str]()
-    while True:
+def parsed_or_exit(parse: Parse[Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+    """Parses; if the log is JSON, an event says which options are wrong, instead of the parser's box."""
+    if not logs_json():
+        return parse(list(arguments))
+    with redirect_stderr(io.StringIO()):
         try:
-            parse(left)
-        except WrongArgumentsError as error:
-            problems.append(str(error))
-            fewer = _without(left, str(error))
-            if len(fewer) == len(left):
-                return None, problems
-            left = fewer
-        else:
-            return left, problems
+            return parse(list(arguments))
+        except SystemExit as ended:
+            status = ended.code
+    if status:
+        _, problems = without_refused(parse, arguments)
+        print_error(f"{command}: {'; '.join(problems) or 'wrong arguments: see --help'}")
+    sys.exit(status)
 
 
-def _without(arguments: list[str], said: str) -> list[str]:
-    if not said.startswith(_UNKNOWN):
-        return _without_option(arguments, (re.findall(r"--[\w.-]+", said) or [""])[0])
-    unknown = said.removeprefix(_UNKNOWN).split(", ")
-    for flag, wrong in itertools.pairwise(["", *unknown]):
-        if wrong.startswith("--"):
-            arguments = _without_option(arguments, wrong.partition("=")[0])
-        elif not flag.startswith("--"):  # neither the value of an unknown option, which is gone, nor of a known one
-            before = ["", *arguments]
-            stray = [at for at, one in enumerate(arguments) if one == wrong and not before[at].startswith("--")]
-            arguments = [one for at, one in enumerate(arguments) if at not in stray[:1]]
-    return arguments
-
-
-def _without_option(arguments: list[str], flag: str) -> list[str]:
-    """Leaves out an option with its values."""
-    left, takes_values = [], False
+def _options(arguments: Sequence[str]) -> list[list[str]]:
+    """Each option with its values; what precedes the first one by itself."""
+    found = list[list[str]]()
     for argument in arguments:
-        if argument.startswith("--"):
-            name, has_value, _ = argument.partition("=")
-            is_wrong = name.replace("_", "-") == flag.replace("_", "-")
-            takes_values = is_wrong and not has_value
-        else:
-            is_wrong = takes_values
-        if not is_wrong:
-            left.append(argument)
-    return left
+        if argument.startswith("--") or not found:
+            found.append([])
+        found[-1].append(argument)
+    return found
+
+
+def _accepts(parse: Parse[object], options: Sequence[str]) -> bool:
+    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+        try:
+            parse(list(options))
+        except SystemExit as ended:
+            return not ended.code
+    return True

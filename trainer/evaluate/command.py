@@ -22,7 +22,8 @@ from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.protocol import check_classes
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
-from trainer.settings import Settings, check_at_least, errors_as_events, set_help_texts
+from trainer.settings import Settings, check_at_least, set_help_texts
+from trainer.wrong_arguments import parsed_or_exit
 from weightserver.common.logs import LogFormat, Remark, say
 
 DIRECTORY = "evaluation"
@@ -86,14 +87,17 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ValueError(f"unknown protocol {name!r}: {hint}")
     for settings in (SubjectOptions, EvaluationOptions, *(protocol.settings for protocol in PROTOCOLS.values())):
         set_help_texts(settings)
-    with errors_as_events("trainer.evaluate"):
-        parsed: Command = tyro.extras.subcommand_cli_from_dict(
+
+    def parse(options: list[str]) -> Command:
+        return tyro.extras.subcommand_cli_from_dict(
             {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
             prog="python -m trainer.evaluate",
             description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
-            args=_without_commas(arguments),
+            args=[name, *options],
             config=(tyro.conf.OmitArgPrefixes,),
         )
+
+    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate")
     for part in (parsed.subject, parsed.options, parsed.settings):
         part.check()
     return parsed
