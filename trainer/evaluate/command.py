@@ -89,13 +89,14 @@ def parse(arguments: Sequence[str]) -> Command:
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:
-        return tyro.extras.subcommand_cli_from_dict(
+        parsed: Command = tyro.extras.subcommand_cli_from_dict(
             {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
             prog="python -m trainer.evaluate",
             description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
             args=[name, *options],
             config=(tyro.conf.OmitArgPrefixes,),
         )
+        return parsed
 
     parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate")
     for part in (parsed.subject, parsed.options, parsed.settings):

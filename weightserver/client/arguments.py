@@ -12,6 +12,7 @@ import numpy.typing as npt
 from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer
+from weightserver.core.errors import RowError
 from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
@@ -154,7 +155,8 @@ def sum_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array, 
         summed = np.add.reduceat(gradients[order], starts, axis=0)
     if not all_finite(summed):
         row = distinct[~np.isfinite(summed).all(axis=1)][0]
-        raise ValueError(f"the gradients of row {row} add up beyond float32: nothing was sent, scale them down")
+        message = f"the gradients of row {row} add up beyond float32: nothing was sent, scale them down"
+        raise RowError(message, row=int(row))
     return distinct, summed
 
 
@@ -167,7 +169,8 @@ def distinct_order(rows: Int64Array) -> Int64Array:
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     if (repeats := np.flatnonzero(np.diff(ordered) == 0)).size:
-        raise ValueError(f"row {ordered[repeats[0]]} is given twice: write_state takes each row once")
+        row = int(ordered[repeats[0]])
+        raise RowError(f"row {row} is given twice: write_state takes each row once", row=row)
     return order
 
 

@@ -200,7 +200,8 @@ class ShardConnection:
             details = failure.details
             if failure.status in (status_of(WeightServerError), status_of(StorageError)):
                 details += f" (its log tells more of request {call.request_id})"
-            refusal = ERROR_OF_STATUS.get(failure.status, WeightServerError)(f"{self.name}: {details}")
+            kind = ERROR_OF_STATUS.get(failure.status, WeightServerError)
+            refusal = kind(f"{self.name}: {details}", **failure.fields)
             refusal.not_applied &= not retries.in_doubt
             raise refusal
         if reason := tls_failure(self.address, failure.status, failure.details, tls=self._tls):

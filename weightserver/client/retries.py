@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
 from weightserver.client.calls import Call
+from weightserver.protocol.status import error_fields
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -35,6 +36,8 @@ class Failure:
     cause: str
     """In the error after the last attempt."""
     is_retried: bool
+    fields: dict[str, int] = field(default_factory=dict)
+    """Of the error that the shard raised."""
 
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError) -> Failure:
@@ -42,7 +45,8 @@ class Failure:
             status, details = grpc.StatusCode.ABORTED, "its answers could not be ordered"
             return cls(status, details, f"{status.name}: {details}", is_retried=True)
         status = error.code()
-        return cls(status, error.details() or "", status.name, status in _RETRIED)
+        fields = error_fields(error.trailing_metadata())
+        return cls(status, error.details() or "", status.name, status in _RETRIED, fields)
 
     @property
     def is_overload(self) -> bool:

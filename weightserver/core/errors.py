@@ -24,10 +24,25 @@ from __future__ import annotations
 
 
 class WeightServerError(Exception):
-    """Base of all errors of the weight server and its client."""
+    """Base of all errors of the weight server and its client. Its fields arrive at the client with it."""
 
     not_applied: bool = False
     """Whether the error proves that its call changed nothing on the shard."""
+
+    def __init__(self, message: str = "", *, row: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
+        """The row that is concerned, if it is one."""
+        self.step = step
+        """The step that was asked for, if it is wrong."""
+
+
+class RowError(ValueError):
+    """An argument that is wrong for the row `row`; nothing was sent."""
+
+    def __init__(self, message: str, *, row: int) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class ShardUnavailableError(WeightServerError):
@@ -66,18 +81,9 @@ class InvalidRequestError(WeightServerError):
 
 class StepError(WeightServerError):
     """A step beyond the schedule, before an update that the row has already seen, or after one in which SGD makes the
-    row infinite or NaN.
-
-    Args:
-        row: the row that is concerned, on the shard.
-        step: the step that was asked for.
-    """
+    row infinite or NaN."""
 
     not_applied = True
-
-    def __init__(self, message: str, *, row: int | None = None, step: int | None = None) -> None:
-        super().__init__(message)
-        self.row, self.step = row, step
 
 
 class FencedError(WeightServerError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
 
 from weightserver.core.errors import (
@@ -34,6 +36,23 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     grpc.StatusCode.DATA_LOSS: DataLossError,
 }
 _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
+
+
+_FIELDS = ("row", "step")
+"""Fields of an error that travel with it, in the trailing metadata."""
+
+
+def error_metadata(error: WeightServerError) -> tuple[tuple[str, str], ...]:
+    """The metadata that tell a client the error's fields."""
+    values = ((name, getattr(error, name)) for name in _FIELDS)
+    return tuple((f"weightserver-error-{name}", str(value)) for name, value in values if value is not None)
+
+
+def error_fields(metadata: Iterable[tuple[str, str]] | None) -> dict[str, int]:
+    """The fields that `error_metadata` told; ignores what no shard sends."""
+    found = dict(metadata or ())
+    given = {name: found.get(f"weightserver-error-{name}", "") for name in _FIELDS}
+    return {name: int(value) for name, value in given.items() if value.isascii() and value.isdigit()}
 
 
 def status_of(error: type[WeightServerError]) -> grpc.StatusCode:

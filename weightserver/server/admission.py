@@ -31,7 +31,7 @@ from weightserver.common.malloc import own_bytes, return_free_memory
 from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, WeightServerError
 from weightserver.protocol.codec import ONE_MESSAGE_KEY
-from weightserver.protocol.status import status_of
+from weightserver.protocol.status import error_metadata, status_of
 from weightserver.server.request_memory import RequestMemory
 
 BASE_BYTES = 384 << 20
@@ -192,7 +192,7 @@ def abort(
     context: grpc.ServicerContext, error: WeightServerError, trailer: tuple[tuple[str, str], ...] = ()
 ) -> NoReturn:
     """Ends the call with the error's status."""
-    context.set_trailing_metadata(trailer)
+    context.set_trailing_metadata((*trailer, *error_metadata(error)))
     context.abort(status_of(type(error)), str(error))
     raise AssertionError("abort() raises")
 

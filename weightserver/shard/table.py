@@ -57,4 +57,5 @@ class Table:
             raise InvalidRequestError("the rows of one request must increase strictly")
         elsewhere = Sharding(self.spec.rows_per_block, num_shards).shard_of(rows) != shard
         if elsewhere.any():
-            raise InvalidRequestError(f"row {rows[elsewhere.argmax()]} does not live on shard {shard} of {num_shards}")
+            row = int(rows[elsewhere.argmax()])
+            raise InvalidRequestError(f"row {row} does not live on shard {shard} of {num_shards}", row=row)

@@ -253,7 +253,8 @@ class Replacement:
             row, seen = self.rows[part][older][0], stored.last_step[older][0]
             raise StepError(
                 f"row {row} has seen {seen} updates, the state to write only {self.last_step[part][older][0]}: "
-                "an older state never replaces a newer one"
+                "an older state never replaces a newer one",
+                row=int(row),
             )
         stored.last_step = self.last_step[part]
         stored.weight, stored.momentum_buffer = self.weight[part], self.momentum_buffer[part]

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ _OWNER_SECONDS = 5.0
 """How long to wait for a directory that another process still serves."""
 
 _log = logging.getLogger(__name__)
+_LEAST_BYTES = 1 << 20
+"""A disk with less free space counts as full."""
 
 
 def data_file(directory: Path) -> Path:
@@ -151,8 +154,15 @@ def translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Error
         yield
     except kinds as error:
         hint = ""
-        if "Input/output" in str(error):
-            hint = " (is the disk full?)"  # LMDB calls a write that is cut short so
+        if isinstance(error, lmdb.Error) and _is_full(directory):
+            hint = " (the disk is full)"  # LMDB calls a write that is cut short an input/output error
         if isinstance(error, lmdb.MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             hint = " for a map of the file: give the process more address space (ulimit -v)"
         raise StorageError(f"{directory}: {error}{hint}") from error
+
+
+def _is_full(directory: Path) -> bool:
+    try:
+        return shutil.disk_usage(directory).free < _LEAST_BYTES
+    except OSError:
+        return False

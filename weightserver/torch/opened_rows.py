@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from weightserver import Checkpoint, TableSpec, WeightServerError
 from weightserver.core.arrays import Int64Array
+from weightserver.core.errors import RowError
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.rows import RowStore
 from weightserver.torch.saved_rows import SavedRows
@@ -73,11 +73,10 @@ class OpenedRows:
         """Adds the class to an error that names a row."""
         try:
             yield
-        except (WeightServerError, ValueError) as error:
-            found = re.search(r"\brow (\d+)\b", str(error))
-            if found is None or int(found[1]) >= self._spec.num_rows:
+        except (WeightServerError, RowError) as error:
+            if (row := error.row) is None or row >= self._spec.num_rows:
                 raise
-            raise type(error)(f"{error} (row {found[1]} is class {self.class_of(int(found[1]))})") from error
+            raise type(error)(f"{error} (row {row} is class {self.class_of(row)})", row=row) from error
 
     def flush(self) -> None:
         """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
