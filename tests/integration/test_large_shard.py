@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver import LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
 from weightserver.shard.shard import Shard
@@ -60,11 +60,12 @@ def lengthen(directory: Path, num_bytes: int) -> None:
 def test_a_map_outgrows_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes through the layer that all writes of a server use, and again after a restart."""
     monkeypatch.setattr(lmdb_storage, "check_pages", lambda data: None)
-    LmdbStorage(tmp_path, room_bytes=64 << 10).close()
+    monkeypatch.setattr(lmdb_storage, "_MAP_BYTES", MEMORY_BYTES // 2)
+    LmdbStorage(tmp_path).close()
     lengthen(tmp_path, MEMORY_BYTES)
     value = b"x" * 60_000
     for first in (0, 100):
-        storage = LmdbStorage(tmp_path, room_bytes=64 << 10)
+        storage = LmdbStorage(tmp_path)
         shard = Shard(storage, shard=0, num_shards=1)
 
         def put(batch: WriteTransaction, first: int = first) -> None:
@@ -83,7 +84,7 @@ def test_a_map_outgrows_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
-    """The map grows by less than a factor of two if `ulimit -v` allows no more; if it cannot grow, reads still work."""
+    """Half of it, if `ulimit -v` sets a limit; a file that does not fit is refused in one line."""
     storage = LmdbStorage(tmp_path)
     Shard(storage, shard=0, num_shards=1)
     storage.close()
@@ -96,24 +97,60 @@ def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
         "from weightserver.storage.records import read_identity\n"
         "from weightserver.storage.lmdb_storage import LmdbStorage\n"
         f"{UNCHECKED}"
-        f"resource.setrlimit(resource.RLIMIT_AS, ({13 * gigabyte},) * 2)\n"
-        "storage = LmdbStorage(Path(sys.argv[1]))\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]) * {gigabyte},) * 2)\n"
         "try:\n"
-        "    while True:\n"
-        "        print(storage.disk_usage().map_size)\n"
-        "        storage._grow()\n"
+        "    storage = LmdbStorage(Path(sys.argv[1]))\n"
         "except StorageError as error:\n"
-        "    print(error)\n"
+        "    sys.exit(str(error))\n"
+        "print(storage.disk_usage().map_size)\n"
         "with storage.read() as txn:\n"
         "    print(read_identity(txn).num_shards)\n"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    *sizes, refused, num_shards = done.stdout.splitlines()
-    assert 11 * gigabyte < int(sizes[-1]) < 13 * gigabyte, done.stdout
-    assert refused.endswith("give the process more address space (ulimit -v)")
-    assert num_shards == "1"
+
+    def opened(limit: int) -> tuple[list[int], str]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", code, str(tmp_path), str(limit)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return list(map(int, done.stdout.split())), done.stderr
+
+    (map_bytes, num_shards), error = opened(13)
+    assert (9 * gigabyte < map_bytes < 12 * gigabyte, num_shards, error) == (True, 1, "")
+    found, error = opened(8)
+    assert (found, error.count("\n")) == ([], 1)
+    assert error.endswith("give the process more address space (ulimit -v)\n")
+
+
+def test_a_full_map_refuses_writes_and_answers_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart finds room again."""
+    monkeypatch.setattr(lmdb_storage, "_ROOM_BYTES", 1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb_storage, "_MAP_BYTES", 0)
+        storage = LmdbStorage(tmp_path)
+    shard, value = Shard(storage, shard=0, num_shards=1), b"x" * 60_000
+
+    def put(first: int, count: int) -> Future[None]:
+        def operation(batch: WriteTransaction) -> None:
+            for block in range(first, first + count):
+                batch.txn.put_block(block, 0, value)
+
+        answers: list[Future[None]] = [Future(), Future()]
+        commit_group(
+            shard.batch, [(operation, answers[0]), (lambda batch: batch.txn.put_block(99, 0, value), answers[1])]
+        )
+        answers[1].result()
+        return answers[0]
+
+    put(0, 2).result()
+    with pytest.raises(StorageError, match=r"give the process more address space \(ulimit -v\)"):
+        put(2, 90).result()
+    with storage.read() as txn:
+        assert [number for number, _ in txn.block_versions()] == [0, 1, 99]
+        assert bytes(txn.newest_block(1) or b"") == value
+    storage.close()
+    storage = LmdbStorage(tmp_path)
+    shard = Shard(storage, shard=0, num_shards=1)
+    put(2, 90).result()
+    storage.close()
 
 
 @pytest.mark.guard

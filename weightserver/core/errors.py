@@ -121,7 +121,3 @@ class DamagedFileError(StorageError):
     def __init__(self, message: str, problems: list[str]) -> None:
         super().__init__(message)
         self.problems = problems
-
-
-class MapGrownError(StorageError):
-    """LMDB's map was full. The transaction was undone; a repeated one finds a larger map."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from weightserver.core.errors import MapGrownError, OverloadedError
+from weightserver.core.errors import OverloadedError
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -124,8 +124,6 @@ def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: 
                 results.append(operation(batch))
                 if batch.after_commit:
                     break
-    except MapGrownError:
-        commit_group(transaction, group)
     except Exception as error:  # noqa: BLE001 - the caller receives any error, and the thread continues
         if len(group) == 1:
             group[0][1].set_exception(error)

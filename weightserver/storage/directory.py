@@ -158,6 +158,8 @@ def translated(directory: Path, kinds: tuple[type[Exception], ...] = (lmdb.Error
             hint = " (the disk is full)"  # LMDB calls a write that is cut short an input/output error
         if isinstance(error, lmdb.MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             hint = " for a map of the file: give the process more address space (ulimit -v)"
+        if isinstance(error, lmdb.MapFullError):
+            hint = ": give the process more address space (ulimit -v), or restart it for a file of more than 1 TiB"
         raise StorageError(f"{directory}: {error}{hint}") from error
 
 

@@ -16,16 +16,14 @@ The environment holds five named databases; values of the first three begin with
 Because the generation is inverted, the first key at or after a block's number is that block's newest version, and the
 first at or after (block, generation) its newest version up to that generation. `changes` leaves generation 0 out: no
 rollback deletes it.
-
-LMDB's map of the file is as long as the file plus some room, and grows with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
+import resource
 import struct
 import threading
 import time
@@ -37,7 +35,7 @@ import lmdb
 
 from weightserver.common.atomic_files import PRIVATE_FILE, sync
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import DamagedFileError, MapGrownError, ShardUnavailableError, StorageError
+from weightserver.core.errors import DamagedFileError, ShardUnavailableError, StorageError
 from weightserver.storage import directory as files
 from weightserver.storage.directory import OwnerLock, translated
 from weightserver.storage.integrity import check_end, check_pages
@@ -45,9 +43,10 @@ from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transac
 from weightserver.storage.page_cache import address, begin_reading, faults_from_disk, writing_back
 from weightserver.storage.tombstone import require_current
 
+_MAP_BYTES = 1 << 40
+"""Address space for a file that is written, which may grow as long: a map takes no memory."""
 _ROOM_BYTES = 256 << 20
-"""Address space that a transaction finds after the file's pages; one that needs more enlarges the map and is
-repeated."""
+"""The least address space after the file's pages."""
 _MAX_READERS = 512
 _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 """Size of LMDB's lock.mdb: a header, and one slot per reader."""
@@ -226,7 +225,6 @@ class LmdbStorage:
         on_failure: called with the reason, once, when LMDB can no longer read and write. Every later call raises
             ShardUnavailableError; whether the last write was stored shows when the directory is opened again.
         scattered: open the file for reads anywhere: without readahead, which serves reading it all.
-        room_bytes: address space to keep after the file's pages.
 
     Raises:
         StorageError: the directory cannot be used, another process serves it, or its pages are damaged.
@@ -242,14 +240,11 @@ class LmdbStorage:
         must_exist: bool = False,
         on_failure: Callable[[str], None] = lambda reason: None,
         scattered: bool = False,
-        room_bytes: int = _ROOM_BYTES,
     ) -> None:
         self.directory = directory
         self._readonly = readonly
-        self._room_bytes = room_bytes
         self._idle = threading.Condition()
         self._num_reading = 0
-        self._growing = False
         self._next_reader_check = 0.0
         self._closed = False
         self._damaged = False
@@ -298,18 +293,26 @@ class LmdbStorage:
 
     def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
         data, readonly = files.data_file(self.directory), self._readonly
-        return lmdb.open(
-            str(self.directory),
-            map_size=(data.stat().st_size if data.exists() else 0) + 2 * self._room_bytes,
-            max_dbs=len(DATABASES),
-            readonly=readonly,
-            create=not readonly,
-            mode=PRIVATE_FILE,
-            lock=not readonly,
-            max_readers=_MAX_READERS,
-            readahead=readahead,
-            lib_version=0,
-        )
+        least = (data.stat().st_size if data.exists() else 0) + _ROOM_BYTES
+        map_bytes = least if readonly else _address_space(least)
+        while True:
+            try:
+                return lmdb.open(
+                    str(self.directory),
+                    map_size=map_bytes,
+                    max_dbs=len(DATABASES),
+                    readonly=readonly,
+                    create=not readonly,
+                    mode=PRIVATE_FILE,
+                    lock=not readonly,
+                    max_readers=_MAX_READERS,
+                    readahead=readahead,
+                    lib_version=0,
+                )
+            except lmdb.MemoryError:
+                if map_bytes == least:
+                    raise
+                map_bytes = max(least, map_bytes // 2)
 
     def _require_transaction(self, last_transaction: int) -> None:
         """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
@@ -337,7 +340,6 @@ class LmdbStorage:
     def read(self) -> Iterator[_LmdbTransaction]:
         """A snapshot, to be held briefly: the file grows while old snapshots exist."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._growing)
             if self._closed:
                 raise StorageError(f"{self.directory} is closed: the shard is shutting down")
             self._require_usable()
@@ -355,14 +357,12 @@ class LmdbStorage:
         """An atomic change, durable when the context is left; undone when it is left by an exception.
 
         Raises:
-            MapGrownError: the map was full; a repeated write finds a larger one.
-            StorageError: the disk is full, or LMDB found damage, after which all writes are refused.
+            StorageError: the disk or the map is full, or LMDB found damage, after which all writes are refused.
         """
         self._require_usable()
         if self._damaged:
             raise StorageError(f"{self.directory} is damaged and takes no writes: restore it from a backup")
         self._forget_dead_readers()
-        self._make_room()
         with self._using_lmdb():
             try:
                 with contextlib.ExitStack() as commit, self._env.begin(write=True, buffers=True) as txn:
@@ -373,11 +373,6 @@ class LmdbStorage:
                         txn.put(_TRANSACTION, _number(number))
                     if transaction.block_bytes >= _WRITE_BACK_BYTES:
                         commit.enter_context(writing_back(self._data))
-            except lmdb.MapFullError:
-                self._grow()
-                raise MapGrownError(
-                    f"{self.directory}: a write needed a larger map, which now exists: repeat it"
-                ) from None
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
                 raise
@@ -427,28 +422,6 @@ class LmdbStorage:
         if time.monotonic() >= self._next_reader_check:
             self._env.reader_check()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
-
-    def _make_room(self) -> None:
-        if self._env.info()["map_size"] < _used_bytes(self._env) + self._room_bytes:
-            self._grow()
-
-    def _grow(self) -> None:
-        """Doubles the map, or adds what address space allows. Waits for running reads, which use the map; new ones
-        wait."""
-        map_bytes = self._env.info()["map_size"]
-        with translated(self.directory), self._idle:
-            added_bytes = _spare_address_space(map_bytes, least=2 * self._room_bytes)
-            self._growing = True
-            try:
-                self._idle.wait_for(lambda: self._num_reading == 0)
-                try:
-                    self._env.set_mapsize(map_bytes + added_bytes)
-                except lmdb.Error as error:  # LMDB has no map now, and would end the process
-                    self._fail(error)
-                    raise
-            finally:
-                self._growing = False
-                self._idle.notify_all()
 
     def touch(self, blocks: Sequence[int], up_to: int) -> None:
         """Reads the newest versions of a generation ≤ `up_to` into memory, in several threads, each with a snapshot of
@@ -506,7 +479,7 @@ class LmdbStorage:
             with lmdb.open(
                 str(path),
                 subdir=False,
-                map_size=_used_bytes(self._env) + self._room_bytes,
+                map_size=_used_bytes(self._env) + _ROOM_BYTES,
                 max_dbs=len(DATABASES),
                 lock=False,
                 sync=False,
@@ -562,25 +535,13 @@ class LmdbStorage:
         self._lock.record_transaction(self._env.info()["last_txnid"])
 
 
-def _spare_address_space(wanted: int, *, least: int) -> int:
-    """Bytes of address space that the process can still take: `wanted`, or a half, a quarter, ... of it, or `least`.
-
-    LMDB unmaps the file before it maps more of it, and loses its map if that fails: so this tries first. Linux counts
-    shared memory without a file against RAM and swap, which a shard may exceed. A private mapping that is only read
-    takes only addresses, as LMDB's map of the file does, whatever vm.overcommit_memory says.
-
-    Raises:
-        OSError: not even `least` bytes are left (ENOMEM).
-    """
-    while True:
-        try:  # a little more: other threads may take some before LMDB does
-            mmap.mmap(-1, wanted + _ROOM_BYTES, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ).close()
-        except OSError:
-            if wanted <= least:
-                raise
-            wanted = max(least, wanted // 2)
-        else:
-            return wanted
+def _address_space(least: int) -> int:
+    """Bytes of address space for a map of at least `least`: half of what else the process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return max(_MAP_BYTES, 2 * least)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return least + max(0, limit - taken - least) // 2
 
 
 def _number(transaction: int) -> bytes:
