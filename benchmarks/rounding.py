@@ -86,7 +86,7 @@ def rounded(weight: Float32Array, gradient: Gradient, schedule: Schedule, how: R
     rows = np.arange(len(weight))
     w, u, last_step = weight.copy(), np.zeros_like(weight), np.zeros(len(weight), np.int64)
     for step in range(schedule.horizon):
-        apply_push(schedule, True, step, last_step, w, u, gradient(step))
+        apply_push(schedule, True, step, last_step, w, u, gradient(step), rows=np.arange(len(w)))
         if (step + 1) % every == 0 or step + 1 == schedule.horizon:
             w, u = how(w, rows, step + 1, WEIGHT), how(u, rows, step + 1, MOMENTUM_BUFFER)
     return w

@@ -64,7 +64,7 @@ def _moved(schedule: Schedule, weight: npt.NDArray[np.float32]) -> list[npt.NDAr
     last_step = np.zeros(len(weight), np.int64)
     gradient = np.flip(weight, axis=0).copy()
     for step in (100, 101, 5_000, 4_000, 40_000, 40_000):
-        apply_push(schedule, True, step, last_step, weight, momentum_buffer, gradient)
+        apply_push(schedule, True, step, last_step, weight, momentum_buffer, gradient, rows=np.arange(len(weight)))
     last_step[::3] = 41_000  # as if a third had been written later
     correct(weight, momentum_buffer, schedule.coefficients(last_step, 45_000))
     return [weight, momentum_buffer]

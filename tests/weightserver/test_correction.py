@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightserver.core import transfer
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.core.correction import Schedule, apply_push, bring_to, correct, single_rate_products
+from weightserver.core.correction import Schedule, apply_push, correct, require_finite, single_rate_products
 from weightserver.core.errors import StepError
 
 Run = tuple[float, float, str, float, int]
@@ -371,24 +371,16 @@ def test_the_papers_correction_takes_the_rate_of_the_last_finished_update() -> N
 # ---- rows
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
-def test_a_result_beyond_float32_is_refused_with_its_row(weight_only: bool) -> None:
-    schedule = Schedule(momentum=0.9, weight_decay=0.01, learning_rates=np.full(30, 0.5))
-    weight, momentum_buffer = np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32)
-    weight[1, 2], momentum_buffer[1, 2] = 3e38, -3e38
-    with pytest.raises(
-        StepError, match="row 12 would be infinite or NaN after update 19, nothing was written"
-    ) as found:
-        bring_to(
-            schedule,
-            20,
-            np.zeros(3, np.int64),
-            weight,
-            momentum_buffer,
-            rows=10 + np.arange(1, 4),
-            weight_only=weight_only,
-        )
-    assert (found.value.row, found.value.step) == (12, 19)
+def test_a_result_beyond_float32_is_refused_with_its_row() -> None:
+    weight, momentum_buffer = np.full((2, 3, 4), 3e38, np.float32)
+    correct(weight[1:2], momentum_buffer[1:2], np.full((1, 2, 2), 2.0, np.float32))
+    require_finite(np.arange(2), 19, weight[::2], momentum_buffer[::2])
+    for values in ([weight], [weight, momentum_buffer], [momentum_buffer]):
+        with pytest.raises(
+            StepError, match="row 12 would be infinite or NaN after update 19, nothing was writ"
+        ) as found:
+            require_finite(np.array([11, 12, 13]), 19, *values)
+        assert (found.value.row, found.value.step) == (12, 19)
 
 
 def test_correct_rounds_product_product_sum() -> None:

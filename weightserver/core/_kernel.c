@@ -403,14 +403,13 @@ static void round_row(uint64_t seed, int64_t row, int64_t step, int array, const
     }
 }
 
-/* Whether no value is infinite or NaN: by the bits, of which the greatest finite number's are the greatest. */
-static int all_finite(const packed_float *values, Py_ssize_t count)
+/* The uppermost bit is set if the value is infinite or NaN: the greatest finite number has the greatest bits but for the
+ * sign. Combined by |, it tells so of many values. */
+static inline uint32_t beyond_finite(float value)
 {
-    const packed_u32 *bits = (const packed_u32 *)values;
-    uint32_t differences = 0; /* of numbers below 2^31: the uppermost bit says which is greater */
-    for (Py_ssize_t j = 0; j < count; j++)
-        differences |= UINT32_C(0x7F7FFFFF) - (bits[j] & 0x7FFFFFFF);
-    return !(differences >> 31);
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return UINT32_C(0x7F7FFFFF) - (bits & 0x7FFFFFFF);
 }
 
 /* ---- rows as a fetch answers them */
@@ -419,23 +418,29 @@ typedef struct {
     float ww, wu, uw, uu;
 } Coefficients;
 
-/* correction.correct for one row: product, product, sum, each rounded. */
-static void correct_weight(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
+/* correction.correct for one row: product, product, sum, each rounded. Returns whether the result is finite. */
+static int correct_weight(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
                            Py_ssize_t dim, packed_float *restrict weight)
 {
+    uint32_t beyond = 0;
     for (Py_ssize_t j = 0; j < dim; j++) {
-        float by_momentum = c.wu * u[j];
-        weight[j] = w[j] * c.ww + by_momentum;
+        float by_momentum = c.wu * u[j], corrected = w[j] * c.ww + by_momentum;
+        weight[j] = corrected;
+        beyond |= beyond_finite(corrected);
     }
+    return !(beyond >> 31);
 }
 
-static void correct_momentum(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
+static int correct_momentum(Coefficients c, const packed_float *restrict w, const packed_float *restrict u,
                              Py_ssize_t dim, packed_float *restrict momentum)
 {
+    uint32_t beyond = 0;
     for (Py_ssize_t j = 0; j < dim; j++) {
-        float by_weight = c.uw * w[j];
-        momentum[j] = u[j] * c.uu + by_weight;
+        float by_weight = c.uw * w[j], corrected = u[j] * c.uu + by_weight;
+        momentum[j] = corrected;
+        beyond |= beyond_finite(corrected);
     }
+    return !(beyond >> 31);
 }
 
 typedef struct {
@@ -456,8 +461,6 @@ static int answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *w
     unsigned char *weight_out = answer->weight + i * row_bytes;
     unsigned char *momentum_out = answer->momentum == NULL ? NULL : answer->momentum + i * row_bytes;
     int is_bfloat16 = layout->value_bytes == 2;
-    packed_float *w = answer->scratch, *u = answer->scratch + dim;
-    packed_float *w_out = answer->scratch + 2 * dim, *u_out = answer->scratch + 3 * dim;
     if (answer->coefficients == NULL) {
         memcpy(weight_out, weight, row_bytes);
         if (momentum_out != NULL)
@@ -467,27 +470,20 @@ static int answer_row(const Answer *answer, Py_ssize_t i, const unsigned char *w
     const packed_float *four = answer->coefficients + 4 * i;
     Coefficients c = {four[0], four[1], four[2], four[3]};
     if (!is_bfloat16) {
-        correct_weight(c, (const packed_float *)weight, (const packed_float *)momentum, dim, (packed_float *)weight_out);
-        if (momentum_out != NULL)
-            correct_momentum(c, (const packed_float *)weight, (const packed_float *)momentum, dim,
-                             (packed_float *)momentum_out);
-        return all_finite((const packed_float *)weight_out, dim)
-               && (momentum_out == NULL || all_finite((const packed_float *)momentum_out, dim));
+        const packed_float *w = (const packed_float *)weight, *u = (const packed_float *)momentum;
+        return correct_weight(c, w, u, dim, (packed_float *)weight_out)
+               && (momentum_out == NULL || correct_momentum(c, w, u, dim, (packed_float *)momentum_out));
     }
     const Rounding *rounding = &answer->rounding;
+    packed_float *w = answer->scratch, *u = w + dim, *w_out = u + dim, *u_out = w_out + dim;
     widen((const packed_u16 *)weight, dim, w);
     widen((const packed_u16 *)momentum, dim, u);
-    correct_weight(c, w, u, dim, w_out);
-    if (!all_finite(w_out, dim))
+    if (!correct_weight(c, w, u, dim, w_out) || (momentum_out != NULL && !correct_momentum(c, w, u, dim, u_out)))
         return 0;
     round_row(rounding->seed, answer->rows[i], rounding->step, WEIGHT, w_out, dim, (packed_u16 *)weight_out);
-    if (momentum_out != NULL) {
-        correct_momentum(c, w, u, dim, u_out);
-        if (!all_finite(u_out, dim))
-            return 0;
+    if (momentum_out != NULL)
         round_row(rounding->seed, answer->rows[i], rounding->step, MOMENTUM_BUFFER, u_out, dim,
                   (packed_u16 *)momentum_out);
-    }
     return 1;
 }
 
@@ -622,18 +618,20 @@ static inline void take_step(Rates rates, float gradient, float *w, float *u)
     *w -= moved;
 }
 
-/* The same for one row, in place, corrected first if it has missed updates. */
-static void update_row(Rates rates, const Coefficients *missed, const packed_float *restrict gradient, Py_ssize_t dim,
+/* The same for one row, in place, corrected first if it has missed updates. Returns whether the result is finite. */
+static int update_row(Rates rates, const Coefficients *missed, const packed_float *restrict gradient, Py_ssize_t dim,
                        packed_float *restrict weight, packed_float *restrict momentum)
 {
+    uint32_t beyond = 0;
     if (missed == NULL) {
         for (Py_ssize_t j = 0; j < dim; j++) {
             float w = weight[j], u = momentum[j];
             take_step(rates, gradient[j], &w, &u);
             weight[j] = w;
             momentum[j] = u;
+            beyond |= beyond_finite(w) | beyond_finite(u);
         }
-        return;
+        return !(beyond >> 31);
     }
     Coefficients c = *missed;
     for (Py_ssize_t j = 0; j < dim; j++) {
@@ -644,7 +642,9 @@ static void update_row(Rates rates, const Coefficients *missed, const packed_flo
         take_step(rates, gradient[j], &w, &u);
         weight[j] = w;
         momentum[j] = u;
+        beyond |= beyond_finite(w) | beyond_finite(u);
     }
+    return !(beyond >> 31);
 }
 
 typedef struct {
@@ -747,14 +747,10 @@ static int push_row(const Change *change, Py_ssize_t i, int64_t row, unsigned ch
         widen((const packed_u16 *)given, dim, g);
         gradient = g;
     }
-    if (change->coefficients != NULL) {
-        const packed_float *four = change->coefficients + 4 * i;
-        Coefficients missed = {four[0], four[1], four[2], four[3]};
-        update_row(change->rates, &missed, gradient, dim, w, u);
-    } else {
-        update_row(change->rates, NULL, gradient, dim, w, u);
-    }
-    if (!all_finite(w, dim) || !all_finite(u, dim))
+    Coefficients missed;
+    if (change->coefficients != NULL)
+        memcpy(&missed, change->coefficients + 4 * i, sizeof missed);
+    if (!update_row(change->rates, change->coefficients == NULL ? NULL : &missed, gradient, dim, w, u))
         return 0;
     if (layout->value_bytes == 2) {
         round_row(change->seed, row, change->step + 1, WEIGHT, w, dim, (packed_u16 *)weight);

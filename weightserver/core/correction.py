@@ -160,7 +160,7 @@ def require_stable(rates: Float32Array, *, momentum: float, weight_decay: float,
         )
 
 
-def require_finite(rows: Int64Array | None, step: int, *values: Float32Array) -> None:
+def require_finite(rows: Int64Array, step: int, *values: Float32Array) -> None:
     """Refuses rows that update `step` leaves infinite or NaN.
 
     Args:
@@ -172,7 +172,7 @@ def require_finite(rows: Int64Array | None, step: int, *values: Float32Array) ->
     """
     if not all(all_finite(array) for array in values):
         position = int(np.isfinite(np.stack(values)).all(axis=(0, 2)).argmin())
-        row = position if rows is None else int(rows[position])
+        row = int(rows[position])
         raise StepError(
             f"row {row} would be infinite or NaN after update {step}, nothing was written: use smaller learning rates "
             "or gradients",
@@ -196,30 +196,6 @@ def single_rate_products(momentum: float, weight_decay: float, learning_rate: fl
             product[:, chosen] = times(power, product[:, chosen])
             power = times(power, power)
     return product.T.take(position, axis=0).reshape(-1, 2, 2)
-
-
-def bring_to(
-    schedule: Schedule,
-    stop: int,
-    last_step: Int64Array,
-    weight: Float32Array,
-    momentum_buffer: Float32Array,
-    *,
-    weight_only: bool = False,
-    rows: Int64Array | None = None,
-) -> None:
-    """Corrects raw rows from last_step (int64 [n], ≤ stop) to `stop` in place: float32 [n, D] each, finite.
-
-    Args:
-        last_step: stays as it is.
-        weight_only: leave the momentum buffer as it is.
-        rows: names of the rows in messages, int64 [n].
-
-    Raises:
-        StepError: a result is infinite or NaN; the arrays are then invalid.
-    """
-    correct(weight, momentum_buffer, schedule.coefficients(last_step, stop), weight_only=weight_only)
-    require_finite(rows, stop - 1, *((weight,) if weight_only else (weight, momentum_buffer)))
 
 
 def correct(
@@ -249,7 +225,7 @@ def apply_push(
     momentum_buffer: Float32Array,
     gradient: Float32Array,
     *,
-    rows: Int64Array | None = None,
+    rows: Int64Array,
 ) -> None:
     """Applies the gradient of update `step` to raw rows in place: float32 [n, D] each, last_step int64 [n].
 
@@ -269,13 +245,12 @@ def apply_push(
     late = np.flatnonzero(last_step > step)
     if (schedule.single_rate or not correction) and len(late) and last_step[late].max() > step + 1:
         first = int((last_step > step + 1).argmax())
-        row = first if rows is None else int(rows[first])
         how = "with the paper's correction" if correction else "without correction"
         raise StepError(
-            f"row {row} has already seen update {last_step[first] - 1}: {how} "
+            f"row {rows[first]} has already seen update {last_step[first] - 1}: {how} "
             f"a gradient of update {step} comes too late for it, push every update's gradients before the next "
             "update's",
-            row=row,
+            row=int(rows[first]),
             step=step,
         )
     if not len(late):
@@ -287,12 +262,11 @@ def apply_push(
         with np.errstate(over="ignore", invalid="ignore"):
             weight[some] += by_weight * gradient[some]
             momentum_buffer[some] += by_momentum * gradient[some]
-        require_finite(some if rows is None else rows[some], stop - 1, weight[some], momentum_buffer[some])
+        require_finite(rows[some], stop - 1, weight[some], momentum_buffer[some])
     on_time = np.flatnonzero(last_step <= step)
     if len(on_time):
         seen, w, u = last_step[on_time], weight[on_time], momentum_buffer[on_time]
-        named = on_time if rows is None else rows[on_time]
-        _apply_on_time(schedule, correction, step, seen, w, u, gradient[on_time], named)
+        _apply_on_time(schedule, correction, step, seen, w, u, gradient[on_time], rows[on_time])
         last_step[on_time], weight[on_time], momentum_buffer[on_time] = seen, w, u
 
 
@@ -314,7 +288,7 @@ def _apply_on_time(
     weight: Float32Array,
     momentum_buffer: Float32Array,
     gradient: Float32Array,
-    rows: Int64Array | None,
+    rows: Int64Array,
 ) -> None:
     """torch.optim.SGD's update `step`, product by product in float32, of rows with last_step ≤ step."""
     if correction and (last_step != step).any():

@@ -111,12 +111,12 @@ class Kernel(Protocol):
 
 @functools.cache
 def _found() -> Kernel | None:
-    """The kernel that is installed and that this version understands."""
+    """The kernel that is installed and that this version understands, if it can compute checksums."""
     try:
         found = cast("Kernel", importlib.import_module("weightserver.core._kernel"))
     except ImportError:
         return None
-    return found if found.INTERFACE == _INTERFACE else None
+    return found if found.INTERFACE == _INTERFACE and checksum_address() else None
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.blocks import RowBuffer
-from weightserver.core.correction import bring_to
+from weightserver.core.correction import correct, require_finite
 from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
@@ -60,17 +60,30 @@ class RawRows:
 
     buffer: RowBuffer
 
-    @property
-    def last_step(self) -> Int64Array:
-        """int64 [n]."""
-        return self.buffer.last_step
-
     def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
-        """The weights before update `step`, or as they are stored; with `state` all of the rows. See `correct_rows`."""
+        """The weights before update `step`, or as they are stored; with `state` all of the rows. Changes the buffer.
+
+        Raises:
+            StepError: a row has seen that update, or is infinite or NaN when corrected to it.
+        """
         if step is not None:
-            correct_rows(table, step, rows, self, weight_only=not state)
+            self._correct(table, step, rows, state=state)
         buffer = self.buffer
         return Rows(buffer.weight, buffer.momentum_buffer, buffer.last_step) if state else Rows(buffer.weight)
+
+    def _correct(self, table: Table, step: int, rows: Int64Array, *, state: bool) -> None:
+        """Brings the rows to their state before update `step`, rounded as that state would be stored."""
+        buffer, precision = self.buffer, table.codec.precision
+        _require_unseen(step, rows, buffer.last_step)
+        if table.spec.correction:
+            weight, momentum_buffer = precision.widened(buffer.weight), precision.widened(buffer.momentum_buffer)
+            coefficients = table.schedule.coefficients(buffer.last_step, step)
+            correct(weight, momentum_buffer, coefficients, weight_only=not state)
+            require_finite(rows, step - 1, *([weight, momentum_buffer] if state else [weight]))
+            buffer.weight = precision.rounded(weight, rows, step, WEIGHT)
+            if state:
+                buffer.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
+        buffer.last_step[:] = step
 
 
 @dataclass(frozen=True)
@@ -148,37 +161,17 @@ def read_rows(
     """
     blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
     if kernel.compiled() is None:
-        if verify:
-            check_rows(table, touched, blocks)
+        for run, block in zip(touched.runs(), blocks, strict=True):
+            if verify and block is not None:
+                table.codec.check(run.block, block, run.slots)
         return _copied(table, touched, blocks)
     return RowsInBlocks(touched, blocks, _look(table, touched, blocks, verify=verify))
 
 
-def check_rows(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> None:
-    """Verifies the checksums of rows in stored blocks.
-
-    Raises:
-        DamagedRecordError: one of the rows is damaged, or the header of its block.
-    """
-    if kernel.compiled() is None:
-        _check_one_by_one(table, touched, blocks)
-    else:
-        _look(table, touched, blocks, verify=True)
-
-
-def _check_one_by_one(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks) -> None:
-    """As `check_rows`, without the kernel."""
-    for run, block in zip(touched.runs(), blocks, strict=True):
-        if block is not None:
-            table.codec.check(run.block, block, run.slots)
-
-
 def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify: bool) -> Int64Array:
-    """The rows' last steps, by the kernel; raises as `check_rows`."""
+    """The rows' last steps, by the kernel; raises as `read_rows`."""
     compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
     assert compiled is not None
-    if verify and not checksum:
-        _check_one_by_one(table, touched, blocks)
     last_step = np.empty(len(touched.rows), np.int64)
     bad = compiled.look(table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum)
     if bad >= 0:
@@ -203,32 +196,6 @@ def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None
         found.weight[part] = table.codec.initial_weight(touched.rows[part])
         found.momentum_buffer[part] = 0
     return RawRows(found)
-
-
-def correct_rows(table: Table, step: int, rows: Int64Array, found: RawRows, *, weight_only: bool) -> None:
-    """Brings raw rows to their state before update `step`, in place, rounded as that state would be stored.
-
-    Raises:
-        StepError: a row has seen that update, or is infinite or NaN when corrected to it.
-    """
-    buffer = found.buffer
-    _require_unseen(step, rows, buffer.last_step)
-    if table.spec.correction:
-        precision = table.codec.precision
-        weight, momentum_buffer = precision.widened(buffer.weight), precision.widened(buffer.momentum_buffer)
-        bring_to(
-            table.schedule,
-            step,
-            buffer.last_step,
-            weight,
-            momentum_buffer,
-            weight_only=weight_only,
-            rows=rows,
-        )
-        buffer.weight = precision.rounded(weight, rows, step, WEIGHT)
-        if not weight_only:
-            buffer.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
-    buffer.last_step[:] = step
 
 
 def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:

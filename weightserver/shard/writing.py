@@ -141,7 +141,7 @@ def _changed_by_kernel(
 ) -> tuple[list[Buffer], int] | None:
     """The changed and sealed blocks, and how many rows were never written before; None if NumPy has to decide."""
     compiled, checksum, codec = kernel.compiled(), kernel.checksum_address(), table.codec
-    if compiled is None or not checksum:
+    if compiled is None:
         return None
     num_blocks, size = len(stored), codec.num_bytes
     last_step = np.empty(len(touched.rows), np.int64)
