@@ -50,7 +50,9 @@ def test_fetches_of_any_size_are_complete(client: WeightClient, num_rows: int) -
 def test_their_errors_are_those_of_other_fetches(client: WeightClient) -> None:
     client.open_session("errors")
     client.push_gradients([7], np.ones((1, SPEC.dim), np.float32), step=4)
-    with pytest.raises(StepError, match=r"shard 0 at .*: row 7 has seen 5 updates, its state before update 3 is gone") as raised:
+    with pytest.raises(
+        StepError, match=r"shard 0 at .*: row 7 has seen 5 updates, its state before update 3 is gone"
+    ) as raised:
         client.fetch([7], step=3)
     assert (raised.value.row, raised.value.step) == (7, 3)
 
