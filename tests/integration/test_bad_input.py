@@ -480,7 +480,7 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is not of the form FIRST:END"),
         ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
         ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
-        ("backup 127.0.0.1:9 --output .", "is not empty: give another directory"),
+        ("backup 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
         ("extend 127.0.0.1:9 --num-rows=-5", r"num_rows must lie in 1\.\.\d+, got -5"),
         ("extend 127.0.0.1:9 --num-rows 0", r"num_rows must lie in 1\.\.\d+, got 0"),
         ("export 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
