@@ -87,7 +87,8 @@ def handlers() -> Iterator[tuple[WeightServerService, WeightServerService]]:
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         storage = stack.enter_context(closing(LmdbStorage(Path(directory))))
-        metrics, memory = ShardMetrics(shard=0, num_shards=1, version="0"), RequestMemory(1 << 32)
+        metrics = ShardMetrics(shard=0, num_shards=1, version="0")
+        memory = RequestMemory(1 << 50)  # which is never given back: these calls do not end
         measured = Shard(storage, shard=0, num_shards=1)
         fill(measured)
         services = []
