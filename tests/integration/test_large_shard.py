@@ -7,13 +7,14 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
-from weightserver.storage import lmdb_storage
+from weightserver.storage import integrity, lmdb_storage
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 PAGE_BYTES = 4096
@@ -229,6 +230,36 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     assert 10 * block_bytes < fetched - before < 25 * block_bytes
     # The push writes as many again, and the tree's pages above them.
     assert 20 * block_bytes < pushed - fetched < 50 * block_bytes
+
+
+@pytest.mark.guard
+def test_a_large_file_is_read_ahead_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that uses the first page of each value, and ends with the check, or whoever waits for it."""
+    data, ended = tmp_path / "data.mdb", list[int]()
+    with closing(LmdbStorage(tmp_path)) as storage, storage.write() as txn:
+        for block in range(300):
+            txn.put_block(block, 0, bytes(60_000))
+    command = [sys.executable, "-m", "weightserver.storage.integrity", str(data), "keys"]
+    let_go(data)
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as reader:
+        assert reader.wait() == 0
+    if resident_bytes(data) > data.stat().st_size / 10:
+        pytest.skip("the file system of the temporary directory keeps files in memory")
+    assert resident_bytes(data) > 300 * PAGE_BYTES
+
+    class Noted(subprocess.Popen[str]):
+        def __exit__(self, *arguments: Any) -> None:
+            super().__exit__(*arguments)
+            ended.append(self.returncode)
+
+    monkeypatch.setattr(integrity, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    integrity.check_pages(data)
+    data.write_bytes(data.read_bytes()[: 100 * PAGE_BYTES])
+    with pytest.raises(StorageError, match="is damaged"):
+        integrity.check_pages(data)
+    assert set(ended) <= {0, -signal.SIGKILL, -signal.SIGBUS, 1}
+    assert len(ended) == 2
 
 
 @pytest.mark.soak
