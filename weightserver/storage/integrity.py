@@ -20,8 +20,8 @@ import lmdb.verify
 from weightserver.core.errors import DamagedFileError
 from weightserver.storage.interface import DATABASES
 
-_LARGE_BYTES = 1 << 30
-"""Of a file that is read ahead of the verifier: 2 s of reads of a disk, one after another."""
+_LARGE_BYTES = 2 << 30
+"""Of a file that is read ahead of the verifier: some seconds of reads of a disk, one after another."""
 _THREADS = 16
 
 
