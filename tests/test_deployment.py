@@ -17,7 +17,6 @@ import yaml
 import trainer.config
 import weightserver
 import weightserver.cli
-from weightserver import LocalCluster
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -238,23 +237,6 @@ def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# ---- what a container's health is
-
-
-def test_health_reports_a_full_volume(
-    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["health", cluster.addresses[0], "--data-dir", str(tmp_path)]
-    with pytest.raises(SystemExit) as ended:
-        weightserver.cli.main([*command, "--min-free-mib", "1"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, "SERVING\n")
-    with pytest.raises(SystemExit) as ended:
-        weightserver.cli.main([*command, "--min-free-mib", str(1 << 40)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1
-    assert re.search(r"is SERVING, but the volume of .* is nearly full: \d+ MiB are left", line)
 
 
 # ---- all of it, in containers

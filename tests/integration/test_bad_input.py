@@ -511,7 +511,6 @@ def test_invalid_arguments_are_rejected_before_any_call(
         "serve --data-dir d --init --tls-cert ?",
         "serve --data-dir d --token-file=?",
         "certs ? --host h",
-        "health h:1 --data-dir ?",
         "inspect ?",
         "verify ?",
         "backup h:1 --output ?",

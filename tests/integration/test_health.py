@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver.server.health import ShardHealth
 
 PROBE = Path(__file__).parent.parent.parent / "deploy/health.sh"
 ROWS, ONES = np.arange(2000), np.ones((2000, 32), np.float32)
@@ -65,6 +67,16 @@ def test_a_shard_whose_pages_are_scrambled_is_not_serving(tmp_path: Path) -> Non
         assert by_grpc(cluster) == (1, "NOT_SERVING")
         assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 0
     assert '"event": "not serving' in (tmp_path / "shard-0.log").read_text()
+
+
+def test_a_shard_whose_volume_is_nearly_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = ShardHealth(lambda: "", tmp_path)
+    assert shard.ready() == (HTTPStatus.OK, "SERVING")
+    monkeypatch.setattr("weightserver.server.health._MIN_FREE_MIB", 1 << 40)
+    status, said = shard.ready()
+    assert status is HTTPStatus.SERVICE_UNAVAILABLE
+    assert f"NOT_READY: the volume of {tmp_path} is nearly full" in said
+    assert shard.live() == (HTTPStatus.OK, "SERVING")
 
 
 @pytest.mark.guard

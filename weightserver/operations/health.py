@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from shutil import disk_usage
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,19 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from weightserver.client.connection import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.client.tls_diagnosis import tls_failure
-from weightserver.common.atomic_files import to_path
 from weightserver.common.options import add_options, given_options
-from weightserver.core.errors import AuthenticationError, ShardUnavailableError, StorageError
+from weightserver.core.errors import AuthenticationError, ShardUnavailableError
 from weightserver.operations.arguments import add_addresses, given_addresses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_addresses(parser, "the shard, or of several")
     parser.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
-    parser.add_argument(
-        "--data-dir", type=to_path, help="the shard's own directory; checks the free space of its volume"
-    )
-    parser.add_argument("--min-free-mib", type=int, default=256, help="free space required (default 256)")
     add_options(parser, ClientSecurity)
 
 
@@ -33,12 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     addresses = given_addresses(arguments)
     if not 0 < arguments.timeout_seconds <= 3600:
         raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
-    if arguments.data_dir is not None and len(addresses) > 1:
-        raise ValueError(f"--data-dir {arguments.data_dir} is of one shard: give one address")
     security = given_options(arguments, ClientSecurity)
     statuses = [_serving_status(address, security, arguments.timeout_seconds) for address in addresses]
-    if arguments.data_dir is not None:
-        _check_free_space(addresses[0], statuses[0], arguments.data_dir, arguments.min_free_mib)
     for address, status in zip(addresses, statuses, strict=True):
         print(status if len(addresses) == 1 else f"{address} {status}")
     if set(statuses) != {"SERVING"}:
@@ -64,12 +53,3 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
                 "or give a longer --timeout-seconds"
             ) from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-
-def _check_free_space(address: str, status: str, directory: Path, min_free_mib: int) -> None:
-    free_mib = disk_usage(directory).free >> 20
-    if free_mib < min_free_mib:
-        raise StorageError(
-            f"{address} is {status}, but the volume of {directory} is nearly full: {free_mib} MiB are left, "
-            f"{min_free_mib} are required; free some space, or the shard will refuse writes that do not fit"
-        )
