@@ -34,7 +34,7 @@ from weightserver.shard.transaction import WriteHeader
 
 OPENER = b"o" * 16
 SIZES = (1e-42, 1e-3, 1.0, 1e9, 1e12, 1e37)
-"""Of values: subnormal ones, usual ones, some that a block marks as large, and some that overflow."""
+"""Of values: subnormal ones, usual ones, and some that overflow."""
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +135,30 @@ def test_a_fetch_has_the_same_bits(compiled: kernel.Kernel) -> None:
         for rows_per_block in (3, 64):
             spec = TableSpec(num_rows=300, dim=9, rows_per_block=rows_per_block, weight_decay=1e-3, dtype=dtype)
             check_fetches(compiled, spec, rows_per_block, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fetched_row_beyond_float32_is_refused_alike(compiled: kernel.Kernel, dtype: Any) -> None:
+    """Weights or momentum buffers: a fetch without the latter may still answer the row."""
+    filled = Filled(TableSpec(num_rows=300, dim=2, rows_per_block=8, dtype=dtype), 5, 1.0)
+    rows, values = np.arange(300), filled.generator.choice(np.array([-3e38, 3e38], np.float32), (2, 300, 2))
+    last_step = filled.generator.integers(0, filled.horizon, 300, endpoint=True)
+    with filled.shard.batch() as batch:
+        weight, momentum_buffer = filled.stored(rows, values, last_step)
+        last_step = np.maximum(last_step, filled.last_step)
+        filled.shard.write_state(batch, filled.header(2), rows, weight, momentum_buffer, last_step)
+    refused = {False: 0, True: 0}
+    for row in rows.tolist():
+        for state in refused:
+            with computing_with(NUMPY):
+                expected = filled.fetched(np.array([row]), filled.horizon, state=state)
+            with computing_with(compiled):
+                assert filled.fetched(np.array([row]), filled.horizon, state=state) == expected
+            if isinstance(expected, str):
+                assert f"row {row} would be infinite or NaN after update {filled.horizon - 1}," in expected
+                refused[state] += 1
+    assert 0 < refused[False] <= refused[True] < 300
 
 
 @pytest.mark.guard
