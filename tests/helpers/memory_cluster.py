@@ -40,11 +40,10 @@ import weightserver.client.retries
 import weightserver.client.session_caller
 import weightserver.client.table_cache
 import weightserver.client.table_caller
+import weightserver.client.threads
 import weightserver.client.transfer
-import weightserver.client.workers
 import weightserver.client.writer
 from tests.helpers.memory_storage import MemoryStorage
-from weightserver.client.workers import Answers, Task, Workers
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
@@ -132,36 +131,40 @@ class _Work:
     """Work of one thread."""
 
     do: Callable[[], object]
-    answers: Answers | None
-    """Receives its result if a caller waits for it."""
+    arguments: tuple[Any, ...]
 
 
-class Threads(Workers):
+class _Answers(deque[Any]):
+    """A queue of threads' answers."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def put(self, answer: Any) -> None:
+        self.append(answer)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Runs the threads that this one waits for, unless others run first."""
+        while not self:
+            self._threads.wait()
+            if not self:
+                self._threads.go_on(next(work for work in self._threads.ready if self in work.arguments))
+        return self.popleft()
+
+
+class Threads:
     """Simulates threads in one: while one waits, others may run."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.ready: list[_Work] = []
         """Work that has not begun."""
         self.in_others = 0
 
-    def _submit(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            self.start(task.do, task.answers)
-
-    def _next(self, answers: Answers) -> tuple[int, Any]:
-        """Runs the threads that this one waits for, unless others run first."""
-        while answers.empty():
-            self.wait()
-            if answers.empty():
-                self.go_on(next(work for work in self.ready if work.answers is answers))
-        return answers.get_nowait()
-
-    def end(self) -> None: ...
-
-    def start(self, work: Callable[[], object], answers: Answers | None = None) -> None:
-        """Starts a thread of the same run, whose result goes to `answers`."""
-        self.ready.append(_Work(functools.partial(contextvars.copy_context().run, work), answers))
+    def start(self, work: Callable[..., object], arguments: tuple[Any, ...] = ()) -> None:
+        """Starts a thread of the same run."""
+        do = functools.partial(contextvars.copy_context().run, work, *arguments)
+        self.ready.append(_Work(do, arguments))
 
     def shutdown(self) -> None:
         while self.ready:
@@ -453,12 +456,13 @@ class MemoryCluster:
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
             (weightserver.client.calls, "time", clock),
-            (weightserver.client.connection, "time", clock),
             (weightserver.client.retries, "time", clock),
             (weightserver.client.retries, "random", chance),
-            (weightserver.client.fan_out, "Workers", lambda: self.threads),
+            (weightserver.client.transfer, "time", clock),
+            (weightserver.client.threads, "start_new_thread", only_here(self.threads.start, _thread.start_new_thread)),
+            (weightserver.client.threads, "Answers", lambda: _Answers(self.threads)),
+            (weightserver.client.calls, "start_new_thread", lambda *given: None),  # it looks at real time
             (weightserver.client.writer, "Lock", _Turn),
-            (weightserver.client.calls.CallWatch, "_start", lambda watch: None),  # a thread that looks at real time
         ):
             self._patches.setattr(module, name, value)
 
@@ -587,8 +591,8 @@ _INTERRUPTED = {
         weightserver.client.session_caller,
         weightserver.client.table_cache,
         weightserver.client.table_caller,
+        weightserver.client.threads,
         weightserver.client.transfer,
-        weightserver.client.workers,
         weightserver.client.writer,
     )
 }
@@ -675,30 +679,30 @@ class _Channel:
         )
 
     def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        def begin(request: Any, **options: Any) -> _Answers:
+        def begin(request: Any, **options: Any) -> _Replies:
             try:
                 return self._call(path, [request], response_deserializer, options)
             except grpc.RpcError as error:
-                return _Answers([], (), error)
+                return _Replies([], (), error)
 
         return begin
 
     def close(self) -> None: ...
 
-    def _call(self, path: str, requests: Any, parse: Any, options: Any) -> _Answers:
+    def _call(self, path: str, requests: Any, parse: Any, options: Any) -> _Replies:
         method = path.rpartition("/")[2]
         run = _run.get()
         known = self._cluster.known.get((run.client, self._shard), Known())
         message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
         answers, trailing = self._cluster.attempt(message)
-        return _Answers(map(parse or bytes, answers), trailing)
+        return _Replies(map(parse or bytes, answers), trailing)
 
-    def _only(self, answers: _Answers) -> tuple[Any, _Answers]:
+    def _only(self, answers: _Replies) -> tuple[Any, _Replies]:
         (answer,) = answers
         return answer, answers
 
 
-class _Answers(list[Any]):
+class _Replies(list[Any]):
     """A call whose answers have arrived."""
 
     def __init__(

@@ -11,9 +11,8 @@ import math
 import threading
 import time
 import weakref
+from _thread import start_new_thread
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,6 +75,14 @@ class Call:
     @property
     def labels(self) -> tuple[str, str]:
         return self.shard, self.method
+
+    def seconds(self, now: float) -> float:
+        """How long it has taken. The answer of a fetch that was sent before its turn may have been there: then no
+        longer than the shard says, and the thread waited."""
+        seconds = now - self.started
+        if self.rows is None or self.rows.shard_seconds is None:
+            return seconds
+        return min(seconds, self.rows.shard_seconds + now - self.waited_since)
 
     def silent_seconds(self, now: float) -> float:
         """For how long nothing has arrived; notices what has arrived since the last time."""
@@ -163,7 +170,7 @@ class _Silence:
 class CallWatch:
     """The calls of one client that threads wait for. Its own thread logs which shards do not answer.
 
-    The thread starts with the first call, which a worker makes, and ends after `end`.
+    The thread starts with the first call, and ends after `end`.
 
     Args:
         retry_seconds: for how long calls are retried.
@@ -176,46 +183,30 @@ class CallWatch:
         self._silences: dict[str, _Silence] = {}
         self._lock = threading.Lock()
         self._has_started = False
-        self._thread: threading.Thread | None = None
-        self._running = threading.Lock()  # not an Event: `end` runs in the main thread, see workers.py
+        self._running = threading.Lock()  # not an Event: `end` runs in the main thread, see threads.py
         self._running.acquire()
+        self._watching = threading.Lock()
+        """Held until the thread has ended."""
         STATISTICS.watches.add(self)
 
     def waiting(self) -> list[Call]:
         return list(self._waiting)
 
-    def wait_for(self, call: Call) -> None:
+    def began(self, call: Call) -> None:
         """A thread begins to wait for the answer."""
         call.waited_since = call.heard = time.monotonic()
         with self._lock:
             self._waiting[call] = None
             is_first, self._has_started = not self._has_started, True
         if is_first:
-            self._start()
+            self._watching.acquire()
+            start_new_thread(
+                _watch, (weakref.ref(self), self._running, self._watching)
+            )  # not Thread.start: see threads.py
 
-    def _start(self) -> None:
-        """Starts the watching thread; outside the lock, since starting waits."""
-        thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._running), daemon=True)
-        thread.name = "weight-client-watch"
-        thread.start()
-        self._thread = thread
-
-    @contextmanager
-    def whole(self, call: Call) -> Iterator[None]:
-        """Waits for a call and counts it, unless `wait_for` has begun that before."""
-        if call not in self._waiting:
-            self.wait_for(call)
-        try:
-            yield
-        except BaseException:
-            call.gave_up = True
-            raise
-        finally:
-            self.ended(call, time.monotonic() - call.started)
-
-    def ended(self, call: Call, seconds: float) -> None:
+    def ended(self, call: Call) -> None:
         """No thread waits for the call any more."""
-        STATISTICS.ended(call, seconds, self.bounds)
+        STATISTICS.ended(call, call.seconds(time.monotonic()), self.bounds)
         with self._lock:
             self._waiting.pop(call, None)
 
@@ -226,8 +217,8 @@ class CallWatch:
 
     def wait(self) -> None:
         """Returns when the thread has ended: its last line may be that a shard answers again."""
-        if self._thread is not None:
-            self._thread.join(_TICK_SECONDS)
+        if self._watching.acquire(timeout=_TICK_SECONDS):
+            self._watching.release()
 
     def look(self) -> None:
         """Logs which shards have become silent, remain so, or answer again."""
@@ -276,12 +267,11 @@ class CallWatch:
         )
 
 
-def _watch(reference: weakref.ref[CallWatch], running: threading.Lock) -> None:
-    ended = False
-    while not ended:
-        ended = running.acquire(timeout=_TICK_SECONDS)
-        watch = reference()
-        if watch is None:
-            return
-        watch.look()
+def _watch(reference: weakref.ref[CallWatch], running: threading.Lock, watching: threading.Lock) -> None:
+    ended, watch = False, reference()
+    while not ended and watch is not None:
         del watch
+        ended = running.acquire(timeout=_TICK_SECONDS)
+        if (watch := reference()) is not None:
+            watch.look()
+    watching.release()

@@ -10,7 +10,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from weightserver.client import agreement
-from weightserver.client.fan_out import Shards, raise_first
+from weightserver.client.fan_out import Shards
+from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.errors import NoTableError

@@ -2,15 +2,17 @@
 
 Rows that an attempt of a fetch received are kept: the next attempt asks for the others, and the budget restarts. So a
 fetch succeeds however long it takes, as long as one of its messages arrives within each attempt.
+
+The caller's own thread calls gRPC. A signal that interrupts it there may leave a lock of its channel taken for ever, so
+the channel is replaced: the attempt's outcome is unknown, and the next call has a channel of its own.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -20,8 +22,8 @@ from grpc.experimental import ChannelOptions
 from weightserver.client.calls import STATISTICS, Call, CallWatch
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
+from weightserver.client.threads import require_caller, run_for
 from weightserver.client.tls_diagnosis import tls_failure
-from weightserver.client.workers import Workers
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
@@ -66,34 +68,15 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
     return grpc.secure_channel(address, credentials, _OPTIONS)
 
 
-class ShardConnection:
-    """Calls one shard; safe to use from any thread. Its calls are made by `workers`."""
+class _Channel:
+    """A channel to a shard, and the methods called over it."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        credentials: grpc.ChannelCredentials | None,
-        token: str | None,
-        timeout_seconds: float,
-        retry_seconds: float,
-        workers: Workers,
-        watch: CallWatch,
-    ) -> None:
-        self._workers = workers
-        self.watch = watch
-        self.address = self.name = self.label = address
-        """`name` and `label` are the address until `identify`."""
-        self._tls = credentials is not None
-        self._timeout_seconds = timeout_seconds
-        self._retry_seconds = retry_seconds
-        self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
-        self._lock = threading.Lock()
-        self.acknowledged = ""
-        """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.is_in_doubt = False
+        """Whether an interrupt of its caller may have left one of its locks taken."""
         self._channel = open_channel(address, credentials)
-        self._stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
-        self._fetch_of_one_message = self._stub(_SERVICE.methods_by_name["Fetch"], one_message=True)
+        self.stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
+        self.fetch_of_one_message = self._stub(_SERVICE.methods_by_name["Fetch"], one_message=True)
 
     def _stub(self, method: Any, *, one_message: bool = False) -> Any:
         if method.server_streaming and not one_message:
@@ -109,12 +92,43 @@ class ShardConnection:
             response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
         )
 
+    def close(self) -> None:
+        self._channel.close()
+
+
+Attempt = Callable[[_Channel, dict[str, Any]], Result]
+
+
+class ShardConnection:
+    """Calls one shard; safe to use from any thread."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None,
+        token: str | None,
+        timeout_seconds: float,
+        retry_seconds: float,
+        watch: CallWatch,
+    ) -> None:
+        self.watch = watch
+        self.address = self.name = self.label = address
+        """`name` and `label` are the address until `identify`."""
+        self._tls = credentials is not None
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
+        self._lock = threading.Lock()
+        self.acknowledged = ""
+        """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
+        self._closed = False
+        self._credentials = credentials
+        self._channel = _Channel(address, credentials)
+
     def identify(self, shard: int) -> None:
         """The shard at the address has said which one it is."""
         self.name, self.label = f"shard {shard} at {self.address}", str(shard)
-
-    def new_call(self, method: str, num_rows: int = 0, rows: FetchedRows | None = None) -> Call:
-        return Call(self.label, self.name, method, num_rows, rows)
 
     def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
         """Makes a call of one message, and retries it unless `once`; returns the answer.
@@ -122,16 +136,14 @@ class ShardConnection:
         Args:
             acknowledged: a mark to send instead of the newest.
         """
-        made = self.new_call(method)
 
-        def attempt(options: dict[str, Any]) -> Any:
-            STATISTICS.attempted(made)
-            answer, call = self._stubs[method].with_call(request, **options)
+        def attempt(channel: _Channel, options: dict[str, Any]) -> Any:
+            answer, call = channel.stubs[method].with_call(request, **options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
             return answer
 
-        return self._workers.run(partial(self._attempts, made, attempt, acknowledged, once=once))
+        return self._attempts(self._new_call(method), attempt, acknowledged, once=once)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -140,21 +152,71 @@ class ShardConnection:
 
     def write(self, method: str, messages: Callable[[], Iterator[Message]], num_rows: int) -> pb.WriteResponse:
         """Makes a write of `num_rows` rows and returns its answer; each attempt sends new `messages`."""
-        made = self.new_call(method, num_rows)
 
-        def attempt(options: dict[str, Any]) -> pb.WriteResponse:
-            STATISTICS.attempted(made)
+        def attempt(channel: _Channel, options: dict[str, Any]) -> pb.WriteResponse:
             answer: pb.WriteResponse
-            answer, call = self._stubs[method].with_call(messages(), **options)
+            answer, call = channel.stubs[method].with_call(messages(), **options)
             if not self._note_mark(call, options):
                 raise AnswerInDoubtError
             return answer
 
-        return self._workers.run(partial(self._attempts, made, attempt))
+        return self._attempts(self._new_call(method, num_rows=num_rows), attempt)
 
-    def fetch(self, request: pb.FetchRequest, rows: FetchedRows) -> ShardFetch:
-        """A fetch of `rows` like `request`; nothing is sent yet."""
-        return ShardFetch(self, request, rows)
+    def begin_fetch(self, like: pb.FetchRequest, rows: FetchedRows) -> BegunFetch | None:
+        """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
+        time. Returns None if another thread is replacing the channel."""
+        options, channel = self._options("", call := self._new_call("Fetch", rows)), self._sound_channel()
+        try:
+            answer = channel.stubs["Fetch"](self._next_request(like, rows, options), **options)
+        except ValueError:
+            return None
+        except BaseException:
+            channel.is_in_doubt = True
+            raise
+        return BegunFetch(call, answer, options)
+
+    def fetch(self, like: pb.FetchRequest, rows: FetchedRows, begun: BegunFetch | None = None) -> None:
+        """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
+
+        def attempt(channel: _Channel, options: dict[str, Any]) -> None:
+            nonlocal begun
+            if begun is not None:
+                (_, answer, options), begun = begun, None
+            else:
+                request = self._next_request(like, rows, options)
+                if rows.fit_one_message:
+                    message, call = channel.fetch_of_one_message.with_call(request, **options)
+                    self._receive([message] if message is not None else [], call, options, rows)
+                    return
+                answer = channel.stubs["Fetch"](request, **options)
+            try:
+                self._receive(answer, answer, options, rows)
+            finally:
+                answer.cancel()
+
+        while rows.num_arrived < rows.num_rows:
+            self._attempts(begun.call if begun else self._new_call("Fetch", rows), attempt)
+
+    @staticmethod
+    def _next_request(like: pb.FetchRequest, rows: FetchedRows, options: dict[str, Any]) -> pb.FetchRequest:
+        """The request of an attempt; adds to its metadata."""
+        request = rows.request(like)
+        if rows.fit_one_message:
+            options["metadata"].append((ONE_MESSAGE_KEY, "1"))
+        return request
+
+    def _receive(self, messages: Iterable[bytes], call: Any, options: dict[str, Any], rows: FetchedRows) -> None:
+        for message in messages:
+            rows.add(message)
+        rows.shard_seconds = _own_seconds(call)
+        self._note_mark(call, options)
+        if rows.num_arrived < rows.num_asked:
+            raise ClusterError(f"{self.name} answered {rows.num_arrived} of {rows.num_asked} rows")
+
+    # ---- attempts
+
+    def _new_call(self, method: str, rows: FetchedRows | None = None, num_rows: int = 0) -> Call:
+        return Call(self.label, self.name, method, rows.num_rows if rows else num_rows, rows)
 
     def _options(self, acknowledged: str, call: Call) -> dict[str, Any]:
         """Deadline and metadata of an attempt."""
@@ -162,20 +224,28 @@ class ShardConnection:
         metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
         return {"timeout": self._timeout_seconds, "metadata": metadata}
 
-    def _attempts(
-        self, call: Call, attempt: Callable[[dict[str, Any]], Result], acknowledged: str = "", *, once: bool = False
-    ) -> Result:
-        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. Runs in a worker. When
-        rows of a fetch arrive the budget restarts.
+    def _attempts(self, call: Call, attempt: Attempt[Result], acknowledged: str = "", *, once: bool = False) -> Result:
+        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. When rows of a fetch
+        arrive the budget restarts.
         """
         retries = Retries(call, self._retry_seconds)
-        with self.watch.whole(call):
+        self.watch.began(call)
+        try:
             while True:
-                self._workers.check()
+                require_caller()
+                STATISTICS.attempted(call)
+                channel = self._sound_channel()
                 try:
-                    return attempt(self._options(acknowledged, call))
+                    return attempt(channel, self._options(acknowledged, call))
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
+                except (WeightServerError, CancelledError):
+                    raise
+                except BaseException as error:
+                    if isinstance(error, ValueError) and channel.is_in_doubt:
+                        continue  # closed by the thread that replaced it
+                    channel.is_in_doubt = True
+                    raise
                 self._note_failure(call, failure)
                 self._raise_permanent(failure, call, retries)
                 if retries.restart_if_rows_arrived():
@@ -184,6 +254,23 @@ class ShardConnection:
                 if retries.is_spent or once:
                     raise self._unanswered(failure, retries)
                 retries.pause()
+        except BaseException:
+            call.gave_up = True
+            raise
+        finally:
+            self.watch.ended(call)
+
+    def _sound_channel(self) -> _Channel:
+        """The channel, or a new one if an interrupt has left it in doubt."""
+        channel = self._channel
+        if channel.is_in_doubt:
+            with self._lock:
+                if self._closed:
+                    raise ValueError("the client is closed: make a new one")
+                if channel is self._channel:
+                    self._channel = _Channel(self.address, self._credentials)
+            run_for(0, [channel.close])
+        return self._channel
 
     @staticmethod
     def _note_failure(call: Call, failure: Failure) -> None:
@@ -245,121 +332,19 @@ class ShardConnection:
             return self.acknowledged == mark or is_earlier(mark, before)
 
     def close(self) -> None:
-        self._channel.close()
+        """Ends calls of other threads. Their next attempts raise ValueError."""
+        with self._lock:
+            self._closed = True
+            channel = self._channel
+        channel.close()
 
 
-class ShardFetch:
-    """A fetch of one shard's rows. Each attempt asks for those that have not arrived yet.
+class BegunFetch(NamedTuple):
+    """A fetch whose first request was sent."""
 
-    One thread can make the first attempts on several shards at once: it begins them all before it ends the first.
-    """
-
-    def __init__(self, connection: ShardConnection, request: pb.FetchRequest, rows: FetchedRows) -> None:
-        self._connection = connection
-        self._request = request
-        self._rows = rows
-        self.shard_seconds: float | None = None
-        """How long the last answer took the shard itself; None if the shard does not say that."""
-        self._call: Call | None = None
-        """The call whose first attempt `_begin` made."""
-        self._first: tuple[Any, dict[str, Any]] | None = None
-        """That attempt, and its options."""
-        self._failure: Exception | None = None
-        """The error that `_end_first` caught."""
-
-    @staticmethod
-    def try_together(fetches: Sequence[ShardFetch]) -> None:
-        """Makes the first attempt of each fetch. `run` retries those that fail."""
-        try:
-            for fetch in fetches:
-                fetch._begin()
-            for fetch in fetches:
-                fetch._end_first()
-        finally:
-            for fetch in fetches:
-                if fetch._first:
-                    fetch._first[0].cancel()
-
-    @property
-    def is_complete(self) -> bool:
-        return self._rows.num_arrived == self._rows.num_rows
-
-    def run(self) -> None:
-        """Returns when all rows have arrived; raises the errors of a call of the shard."""
-        connection = self._connection
-        while not self.is_complete:
-            call, self._call = self._call or self._new_call(), None
-            connection._workers.run(partial(connection._attempts, call, partial(self._attempt, call)))
-
-    def abandon(self) -> None:
-        """Ends what `run` has not."""
-        if self._call:
-            self._connection.watch.ended(self._call, time.monotonic() - self._call.started)
-
-    def _new_call(self) -> Call:
-        return self._connection.new_call("Fetch", self._rows.num_rows, self._rows)
-
-    def _begin(self) -> None:
-        Workers.check()
-        self._call = self._new_call()
-        options = self._connection._options("", self._call)
-        request = self._next_request(self._call, options)
-        self._first = self._connection._stubs["Fetch"](request, **options), options
-
-    def _end_first(self) -> None:
-        """Receives the answer of the first attempt.
-
-        It may have been there before the thread turned to it, while it received those of other shards: then the call
-        took as long as the shard says, not as long as those of the others.
-        """
-        assert self._first is not None
-        assert self._call is not None
-        watch = self._connection.watch
-        watch.wait_for(self._call)
-        try:
-            sent, options = self._first
-            self._receive(sent, sent, options)
-        except Exception as error:  # noqa: BLE001 - raised by the first attempt of `run`
-            self._failure = error
-            return
-        now = time.monotonic()
-        seconds = now - self._call.started
-        if self.shard_seconds is not None:
-            seconds = min(seconds, self.shard_seconds + now - self._call.waited_since)
-        watch.ended(self._call, seconds)
-        self._call = None
-
-    def _attempt(self, call: Call, options: dict[str, Any]) -> None:
-        if failure := self._failure:
-            self._failure = None
-            raise failure
-        request = self._next_request(call, options)
-        if self._rows.fit_one_message:
-            message, answered = self._connection._fetch_of_one_message.with_call(request, **options)
-            self._receive([message] if message is not None else [], answered, options)
-            return
-        sent = self._connection._stubs["Fetch"](request, **options)
-        try:
-            self._receive(sent, sent, options)
-        finally:
-            sent.cancel()
-
-    def _next_request(self, call: Call, options: dict[str, Any]) -> pb.FetchRequest:
-        """Counts an attempt; returns its request, and adds to its metadata."""
-        STATISTICS.attempted(call)
-        request = self._rows.request(self._request)
-        if self._rows.fit_one_message:
-            options["metadata"].append((ONE_MESSAGE_KEY, "1"))
-        return request
-
-    def _receive(self, messages: Iterable[bytes], call: Any, options: dict[str, Any]) -> None:
-        rows = self._rows
-        for message in messages:
-            rows.add(message)
-        self.shard_seconds = _own_seconds(call)
-        self._connection._note_mark(call, options)
-        if rows.num_arrived < rows.num_asked:
-            raise ClusterError(f"{self._connection.name} answered {rows.num_arrived} of {rows.num_asked} rows")
+    call: Call
+    answer: Any
+    options: dict[str, Any]
 
 
 def _own_seconds(call: Any) -> float | None:

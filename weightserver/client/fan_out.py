@@ -1,7 +1,4 @@
-"""All shards of a cluster as a client sees them: lazy connections in the order of shards, and calls of many at once.
-
-An interrupt of the caller may leave calls running: see `transfer.BorrowedArrays` and `Workers.check`.
-"""
+"""All shards of a cluster as a client sees them: lazy connections in the order of shards, and calls of many at once."""
 
 from __future__ import annotations
 
@@ -12,14 +9,15 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from weightserver.client import agreement
+from weightserver.client import agreement, threads
 from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
-from weightserver.client.workers import Workers
+from weightserver.client.threads import raise_first
 from weightserver.core.errors import DataLossError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 Result = TypeVar("Result")
+_CLOSE_SECONDS = 5.0
 
 
 class Shards:
@@ -32,14 +30,12 @@ class Shards:
     """
 
     def __init__(self, addresses: Sequence[str], *, retry_seconds: float, **options: Any) -> None:
-        self.workers = Workers()
         self.watch = CallWatch(retry_seconds)
-        for end in (self.workers.end, self.watch.end):
-            weakref.finalize(self, end)
+        weakref.finalize(self, self.watch.end)
         self.data_loss: DataLossError | None = None
         """The last one that a call of a shard raised."""
         self._addresses = list(addresses)
-        self._options = options | {"retry_seconds": retry_seconds, "workers": self.workers, "watch": self.watch}
+        self._options = options | {"retry_seconds": retry_seconds, "watch": self.watch}
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
@@ -54,15 +50,11 @@ class Shards:
 
     def outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Calls once for each shard's arguments; returns the answers, and the errors of calls that raised."""
-
-        def recording_loss(*arguments: Any) -> Any:
-            try:
-                return call(*arguments)
-            except DataLossError as error:
-                self.data_loss = error
-                raise
-
-        return self.workers.outcomes(recording_loss, arguments)
+        outcomes = threads.outcomes(call, arguments)
+        for outcome in outcomes:
+            if isinstance(outcome, DataLossError):
+                self.data_loss = outcome
+        return outcomes
 
     def call_all(self, method: str, request: Message) -> list[Any]:
         return self.in_parallel(lambda shard: shard.call(method, request), zip(self.connections(), strict=True))
@@ -95,9 +87,7 @@ class Shards:
             connections, self._connections = self._connections or [], None
         self._disconnect(connections)
         self.watch.end()
-        self.workers.end()
         self.watch.wait()
-        self.workers.wait()
 
     def _connect(self) -> list[ShardConnection]:
         """Connects to every address, and asks each which shard it is."""
@@ -122,15 +112,9 @@ class Shards:
                 return
         self._disconnect(connections)
 
-    def _disconnect(self, connections: list[ShardConnection]) -> None:
-        self.workers.outcomes(ShardConnection.close, zip(connections, strict=True))
-
-
-def raise_first(outcomes: list[Any]) -> None:
-    """Raises the first error among the outcomes, if there is any."""
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    @staticmethod
+    def _disconnect(connections: list[ShardConnection]) -> None:
+        threads.run_for(_CLOSE_SECONDS, [connection.close for connection in connections])
 
 
 def is_not_applied(outcomes: list[Any]) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from concurrent.futures import CancelledError
+from typing import Self
 
 import numpy as np
 
@@ -17,6 +18,31 @@ Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
 """weight [n, D], momentum_buffer [n, D] and last_step [n]; None for what was not asked for."""
 
 
+class BorrowedArrays:
+    """The caller's arrays, which other threads use until the context is left.
+
+    Where an exception of the caller leaves it early, the threads stop using the arrays, and end.
+    """
+
+    def __init__(self) -> None:
+        self.lock = (
+            threading.Lock()
+        )  # held by a thread while it uses them: entered itself, as a signal may come anywhere
+        self._returned = False
+
+    def require_caller(self) -> None:
+        """Raises CancelledError once the caller has left."""
+        if self._returned:
+            raise CancelledError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self.lock:
+            self._returned = True
+
+
 class FetchedRows:
     """One shard's rows of a fetch, in ascending order: those that have arrived, then those still to be asked for.
 
@@ -25,7 +51,7 @@ class FetchedRows:
         positions: positions of this shard's rows among them.
         out: receives the rows.
         precision: how values are sent.
-        in_use: the context in which `out` may be written; raises CancelledError once the caller has left.
+        borrowed: the caller's arrays, `out` among them.
     """
 
     def __init__(
@@ -34,18 +60,20 @@ class FetchedRows:
         positions: slice | Int64Array,
         out: Output,
         precision: Precision,
-        in_use: Callable[[], AbstractContextManager[None]],
+        borrowed: BorrowedArrays,
     ) -> None:
         self._rows = rows[positions]
         self._positions = positions
         self._out = out
         self._precision = precision
         self._row_bytes: int = precision.dtype.itemsize * out[0].shape[1]
-        self._in_use = in_use
+        self._borrowed = borrowed
         self.num_rows = len(self._rows)
         self.num_asked = 0
         """Number of rows that have arrived or that the newest request names."""
         self.num_arrived = 0
+        self.shard_seconds: float | None = None
+        """How long the last answer took the shard itself; None if it does not say that."""
 
     def request(self, like: pb.FetchRequest) -> pb.FetchRequest:
         """A request like `like` for the rows that have not arrived, at most as many as one fetch may name."""
@@ -72,7 +100,8 @@ class FetchedRows:
         if end > self.num_asked:
             raise ClusterError(f"a shard answered {end} of {self.num_asked} rows: is it of the same version?")
         where = slice(start, end) if isinstance(self._positions, slice) else self._positions[start:end]
-        with self._in_use():
+        with self._borrowed.lock:
+            self._borrowed.require_caller()
             for array, data in zip(self._out[:2], parts[:2], strict=True):
                 if array is not None:
                     values = self._precision.widened(np.frombuffer(data, self._precision.dtype))

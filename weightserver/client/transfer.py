@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,43 +15,16 @@ from google.protobuf.message import Message
 
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import STATISTICS
-from weightserver.client.connection import ShardFetch
+from weightserver.client.connection import BegunFetch, ShardConnection
 from weightserver.client.fan_out import Shards
-from weightserver.client.fetched_rows import FetchedRows, Output
+from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.writer import Writer
 from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.errors import DataLossError
 from weightserver.core.precision import Precision
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
-
-
-class BorrowedArrays:
-    """The caller's arrays, which worker threads use until the context is left.
-
-    Where an exception of the caller leaves it early, the threads stop using the arrays, and end.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._returned = False
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Entered by a thread while it uses the arrays. Raises CancelledError once the caller has left."""
-        with self._lock:
-            if self._returned:
-                raise CancelledError
-            yield
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._returned = True
 
 
 def fetch_rows(
@@ -98,21 +67,36 @@ def _fetch_distinct(
     """Fetches strictly increasing rows (int64 [n])."""
     connections, started = shards.connections(), time.monotonic()
     with BorrowedArrays() as borrowed:
-        fetches = [
-            connections[shard].fetch(request, FetchedRows(rows, positions, out, precision, borrowed.in_use))
+        parts = [
+            (connections[shard], FetchedRows(rows, positions, out, precision, borrowed))
             for shard, positions in sharding.positions_by_shard(rows).items()
         ]
-        try:
-            if len(fetches) > 1 and sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
-                shards.workers.run(partial(ShardFetch.try_together, fetches))  # one thread is faster than several
-            shards.in_parallel(ShardFetch.run, ((fetch,) for fetch in fetches if not fetch.is_complete))
-        finally:
-            for fetch in fetches:
-                fetch.abandon()
-    shard_seconds = [fetch.shard_seconds for fetch in fetches]
-    known = [seconds for seconds in shard_seconds if seconds is not None]
-    slowest = max(known) if known and len(known) == len(shard_seconds) else None
+        if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
+            _fetch_by_one_thread(shards, request, parts)
+        else:
+            shards.in_parallel(lambda connection, part: connection.fetch(request, part), parts)
+    known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
+    slowest = max(known) if known and len(known) == len(parts) else None
     STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
+
+
+def _fetch_by_one_thread(
+    shards: Shards, request: pb.FetchRequest, parts: Sequence[tuple[ShardConnection, FetchedRows]]
+) -> None:
+    """Fetches few rows from each of several shards: one thread is faster than several."""
+    begun: list[BegunFetch | None] = []
+    try:
+        for connection, part in parts:
+            begun.append(connection.begin_fetch(request, part))
+        for (connection, part), first in zip(parts, begun, strict=True):
+            connection.fetch(request, part, first)
+    except DataLossError as error:
+        shards.data_loss = error
+        raise
+    finally:
+        for first in begun:
+            if first is not None:
+                first.answer.cancel()
 
 
 @dataclass(frozen=True)
@@ -156,7 +140,8 @@ class RowWrite:
         borrowed: BorrowedArrays,
     ) -> Iterator[Message]:
         """The messages to one shard, whose rows are at `positions`; only the first has a header."""
-        with borrowed.in_use():
+        with borrowed.lock:
+            borrowed.require_caller()
             rows = self.rows[positions]
             arrays = {name: array[positions] for name, array in self.arrays.items()}
         num_blocks = int(np.count_nonzero(np.diff(rows // rows_per_block, prepend=-1)))
@@ -164,7 +149,8 @@ class RowWrite:
         rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
         for start in range(0, len(rows), rows_per_message):
             chunk = slice(start, start + rows_per_message)
-            with borrowed.in_use():
+            with borrowed.lock:
+                borrowed.require_caller()
                 values = {name: to_bytes(array[chunk]) for name, array in arrays.items()}
                 message = self.message(header=header, rows=rows_to_proto(rows[chunk]), **values)
             yield message

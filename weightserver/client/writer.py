@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
-from weightserver.client.fan_out import Shards, is_not_applied, raise_first
+from weightserver.client.fan_out import Shards, is_not_applied
+from weightserver.client.threads import raise_first
 from weightserver.core.errors import ClusterError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 

@@ -1,0 +1,102 @@
+"""Calls of several shards at once. The caller makes the first itself, and a thread each of the others.
+
+Python raises the exception of a signal's handler in the main thread, before nearly any instruction of Python code: also
+in `threading.Condition.__enter__` after it has acquired its lock, which is then never released. So nothing here is
+built from conditions, as `Future`, `Thread.start` and executors are: threads share with their caller only a
+`SimpleQueue`, whose code a signal cannot interrupt halfway. gRPC is built from conditions too: see `connection.py`.
+
+An interrupt of the caller leaves the other calls running. They make no further attempt: see `require_caller`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from _thread import start_new_thread
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
+from contextvars import ContextVar
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from weightserver.core.errors import WeightServerError
+
+Answers = SimpleQueue[tuple[int, Any]]
+"""Numbers of calls, and what they returned or raised."""
+
+
+@dataclass
+class _Caller:
+    """The caller of a thread."""
+
+    has_left: bool = False
+
+
+_caller: ContextVar[_Caller] = ContextVar("caller")
+
+
+def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
+    they raised. Any other error of a call is raised here."""
+    caller, answers, every = _Caller(), Answers(), list(arguments)
+    found: dict[int, Any] = {}
+    try:
+        for number in range(1, len(every)):
+            try:
+                start_new_thread(_answer, (caller, answers, number, call, every[number]))
+            except RuntimeError:  # there are too many threads
+                found[number] = _outcome(call, every[number])
+        if every:
+            found[0] = _outcome(call, every[0])
+        while len(found) < len(every):
+            number, outcome = answers.get()
+            if isinstance(outcome, BaseException) and not isinstance(outcome, WeightServerError):
+                raise outcome
+            found[number] = outcome
+    except BaseException:
+        caller.has_left = True
+        raise
+    return [found[number] for number in range(len(every))]
+
+
+def raise_first(outcomes: list[Any]) -> None:
+    """Raises the first error among the outcomes, if there is any."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def require_caller() -> None:
+    """Raises CancelledError in a thread whose caller no longer waits for its call."""
+    caller = _caller.get(None)
+    if caller is not None and caller.has_left:
+        raise CancelledError
+
+
+def run_for(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
+    """Makes each call in a thread of its own, and waits at most so long until they have returned."""
+    answers, every = Answers(), list(calls)
+    for number, call in enumerate(every):
+        start_new_thread(_answer, (_Caller(), answers, number, call, ()))
+    with contextlib.suppress(Empty):
+        for _ in every:
+            answers.get(timeout=seconds)
+
+
+def _answer(
+    caller: _Caller, answers: Answers, number: int, call: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Makes a call in a thread of its own."""
+    _caller.set(caller)
+    try:
+        outcome = call(*arguments)
+    except BaseException as error:  # noqa: BLE001 - it concerns the caller, not the thread
+        outcome = error
+    answers.put((number, outcome))
+
+
+def _outcome(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return call(*arguments)
+    except WeightServerError as error:
+        return error
