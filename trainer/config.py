@@ -23,8 +23,7 @@ from trainer.online_probe import OnlineProbeConfig
 from trainer.optimization import OptimizationConfig
 from trainer.rows_config import RowsConfig, ServersConfig
 from trainer.run.config import ReportConfig, RunConfig
-from trainer.run.directory import CONFIG_FILE, read_settings
-from trainer.run.earlier import in_todays_terms
+from trainer.run.directory import CONFIG_FILE, RUN_FORMAT, read_settings
 from trainer.schedule import SamplingConfig
 from trainer.settings import Settings, flag, problems_of, set_help_texts, settings_of
 from trainer.wrong_arguments import parsed_or_exit
@@ -163,7 +162,7 @@ class TrainConfig(
 
     def to_json(self) -> str:
         """The text of the run's config.json."""
-        settings = asdict(self)
+        settings = {"format": RUN_FORMAT} | asdict(self)
         del settings["resume_step"]  # concerns one start, not the run
         if self.warmup_epochs is None:
             settings["warmup_fraction"] = self._warmup_fraction  # also if it is the default
@@ -339,7 +338,7 @@ def _is_there(config: TrainConfig) -> bool:
 
 def _of_run(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     """The settings of the run in the --output of `config`, as defaults for the command line that resumes it."""
-    stored = settings_of(TrainConfig, in_todays_terms(read_settings(config.output)))
+    stored = settings_of(TrainConfig, read_settings(config.output))
     given = {argument.partition("=")[0] for argument in arguments}
     if "--epochs" in given and "--steps" not in given:
         stored = replace(stored, steps=None)  # which would override them

@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
         with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
             config = resolve_resume(config, ranks)
-            dataset = images_of_run(config, dataset, ranks, partial(dataset_of, config, every_file=True))
+            dataset = images_of_run(config, dataset, ranks)
             config = with_pixel_scale(config, dataset, ranks)
             model, totals = _train_rank(config, dataset, ranks, on_step, started)
         if not ranks.is_first:
@@ -69,7 +69,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         return write_results(config, dataset, model, totals)
 
 
-def dataset_of(config: TrainConfig, *, every_file: bool = False) -> Dataset:
+def dataset_of(config: TrainConfig) -> Dataset:
     """Loads the images that a run's settings name. Raises ValueError as `load_dataset` does."""
     return load_dataset(
         config.dataset,
@@ -79,7 +79,6 @@ def dataset_of(config: TrainConfig, *, every_file: bool = False) -> Dataset:
         seed=config.seed,
         decode_threads=config.decode_threads,
         background=config.background,
-        every_file=every_file,
     )
 
 

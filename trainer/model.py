@@ -385,6 +385,8 @@ def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -
             name: tuple(value) if isinstance(value, list) else value for name, value in dict(options).items()
         }
         config = EncoderConfig(**fields)
+        if missing := asdict(config).keys() - fields.keys():
+            raise ValueError(f"it is of an earlier version, without {', '.join(sorted(missing))}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error
     encoder = build_encoder(config)

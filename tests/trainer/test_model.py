@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from trainer.compute import set_matmul_precision
 from trainer.model import (
@@ -108,25 +108,13 @@ def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_encoder_files_keep_the_norm_and_old_ones_have_batch_norm(
-    tmp_path: Path, norm: Literal["batch", "group"]
-) -> None:
+def test_encoder_files_keep_the_norm(tmp_path: Path, norm: Literal["batch", "group"]) -> None:
     path, config = tmp_path / "encoder.safetensors", dataclasses.replace(SMALL, norm=norm)
     encoder, images = build_encoder(config).eval(), torch.randn(4, 1, 28, 28)
     save_encoder(encoder, config, path)
     loaded, loaded_config = load_encoder(path)
     assert loaded_config == config
     assert torch.equal(loaded(images), encoder(images))
-    options = dataclasses.asdict(config)
-    del options["norm"]  # as before there was a choice
-    save_file(load_file(path), path, metadata={"format": "pic-encoder-1", "encoder": json.dumps(options)})
-    if norm == "batch":
-        loaded, loaded_config = load_encoder(path)
-        assert loaded_config == config
-        assert torch.equal(loaded(images), encoder(images))
-    else:
-        with pytest.raises(ValueError, match="does not hold the encoder it names"):
-            load_encoder(path)
 
 
 @pytest.mark.parametrize("name", ["small", "none", "timm:resnet10t", "resnet18"])

@@ -20,12 +20,11 @@ from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
-from trainer.run.directory import read_encoder
 from trainer.torchvision_schemas import import_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = EncoderConfig(width=8, stem_stride=2, blocks=(1,), image_size=16)
-OF_BEFORE = ("pixel_mean", "pixel_std")
+SCALE = ("pixel_mean", "pixel_std")
 """Settings that the version before did not have."""
 
 
@@ -79,7 +78,7 @@ def test_training_and_evaluation_use_the_images_own_scale(
     scale = load_dataset("idx", data_dir).pixels
     assert 0.15 < scale.mean[0] < 0.2
     stored = json.loads((run.output / "config.json").read_text())["encoder"]
-    assert PixelScale(*(tuple(stored[name]) for name in OF_BEFORE)) == scale
+    assert PixelScale(*(tuple(stored[name]) for name in SCALE)) == scale
     assert load_encoder(run.output / "encoder.safetensors")[1].pixels == scale == result.model.config.pixels
     step = json.loads((run.output / "summary.json").read_text())
     assert evaluate(["linear-cached", "--run", str(run.output)]) == 0
@@ -94,39 +93,17 @@ def test_training_and_evaluation_use_the_images_own_scale(
     assert losses(other.output) != losses(run.output)
 
 
-@pytest.mark.guard
-def test_a_run_of_an_earlier_version_keeps_its_scale(
-    data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its config.json and encoder files have no scale; their encoders expect pixels from -1 to 1."""
-    explicit = replace(SMALL, pixel_mean=(0.5,), pixel_std=(0.5,))
-    run = a_run(data_dir, tmp_path / "run", steps=20, checkpoint_every=8, encoder=explicit, rows="resident")
-    train(run)
-    before = losses(run.output)
-    settings = json.loads((run.output / "config.json").read_text())
-    for name in OF_BEFORE:
-        del settings["encoder"][name]
-    (run.output / "config.json").write_text(json.dumps(settings))
-    train(replace(run, encoder=SMALL, resume=True, resume_step=16))
-    assert losses(run.output) == before
-    assert "an earlier version started this run" in caplog.text
-    assert read_encoder(run.output)[1].pixels == MINUS_ONE_TO_ONE
-    assert read_encoder(run.output, "step-000000000016")[1].pixels == MINUS_ONE_TO_ONE
-    with pytest.raises(ValueError, match=r"whose encoder.pixel_mean is None, not \[0\.2\]"):
-        train(replace(run, encoder=replace(SMALL, pixel_mean=(0.2,), pixel_std=(0.2,)), resume=True))
-
-
-def test_an_encoder_file_keeps_its_scale_and_old_ones_have_none(data_dir: Path, tmp_path: Path) -> None:
+def test_an_encoder_file_keeps_its_scale_and_one_of_before_is_refused(data_dir: Path, tmp_path: Path) -> None:
     config = replace(SMALL, pixel_mean=(0.2,), pixel_std=(0.3,))
     path, old = tmp_path / "encoder.safetensors", tmp_path / "old.safetensors"
     save_encoder(build_encoder(config), config, path)
     assert load_encoder(path)[1] == config
-    options = {name: value for name, value in asdict(config).items() if name not in OF_BEFORE}
+    run = a_run(data_dir, tmp_path / "run", steps=1, init_encoder=path)
+    assert train(run).model.config.pixels == config.pixels, "the weights expect it"
+    options = {name: value for name, value in asdict(config).items() if name not in SCALE}
     save_file(load_file(path), old, metadata={"format": "pic-encoder-1", "encoder": json.dumps(options)})
-    assert load_encoder(old)[1] == SMALL
-    for begun, scale in ((path, config.pixels), (old, MINUS_ONE_TO_ONE)):  # the weights expect it
-        run = a_run(data_dir, tmp_path / begun.stem / "run", steps=1, init_encoder=begun)
-        assert train(run).model.config.pixels == scale
+    with pytest.raises(ValueError, match="it is of an earlier version, without pixel_mean, pixel_std"):
+        load_encoder(old)
 
 
 @pytest.mark.parametrize(

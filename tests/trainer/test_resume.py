@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -35,9 +34,8 @@ from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
 from trainer.run.recorder import Recorder
-from trainer.schedule import learning_rates
 from trainer.stopping import Interrupted
-from weightserver import LocalCluster, TableMismatchError, WeightClient
+from weightserver import LocalCluster, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.common.atomic_files import sync
 from weightserver.operations.inspect import inspect_directory
@@ -338,26 +336,6 @@ def test_a_paused_trainer_is_fenced(tmp_path: Path, undisturbed: Path) -> None:
     assert_same(output, undisturbed)
 
 
-@pytest.mark.guard
-def test_the_servers_learning_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version computed them, on a machine whose cosine rounds differently: else no run could resume."""
-    output, settings = tmp_path / "run", {"encoder": ONLY_ROWS, "keep_checkpoints": 9}
-    with monkeypatch.context() as elsewhere:
-        rounded_otherwise = lambda **shape: np.nextafter(learning_rates(**shape), np.float32(2))  # noqa: E731
-        elsewhere.setattr(trainer.run.history, "learning_rates", rounded_otherwise)
-        train(small_run(output, **settings))
-        expected, held = losses(output), trainer.run.history.ImageHistory(((0, 300),)).learning_rates(small_run(output))
-    train(small_run(output, resume=True, resume_step=0, **settings))
-    assert losses(output) == expected
-    with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
-        assert np.array_equal(client.learning_rates(), held)
-    monkeypatch.setattr(
-        trainer.run.history, "learning_rates", lambda **shape: learning_rates(**shape) * np.float32(1.001)
-    )
-    with pytest.raises(TableMismatchError, match="was used"):
-        train(small_run(output, resume=True, **settings))
-
-
 def test_old_checkpoints_are_deleted(undisturbed: Path) -> None:
     steps = [*range(EVERY, NUM_STEPS, EVERY), NUM_STEPS][-3:]
     names = [f"step-{step:012d}" for step in steps]
@@ -580,3 +558,15 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["synthetic", "--num-images", "300000", "--output", str(tmp_path / "none"), "--resume"])
     assert re.search("trainer: .* holds no run to resume", capsys.readouterr().err)
+
+
+def test_a_run_of_another_version_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    settings = json.loads(small_run(output).to_json())
+    assert settings.pop("format") == 3
+    (output / "config.json").write_text(json.dumps(settings))
+    before = (output / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"run is a run of another version of this program: finish .* \(0\.2 or older"):
+        train(small_run(output, resume=True))
+    assert (output / "config.json").read_bytes() == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 import trainer.run.opening
 from tests.helpers.comparing import rows_in, same
@@ -227,26 +224,12 @@ def _directories(servers: Path, num_shards: int) -> list[Path]:
     return [servers / f"shard-{shard}" for shard in range(num_shards)]
 
 
-def files_of_0_1(root: Path, servers: Path) -> dict[str, Any]:
-    """Files of version 0.1, which have neither table nor marks."""
-    shutil.copytree(root / "servers", servers)
-    output = shutil.copytree(root / "run", servers.parent / "run")
-    for path in (output / "checkpoints").glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            metadata = dict(file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert len(bytes.fromhex(metadata.pop("table"))) == 16
-        assert len(json.loads(metadata.pop("marks"))) == 2
-        save_file(tensors, path, metadata=metadata)
-    return {}
-
-
 @pytest.mark.guard
-@pytest.mark.parametrize("made", [copied_since, restored, one_restored, other_blocks, more_shards, files_of_0_1])
+@pytest.mark.parametrize("made", [copied_since, restored, one_restored, other_blocks, more_shards])
 def test_servers_that_hold_the_checkpoint_are_accepted(
     made: Callable[[Path, Path], dict[str, Any]], stopped: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A later copy, a backup of it, resharded servers; files without marks."""
+    """A later copy, a backup of it, resharded servers."""
     servers = tmp_path / "servers"
     output = resumed(stopped, servers, **made(stopped, servers))
     assert losses(output) == losses(undisturbed)

@@ -185,7 +185,6 @@ def load_dataset(
     seed: int = 0,
     decode_threads: int | None = None,
     background: str = "white",
-    every_file: bool = False,
 ) -> Dataset:
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
@@ -200,8 +199,7 @@ def load_dataset(
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
     `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images whose classes
-    are not the first of the training images' classes are omitted. With `every_file` a folder is listed as earlier
-    versions did (`trainer.data.every_file`).
+    are not the first of the training images' classes are omitted.
 
     Raises:
         DataNotFoundError: a ValueError; its line says what was tried and what to do.
@@ -219,7 +217,7 @@ def load_dataset(
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
         decoding = _Decoding(decode_threads, background_colour(background))
         if name == FOLDER:
-            return _load_folder(directory, image_size, decoding, every_file=every_file)
+            return _load_folder(directory, image_size, decoding)
         return DECODED[name](directory, image_size, decoding)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
@@ -255,14 +253,14 @@ class _Decoding(NamedTuple):
     background: Colour | None
 
 
-def _load_folder(directory: Path, image_size: int, decoding: _Decoding, *, every_file: bool = False) -> Dataset:
+def _load_folder(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
     if is_packed(directory):
         raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
     side = decoded_side(image_size)
     train = directory / "train" if (directory / "train").is_dir() else directory
     test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    test_images = _listed(test, side, decoding, every_file=every_file) if test else None
-    train_images = _listed(train, side, decoding, every_file=every_file)
+    test_images = _listed(test, side, decoding) if test else None
+    train_images = _listed(train, side, decoding)
     return _decoded(train_images, test_images, test, evaluated_side=image_size)
 
 
@@ -278,8 +276,8 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-def _listed(source: Path, side: int, decoding: _Decoding, *, every_file: bool) -> _Stored:
-    found = ImageSource(source, every_file=every_file)
+def _listed(source: Path, side: int, decoding: _Decoding) -> _Stored:
+    found = ImageSource(source)
     lines, left_out = io.BytesIO(), LeftOut()
     lines.writelines(listing_lines(found.entries(left_out), left_out))
     if not (content := lines.getvalue()):

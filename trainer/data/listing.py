@@ -17,7 +17,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from trainer.data.every_file import EveryFile
 from trainer.data.tree import LeftOut, Reason, Tree, is_image
 from weightserver.core.arrays import Int64Array
 
@@ -56,23 +55,19 @@ class ImageSource:
     more, or all of them are names; a name after a blank follows the suffix of an image. Paths are relative to the
     list's folder, and repeated paths are omitted. Of a folder, each real file is listed once, however many links lead
     to it, and links to missing files and empty files are left out (`trainer.data.tree`). `labelled` False discards
-    labels. `classes` are already known, and keep their numbers. With `every_file` a folder is listed as earlier
-    versions did (`trainer.data.every_file`).
+    labels. `classes` are already known, and keep their numbers.
 
     Raises:
         ValueError: no such file or folder.
     """
 
-    def __init__(
-        self, source: Path, *, labelled: bool = True, classes: Sequence[str] = (), every_file: bool = False
-    ) -> None:
-        self._every_file = every_file
+    def __init__(self, source: Path, *, labelled: bool = True, classes: Sequence[str] = ()) -> None:
         self.is_list = source.is_file()
         if not self.is_list and not source.is_dir():
             raise ValueError(f"no such folder or list of images: {source}")
         self.source = source
         self.root = source.parent if self.is_list else source
-        folders = [] if self.is_list else _classes(self._tree(LeftOut()))
+        folders = [] if self.is_list else _classes(Tree(source, LeftOut()))
         names = [name.removesuffix(".tar") for name in folders]
         has_labels = bool(folders)
         if self.is_list:
@@ -93,20 +88,17 @@ class ImageSource:
         if self.is_list:
             yield from _list_entries(self.source, self.labelled, numbers)
             return
-        tree = self._tree(left_out or LeftOut())
+        tree = Tree(self.root, left_out or LeftOut())
         for child in tree.children():
             label = numbers.get(child.name.removesuffix(".tar"), NO_LABEL) if self.labelled else NO_LABEL
             listed = not self.labelled or label != NO_LABEL  # or else it appeared after the classes were listed
             if tree.is_tar(child):
                 if listed:
-                    yield from _tar_entries(Path(child.path), child.name, label, every_file=self._every_file)
+                    yield from _tar_entries(Path(child.path), child.name, label)
                 continue
             for path in tree.images(child):
                 if listed:
                     yield Entry(label, -1, -1, os.path.relpath(path, self.root), "")
-
-    def _tree(self, left_out: LeftOut) -> Tree | EveryFile:
-        return EveryFile(self.root) if self._every_file else Tree(self.root, left_out)
 
 
 def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
@@ -200,23 +192,22 @@ def image_hash(path: Path, member: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))
 
 
-def _classes(tree: Tree | EveryFile) -> list[str]:
+def _classes(tree: Tree) -> list[str]:
     """Names of the tars and of the folders with images in a folder; empty if it also contains images."""
     names = []
     for child in tree.children():
-        is_class = tree.empty_folders_are_classes and child.is_dir()
-        if is_class or tree.is_tar(child) or any(True for _ in tree.images(child)):
+        if tree.is_tar(child) or any(True for _ in tree.images(child)):
             if is_image(child.name) and not child.is_dir():
                 return []
             names.append(child.name)
     return names
 
 
-def _tar_entries(path: Path, name: str, label: int, *, every_file: bool) -> Iterator[Entry]:
+def _tar_entries(path: Path, name: str, label: int) -> Iterator[Entry]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if member.isreg() and (member.size or every_file) and is_image(member.name):
+                if member.isreg() and member.size and is_image(member.name):
                     yield Entry(label, member.offset_data, member.size, name, member.name)
     except tarfile.TarError as error:
         raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None

@@ -8,9 +8,6 @@
 
 Only files that the manifest names count: they are written and synced first, then named. A process that dies while it
 adds a line leaves an incomplete line, which is ignored.
-
-Format 1, of earlier versions, can be read too: its manifest.json lists the tars, and each tar has its own index,
-rows-FIRST.npy. A pack of that format is converted before images are added (`format_1.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class Shard:
     bytes: int
     sha256: str
     index_sha256: str
-    """SHA-256 of its records in the range's index; in format 1, of its own index file."""
+    """SHA-256 of its records in the range's index."""
     substitutes: tuple[Substitute, ...]
 
 
@@ -79,8 +76,6 @@ class Manifest:
     classes: tuple[str, ...]
     """Names by number; empty without labels, or if labels are only numbers."""
     ranges: tuple[Range, ...]
-    indexed_by_tar: bool = False
-    """Whether each tar has its own index, as in format 1."""
 
     @property
     def num_images(self) -> int:
@@ -110,18 +105,17 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Writes each file atomically: the lists of tars first, then manifest.json."""
-        assert not self.indexed_by_tar, "format 1 is only read"
         for part in self.ranges:
             lines = b"".join(map(_line, part.shards))
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
-        content = {"format": FORMAT} | _without(vars(self), "indexed_by_tar")
+        content = {"format": FORMAT} | vars(self)
         content["ranges"] = [_without(vars(part), "shards") for part in self.ranges]
         text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
         atomic_write(directory / "manifest.json", lambda path: path.write_text(text))
 
     @classmethod
     def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:
-        """Reads the files of `save` and `add_shard`, or a manifest of format 1.
+        """Reads the files of `save` and `add_shard`.
 
         Without `substitutes`, these are not read: there may be many, and only packing needs them.
 
@@ -131,24 +125,18 @@ class Manifest:
         path = directory / "manifest.json"
         try:
             content = json.loads(path.read_text())
-            if (form := content.pop("format")) not in (1, FORMAT):
+            if content.pop("format") != FORMAT:
                 raise ValueError(
                     f"{path} is of another version of this program: pack the images again, into a new directory"
                 )
-            ranges = []
-            for part in content.pop("ranges"):
-                if form == FORMAT:
-                    shards = _listed(directory, part, substitutes)
-                else:
-                    shards = tuple(_shard(shard, substitutes) for shard in part["shards"])
-                ranges.append(Range(**part | {"shards": shards}))
+            ranges = [
+                Range(**part | {"shards": _listed(directory, part, substitutes)}) for part in content.pop("ranges")
+            ]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
                     f"{path} names an incomplete range before its last: pack the images again, into a new directory"
                 )
-            return cls(
-                classes=tuple(content.pop("classes")), ranges=tuple(ranges), indexed_by_tar=form != FORMAT, **content
-            )
+            return cls(classes=tuple(content.pop("classes")), ranges=tuple(ranges), **content)
         except OSError:
             raise ValueError(f"{directory} holds no packed images: pack them by python -m trainer.data pack") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
@@ -176,11 +164,6 @@ def tar_path(directory: Path, first: int) -> Path:
 
 def index_path(directory: Path, first: int) -> Path:
     return directory / f"index-{first:012d}.npy"
-
-
-def tar_index_path(directory: Path, first: int) -> Path:
-    """Index of a single tar in format 1."""
-    return directory / f"rows-{first:012d}.npy"
 
 
 def shards_path(directory: Path, first: int) -> Path:

@@ -25,7 +25,6 @@ import numpy as np
 
 from trainer.cores import usable_cores
 from trainer.data.decode import BrokenImageError, check, max_broken, why
-from trainer.data.format_1 import in_present_form
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import (
@@ -36,7 +35,6 @@ from trainer.data.manifest import (
     add_shard,
     index_path,
     listing_path,
-    tar_index_path,
     tar_path,
 )
 from trainer.data.pack_plan import planned
@@ -126,17 +124,13 @@ def verify(directory: Path) -> list[str]:
             f"{directory} is not finished: {part.rows_packed:,} of {part.count:,} images of {part.source} are packed: "
             "repeat the command that packs them"
         )
-    return missing + [
-        line for part in manifest.ranges for line in _damage(directory, part, by_tar=manifest.indexed_by_tar)
-    ]
+    return missing + [line for part in manifest.ranges for line in _damage(directory, part)]
 
 
-def _damage(directory: Path, part: Range, *, by_tar: bool) -> Iterator[str]:
+def _damage(directory: Path, part: Range) -> Iterator[str]:
     for shard in part.shards:
         yield from _file_damage(tar_path(directory, shard.first), shard.sha256)
-        if by_tar:
-            yield from _file_damage(tar_index_path(directory, shard.first), shard.index_sha256)
-    if by_tar or not part.shards:
+    if not part.shards:
         return
     path = index_path(directory, part.first)
     if not path.is_file():
@@ -217,7 +211,6 @@ class _Packer:
 
     def _truncate_to_manifest(self) -> None:
         """Truncates files to what the manifest names: a pack that was killed may have written more."""
-        self._manifest = in_present_form(self._manifest, self._output)
         self._part = self._manifest.ranges[-1]
         self._manifest.save(self._output)
         cut_index(index_path(self._output, self._part.first), self._part.count, self._part.rows_packed)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from trainer.data.format_1 import in_present_form
 from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.tree import LeftOut
@@ -105,7 +104,6 @@ def _with_new_range(manifest: Manifest, source: Path, output: Path, request: Pac
             return manifest
         raise ValueError(f"no images in {source}: give a folder or a list of images")
     part = Range(first=first, count=count, source=str(source), root=str(found.root), labelled=found.labelled, shards=())
-    manifest = in_present_form(manifest, output)
     manifest = replace(manifest, classes=tuple(found.classes), ranges=(*manifest.ranges, part))
     manifest.save(output)
     return manifest

@@ -8,7 +8,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trainer.data.index import INDEX, map_index
 from trainer.data.listing import Listing
-from trainer.data.manifest import Manifest, Range, Shard, index_path, listing_path, tar_index_path, tar_path
+from trainer.data.manifest import Manifest, index_path, listing_path, tar_path
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
@@ -181,11 +181,8 @@ class _Indexes:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
-        by_tar = manifest.indexed_by_tar
-        indexed: Sequence[Shard | Range] = manifest.shards if by_tar else manifest.ranges
-        self._firsts = np.array([part.first for part in indexed])
-        self._counts = [part.count for part in indexed]
-        self._path = tar_index_path if by_tar else index_path
+        self._firsts = np.array([part.first for part in manifest.ranges])
+        self._counts = [part.count for part in manifest.ranges]
         self._map = functools.lru_cache(_share_of_files(16, _OPEN_INDEXES))(map_index)
         self._check_sizes()
 
@@ -193,12 +190,12 @@ class _Indexes:
         """The records of rows start … stop−1, all of one tar."""
         number = int(np.searchsorted(self._firsts, start, side="right")) - 1
         first = int(self._firsts[number])
-        index = self._map(self._path(self._directory, first), self._counts[number])
+        index = self._map(index_path(self._directory, first), self._counts[number])
         return index[start - first : stop - first]
 
     def _check_sizes(self) -> None:
         for first, count in zip(self._firsts.tolist(), self._counts, strict=True):
-            path = self._path(self._directory, first)
+            path = index_path(self._directory, first)
             header = path.stat().st_size - count * INDEX.itemsize if path.is_file() else 0
             if header <= 0 or header % np.lib.format.ARRAY_ALIGN:
                 raise ValueError(

@@ -63,8 +63,6 @@ class Tree:
     hidden. No folder is walked twice, so that memory grows with the number of folders, not of files.
     """
 
-    empty_folders_are_classes = False
-
     def __init__(self, root: Path, left_out: LeftOut) -> None:
         self._root, self._left_out = root, left_out
         self._real_root = os.path.realpath(root)

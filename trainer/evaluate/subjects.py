@@ -18,7 +18,6 @@ from trainer.export.importing import ImportOptions, encoder_config, import_encod
 from trainer.model import EncoderConfig, build_encoder, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
-from trainer.run.earlier import in_todays_terms
 from trainer.settings import Settings, check_at_least, flag
 from weightserver.torch import Ranks
 
@@ -159,7 +158,7 @@ def _load(options: SubjectOptions) -> FoundSubject:
 
 
 def _of_run(run: Path, checkpoint: str | None) -> FoundSubject:
-    settings = in_todays_terms(read_settings(run))
+    settings = read_settings(run)
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
     data_dir = settings.get("data_dir")
     return FoundSubject(

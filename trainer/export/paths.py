@@ -43,12 +43,9 @@ def _images_of(run: Path, stored: StoredRows, data_dir: Path | None) -> DecodedI
     settings = read_settings(run)
     own = settings.get("data_dir")
     history = newest_history(run / "checkpoints")
-    for every_file in (False, True):  # the second for runs that an earlier version began
-        dataset = load_dataset(
-            settings["dataset"], data_dir or (Path(own) if own else None), every_file=every_file
-        ).first(stored.num_images)
-        is_known = history is None or history.digests in ((), dataset.digests)
-        if len(dataset.train_images) == stored.num_images and is_known:
-            assert isinstance(dataset.train_images, DecodedImages)
-            return dataset.train_images
-    raise ValueError(f"{data_dir or own} does not hold the images of the run any more: give --data-dir")
+    dataset = load_dataset(settings["dataset"], data_dir or (Path(own) if own else None)).first(stored.num_images)
+    is_known = history is None or history.digests in ((), dataset.digests)
+    if len(dataset.train_images) != stored.num_images or not is_known:
+        raise ValueError(f"{data_dir or own} does not hold the images of the run any more: give --data-dir")
+    assert isinstance(dataset.train_images, DecodedImages)
+    return dataset.train_images

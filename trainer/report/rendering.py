@@ -21,7 +21,6 @@ from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
-from trainer.run.earlier import in_todays_terms
 from trainer.run.plot import read_metrics
 
 _NUM_PAIRS = 24
@@ -106,5 +105,5 @@ def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
         num_images=config.get("num_images"),
         image_size=config["encoder"]["image_size"],
         seed=config["seed"],
-        background=in_todays_terms(config)["background"],
+        background=config["background"],
     )

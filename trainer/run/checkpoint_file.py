@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FORMAT = "pic-checkpoint-1"
 CHECKPOINT, TABLE, MARKS, HISTORY, RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
 """Keys of a file's metadata: the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
-`ImageHistory`, and the --resume-step that the run was last resumed from. Files of 0.1 have neither table nor marks."""
+`ImageHistory`, and the --resume-step that the run was last resumed from."""
 MODEL, MOMENTUM, PROBE = "model.", "momentum.", "probe."
 """Prefixes of the tensors' names; only files of runs with --online-probe have a probe."""
 _ENCODER = MODEL + "encoder."
@@ -133,10 +133,9 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def saved_history(directory: Path, step: int) -> ImageHistory | None:
-    """The history of the run's images in the file of a checkpoint; None without a file, or in an older version's."""
+    """The history of the run's images in the file of a checkpoint; None without a file."""
     path = file_path(directory, step)
-    stored = read_metadata(path).get(HISTORY) if path.exists() else None
-    return ImageHistory.from_json(stored) if stored else None
+    return ImageHistory.from_json(read_metadata(path)[HISTORY]) if path.exists() else None
 
 
 def history_to_resume(directory: Path, asked: int | None) -> ImageHistory | None:

@@ -11,6 +11,8 @@ from torch import nn
 from trainer.model import EncoderConfig, encoder_from_tensors, load_encoder
 from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
 
+RUN_FORMAT = 3
+"""The format of a run's directory, which its config.json names."""
 CONFIG_FILE = "config.json"
 """The settings; its existence claims the directory for a run."""
 METRICS_FILE = "metrics.jsonl"
@@ -23,18 +25,24 @@ RESULT_FILES = (SUMMARY_FILE, ENCODER_FILE, COMPARISON_FILE, PLOT_FILE)
 
 
 def read_settings(run: Path) -> dict[str, Any]:
-    """The settings in the run's config.json, as the version that wrote them had them.
+    """The settings in the run's config.json.
 
     Raises:
-        ValueError: the directory holds no run, or config.json is damaged.
+        ValueError: the directory holds no run, or one of another version, or config.json is damaged.
     """
     path = run / CONFIG_FILE
     try:
-        return dict(json.loads(path.read_text()))
+        settings: dict[str, Any] = {**json.loads(path.read_text())}
     except OSError as error:
         raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
     except (ValueError, TypeError):
         raise ValueError(f"{path} is not a run's config.json: restore it, or give the --output of a run") from None
+    if settings.get("format") != RUN_FORMAT:
+        raise ValueError(
+            f"{run} is a run of another version of this program: finish and evaluate it with that version (0.2 or "
+            "older if it names no format), or begin another run"
+        )
+    return settings
 
 
 def read_config(run: Path) -> dict[str, Any]:

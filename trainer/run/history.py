@@ -27,8 +27,7 @@ class ImageHistory:
     classes: str = ""
     """Digest of the class of each image (--labels, --image-order); empty if each is its own, in the order of a seed."""
     lengths: tuple[tuple[int, float, int | None], ...] = ()
-    """(first step, --epochs and --steps from that step on), ascending, the first at step 0; empty in files of earlier
-    versions, whose runs had one length."""
+    """(first step, --epochs and --steps from that step on), ascending, the first at step 0; empty for one length."""
 
     @property
     def num_images(self) -> int:
@@ -45,7 +44,7 @@ class ImageHistory:
         before, now = self.num_images, sum(range_sizes)
         if now == before:
             self._check_known(digests)
-            return replace(self, digests=tuple(digests))  # a file of an older version has none
+            return self
         if now < before:
             raise ValueError(f"the run has {before} images, the data set only {now}: give all images of the run")
         if before not in itertools.accumulate(range_sizes):
@@ -137,8 +136,6 @@ class ImageHistory:
     @classmethod
     def from_json(cls, text: str) -> ImageHistory:
         content = json.loads(text)
-        if isinstance(content, list):  # written by an older version
-            content = {"parts": content, "digests": []}
         parts = tuple((first_step, num_images) for first_step, num_images in content["parts"])
         lengths = tuple((first_step, epochs, steps) for first_step, epochs, steps in content.get("lengths", []))
         return cls(parts, tuple(content["digests"]), content.get("classes", ""), lengths)

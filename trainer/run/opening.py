@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.data.datasets import FOLDER
 from trainer.display import stage
 from trainer.run.checkpoint_file import (
     checkpoint_name,
@@ -25,7 +22,7 @@ from trainer.run.checkpoint_file import (
 )
 from trainer.run.history import ImageHistory
 from trainer.run.resume import run_settings, step_to_resume
-from weightserver import ClusterError, LocalCluster, NoTableError, TableSpec, WeightClient
+from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch import (
@@ -60,25 +57,11 @@ class OpenRows:
     """Number of updates in the checkpoint that the run is resumed from; None for a new run."""
 
 
-def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, every_file: Callable[[], Dataset]) -> Dataset:
-    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since.
-
-    Args:
-        every_file: loads the images of a folder as earlier versions listed them, for runs that these began.
-    """
-    if not config.resume:
+def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
+    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
+    if not config.resume or config.extend:
         return dataset
     history = history_to_resume(config.output / "checkpoints", config.resume_step) if ranks.is_first else None
-    known = tuple(json.loads(ranks.broadcast_text(json.dumps(history.digests if history else ()))))
-    if config.dataset == FOLDER and known and known != dataset.digests and (earlier := every_file()).digests == known:
-        dataset = earlier
-        if ranks.is_first:
-            _log.warning(
-                "%(path)s is listed as by the version that began this run: links and empty files are images, too",
-                {"path": str(config.data_dir)},
-            )
-    if config.extend:
-        return dataset
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
@@ -119,8 +102,7 @@ def open_rows(
         open_first = partial(_open_session, config, spec, range_sizes, history, ranks, stack)
         session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
         client, history = session.client, ImageHistory.from_json(session.content["history"])
-        held = _as_held(_learning_rates(config, history, ranks), client)  # the same on every rank
-        rates = LearningRates(spec, held)
+        rates = LearningRates(spec, _learning_rates(config, history, ranks))
         store = (
             RemoteRows(client, device, value_bytes=spec.value_bytes)
             if config.rows == "remote"
@@ -184,7 +166,7 @@ def _open_session(
         refuse_used_table(client, "resume it by --resume, or use other servers")
         client.create_table(spec)
         epoch = client.open_session(config.output.name, force=False)
-    client.extend_schedule(0, _as_held(history.learning_rates(config), client))
+    client.extend_schedule(0, history.learning_rates(config))
     return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 
@@ -199,7 +181,7 @@ def _resume_table(
     files = config.output / "checkpoints"
     step = step_to_resume(files, client, config.resume_step)
     before = saved_history(files, step or 0)
-    if before is None:  # of an older version, or it died before its first checkpoint
+    if before is None:  # it died before its first checkpoint
         before = history if history.classes else _history_of_table(client) or history
     before.check_classes(history.classes)
     history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
@@ -214,21 +196,8 @@ def _resume_table(
     return epoch, step, history
 
 
-def _as_held(rates: Float32Array, client: WeightClient) -> Float32Array:
-    """Learning rates, replaced by the servers' own where these differ by rounding only: rows were updated with those.
-
-    Earlier versions computed the cosine by NumPy, whose last bit depends on the processor: 2^-52 of the highest rate.
-    """
-    try:
-        held = client.learning_rates()[: len(rates)]
-    except ClusterError:  # shards of version 0.1 cannot answer
-        return rates
-    same = np.abs(held - rates[: len(held)]) <= 2.0**-52 * rates.max(initial=0) + 2.0**-23 * held
-    return np.concatenate([np.where(same, held, rates[: len(held)]), rates[len(held) :]])
-
-
 def _history_of_table(client: WeightClient) -> ImageHistory | None:
-    """The history of a run whose checkpoints have none: older versions could not add images."""
+    """The history of a run that has no checkpoint: its table has a row for each image that it began with."""
     try:
         return ImageHistory(((0, client.describe().spec.num_rows),))
     except NoTableError:

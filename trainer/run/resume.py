@@ -25,7 +25,6 @@ from trainer.run.checkpoint_file import (
     steps_on_both,
 )
 from trainer.run.directory import CONFIG_FILE, flat, read_settings
-from trainer.run.earlier import in_todays_terms
 from trainer.settings import flag, settings_of
 from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
 from weightserver.common.atomic_files import atomic_write
@@ -69,13 +68,11 @@ def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Tra
 
 
 def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
-    """pixel_mean and pixel_std as config.json has them; None, which means -1..1, for runs of earlier versions."""
+    """pixel_mean and pixel_std as config.json has them."""
     names = ("pixel_mean", "pixel_std")
     if config.resume and (config.output / CONFIG_FILE).exists():
-        stored = read_settings(config.output).get("encoder", {})
-        if names[0] not in stored:
-            _log.warning("an earlier version started this run: from now on its crops and colours are drawn differently")
-        return {name: stored.get(name) for name in names}
+        stored = read_settings(config.output)["encoder"]
+        return {name: stored[name] for name in names}
     if config.init_encoder is not None:
         encoder = load_encoder(config.init_encoder)[1]
         return {name: getattr(encoder, name) for name in names}
@@ -89,8 +86,8 @@ def check_same_run(config: TrainConfig) -> None:
     num_local = len(list((config.output / "servers").glob("shard-*/")))
     if not config.servers and num_local not in (0, config.num_shards):
         raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
-    wanted, defaults = json.loads(config.to_json()), json.loads(TrainConfig().to_json())
-    stored = _with_defaults(in_todays_terms(read_settings(config.output)), defaults)
+    wanted = json.loads(config.to_json())
+    stored = read_settings(config.output)
     starts = not saved_steps(config.output / "checkpoints")  # it was killed before its first
     _check_length(config, stored, wanted)
     free = RESUMABLE | LENGTH | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
@@ -115,8 +112,8 @@ def _check_length(config: TrainConfig, stored: dict[str, Any], wanted: dict[str,
 
 
 def run_settings(output: Path) -> TrainConfig:
-    """The settings of the run in a directory, with defaults for those that were added since."""
-    return settings_of(TrainConfig, in_todays_terms(read_settings(output)))
+    """The settings of the run in a directory."""
+    return settings_of(TrainConfig, read_settings(output))
 
 
 def update_settings(config: TrainConfig) -> None:
@@ -125,14 +122,6 @@ def update_settings(config: TrainConfig) -> None:
     settings = stored | {name: now[name] for name in (RESUMABLE | LENGTH) - _OF_ONE_START}
     text = json.dumps(settings, indent=2) + "\n"
     atomic_write(config.output / CONFIG_FILE, lambda path: path.write_text(text))
-
-
-def _with_defaults(stored: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings, completed by the defaults of settings that were added since."""
-    return {
-        name: _with_defaults(stored.get(name, {}), default) if isinstance(default, dict) else stored.get(name, default)
-        for name, default in defaults.items()
-    }
 
 
 def step_to_resume(directory: Path, client: WeightClient, asked: int | None = None) -> int | None:

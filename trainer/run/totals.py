@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from trainer.run.checkpoint_file import file_path, read_metadata
-from trainer.run.directory import METRICS_FILE, read_summary
-from trainer.run.plot import read_metrics
+from trainer.run.directory import read_summary
 from trainer.run.prometheus import peak_gpu_bytes
 from weightserver.torch import Ranks, RowCounters
 
 TOTALS = "totals"
-"""Key of a checkpoint file's metadata; files of earlier versions lack it."""
+"""Key of a checkpoint file's metadata."""
 
 _SUMMED = ("fetched_rows", "pushed_rows", "corrected_rows", "missed_steps")
 """Counters of the row store that are summed, over ranks and parts."""
@@ -74,8 +73,7 @@ class Usage:
 def totals_at(output: Path, step: int) -> Totals:
     """The totals of the run in `output` at its checkpoint of `step`."""
     path = file_path(output / "checkpoints", step)
-    stored = read_metadata(path).get(TOTALS) if path.exists() else None
-    totals = Totals(**json.loads(stored)) if stored else _recorded(output, step)
+    totals = Totals(**json.loads(read_metadata(path)[TOTALS])) if path.exists() else Totals()
     summary = read_summary(output)
     if summary.get("steps") == step:  # the run ended there and was evaluated
         totals = Totals(**asdict(totals) | _of_ending(summary, totals))
@@ -89,21 +87,6 @@ def _of_ending(summary: dict[str, Any], totals: Totals) -> dict[str, float]:
         "train_seconds": train_seconds,
         "evaluation_seconds": max(totals.evaluation_seconds, summary.get("seconds", 0.0) - train_seconds),
     }
-
-
-def _recorded(output: Path, step: int) -> Totals:
-    """The totals of a run of an earlier version, from the records of its steps before `step`."""
-    path = output / METRICS_FILE
-    records = [record for record in read_metrics(path) if record["step"] < step] if path.exists() else []
-    if not records:
-        return Totals()
-    sums = {name: sum(record.get(name, 0) for record in records) for name in _SUMMED}
-    return Totals(
-        parts=1,
-        train_seconds=sum(record["seconds"] for record in records),
-        **sums,
-        largest_gap=max(record.get("largest_gap", 0) for record in records),
-    )
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

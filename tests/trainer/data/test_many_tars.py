@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.format_1 import in_format_1
 from tests.helpers.made_pack import LENGTH, make_pack
 from trainer.data.packed import PackedImages
 
@@ -64,12 +63,9 @@ def few_files() -> Iterator[int]:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("of_before", [False, True])
-def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path, of_before: bool) -> None:
+def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path) -> None:
     """More threads read than tars stay open, and successive rows are in different tars."""
     directory = make_pack(tmp_path / "made", num_images=2_200, num_tars=1_100)
-    if of_before:
-        in_format_1(directory)
     images = PackedImages(directory)
     rows = np.random.default_rng(0).permutation(2_200).tolist()
     with ThreadPoolExecutor(32) as pool:

@@ -23,6 +23,10 @@ from trainer.model import EncoderConfig, build_model, save_encoder
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
 
 
+OF_RUN = {"format": 3, "background": "white", "dataset": "idx"}
+"""Settings in a run's config.json."""
+
+
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """Two classes told apart by which half is bright."""
@@ -44,7 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "run"
     directory.mkdir()
     save_encoder(build_model(CONFIG, seed=0).encoder, CONFIG, directory / "encoder.safetensors")
-    (directory / "config.json").write_text(json.dumps({"dataset": "idx"}))
+    (directory / "config.json").write_text(json.dumps(OF_RUN))
     return directory
 
 
@@ -89,7 +93,7 @@ def test_writes_and_prints_the_result(
     assert f"{written['top1']:.2f}" in output.err, "the table"
     assert sorted(path.name for path in (run_dir / "evaluation").iterdir()) == [f"{protocol}.json"], "no state is left"
 
-    (run_dir / "config.json").write_text(json.dumps({"dataset": "idx", "data_dir": str(data_dir)}))
+    (run_dir / "config.json").write_text(json.dumps(OF_RUN | {"data_dir": str(data_dir)}))
     assert evaluate([*short, "--run", str(run_dir)]) == 0
     of_run = printed(capsys)
     assert {name: of_run[name] for name in ("top1", "chosen", "settings", "weights")} == {
@@ -329,7 +333,7 @@ def test_folds_are_refused_before_features_are_computed(
 def test_a_run_on_generated_images_needs_another_data_set(
     run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run_dir / "config.json").write_text(json.dumps({"dataset": "synthetic"}))
+    (run_dir / "config.json").write_text(json.dumps({"format": 3, "background": "white", "dataset": "synthetic"}))
     assert evaluate(["knn", "--run", str(run_dir)]) == 2
     assert "was trained on generated images, which have no labels" in capsys.readouterr().err
     assert evaluate(["knn", "--run", str(run_dir), "--dataset", "idx", "--data-dir", str(data_dir)]) == 0
