@@ -116,7 +116,7 @@ def test_an_older_copy_of_a_data_file_alone_is_refused_at_the_start(place: Place
     place.push()
     older = place.copy(1, "older")
     place.push()
-    with pytest.raises(ShardUnavailableError, match="data.mdb lacks transactions that it had"):
+    with pytest.raises(ShardUnavailableError, match=r"data\.mdb lacks transactions that it had"):
         place.replace(1, older, whole=False)
 
 
