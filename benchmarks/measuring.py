@@ -29,13 +29,13 @@ from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.stages import StageClock
 from weightserver.common.version import __version__
+from weightserver.core.rates import HashedRates
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import VERSION_KEY, rows_to_proto
+from weightserver.protocol.codec import VERSION_KEY, rows_to_proto, to_bytes
 from weightserver.server.metrics import CallMetrics, RowMetrics, ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.schedule_change import Part
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -69,10 +69,6 @@ def fill(shard: Shard) -> None:
     with shard.batch() as batch:
         shard.create_table(batch, SPEC)
     with shard.batch() as batch:
-        shard.prepare_schedule(batch, Part("00" * 16, 0, np.full(STEP, 0.06, np.float32)), version=0)
-        assert batch.schedule.pending is not None
-        shard.commit_schedule(batch, "00" * 16, digest=batch.schedule.pending.digest)
-    with shard.batch() as batch:
         shard.open_session(batch, "benchmark", 1, bytes(16))
     values = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), dtype=np.float32)
     header = WriteHeader(epoch=1, opener=bytes(16), writer=bytes(16), sequence=1, step=0)
@@ -101,8 +97,11 @@ def handlers() -> Iterator[tuple[WeightServerService, WeightServerService]]:
 
 def handled(service: WeightServerService, rows: Any, clock: Any) -> Callable[[], None]:
     """A fetch by its handler, with `clock` for `StageClock.start`."""
-    request, context = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP), Mock(spec=grpc.ServicerContext)
+    rates, context = np.full(STEP, 0.06, np.float32), Mock(spec=grpc.ServicerContext)
     context.invocation_metadata.return_value = ((VERSION_KEY, __version__),)
+    list(service.Fetch(pb.FetchRequest(step=STEP, rates=pb.Rates(learning_rates=to_bytes(rates))), context))
+    named = pb.Rates(start=STEP, digest=HashedRates(rates).digest(STEP))
+    request = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP, rates=named)
 
     def run() -> None:
         StageClock.start = clock  # type: ignore[method-assign]

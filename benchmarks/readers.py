@@ -30,7 +30,8 @@ COUNTS = (1, 2, 4)
 """Of shards, and of clients."""
 NUM_ROWS, DIM = 65_536, 128
 NUM_BYTES = 4 * DIM * NUM_ROWS
-_FIRST_STEP, _NUM_STEPS = 300, 20_000
+_FIRST_STEP = 300
+_RATES = np.linspace(0.06, 0, 20_000, dtype=np.float32)
 _WRITTEN_AT_ONCE = 1 << 15
 _DEADLINE_SECONDS = 60
 
@@ -39,7 +40,7 @@ def fill(client: WeightClient) -> None:
     """Stores the rows of all clients, whose last updates spread over 300 steps."""
     num_rows = NUM_ROWS * max(COUNTS)
     client.create_table(TableSpec(num_rows=num_rows, dim=DIM))
-    client.extend_schedule(0, np.linspace(0.06, 0, _NUM_STEPS, dtype=np.float32))
+    client.extend_schedule(0, _RATES)
     client.open_session("benchmark")
     generator = np.random.default_rng(1)
     for start in range(0, num_rows, _WRITTEN_AT_ONCE):
@@ -62,6 +63,7 @@ def read(kind: str, addresses: list[str], number: int) -> None:
 
 def _fetch(stack: ExitStack, addresses: list[str], number: int) -> Callable[[], object]:
     client = stack.enter_context(WeightClient(addresses))
+    client.extend_schedule(0, _RATES)
     rows = np.arange(number * NUM_ROWS, (number + 1) * NUM_ROWS, dtype=np.int64)
     out, steps = np.empty((NUM_ROWS, DIM), np.float32), itertools.count(_FIRST_STEP)
     return lambda: client.fetch(rows, step=next(steps), out=out)  # a new step, as in training: new products

@@ -50,7 +50,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         client.fetch(np.arange(100), step=1)
         client.checkpoint("kept", step=1)
         client._shards.watch.retry_seconds = 300
-        trainer = TrainerMetrics(run="run", rank=0, window_size=96, batch_size=16, device=torch.device("cpu"))
+        trainer = TrainerMetrics(
+            run="run", rank=0, window_size=96, batch_size=16, num_steps=9, device=torch.device("cpu")
+        )
         address, close = trainer.serve(0)
         targets = {"weightserver": cluster.metrics_addresses, "trainer": [address]}
         with LocalPrometheus(targets) as prometheus:

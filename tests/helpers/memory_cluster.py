@@ -35,8 +35,10 @@ import weightserver.client.checkpoint_caller
 import weightserver.client.client
 import weightserver.client.connection
 import weightserver.client.fan_out
+import weightserver.client.rates
 import weightserver.client.results
 import weightserver.client.retries
+import weightserver.client.schedule
 import weightserver.client.session_caller
 import weightserver.client.table_cache
 import weightserver.client.table_caller
@@ -44,9 +46,9 @@ import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
 from tests.helpers.memory_storage import MemoryStorage
-from weightserver.core.errors import WeightServerError
+from weightserver.core.errors import MissingRatesError, OverloadedError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.status import ERROR_OF_STATUS
+from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
@@ -281,6 +283,13 @@ class CallFailed(grpc.RpcError):
         return self._trailing
 
 
+def _error(refused: CallFailed) -> type[WeightServerError]:
+    """The error that a shard raised."""
+    if "num_used" in error_fields(refused.trailing_metadata()):
+        return MissingRatesError
+    return ERROR_OF_STATUS.get(refused.code(), WeightServerError)
+
+
 class _Context:
     """gRPC's context of a call."""
 
@@ -368,8 +377,7 @@ class Process:
             answers = behaviour(requests if handler.request_streaming else next(requests), context)
             answers = list(answers) if handler.response_streaming else [answers]
         except CallFailed as refused:
-            error = ERROR_OF_STATUS.get(refused.code(), WeightServerError)
-            self._note(message, error, self._is_alone)
+            self._note(message, _error(refused), self._is_alone)
             raise
         finally:
             self._handling.pop()
@@ -566,8 +574,8 @@ class MemoryCluster:
         except Crash:
             answer = [], ()
         except CallFailed as refused:
-            if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                message.run.refusals.append(ERROR_OF_STATUS.get(refused.code(), WeightServerError))
+            if _error(refused) not in (OverloadedError, MissingRatesError):
+                message.run.refusals.append(_error(refused))
             if refused.code() is grpc.StatusCode.DATA_LOSS:
                 self.told_of_loss.add(message.run.client)
             raise
@@ -586,8 +594,10 @@ _INTERRUPTED = {
         weightserver.client.client,
         weightserver.client.connection,
         weightserver.client.fan_out,
+        weightserver.client.rates,
         weightserver.client.results,
         weightserver.client.retries,
+        weightserver.client.schedule,
         weightserver.client.session_caller,
         weightserver.client.table_cache,
         weightserver.client.table_caller,

@@ -1,18 +1,20 @@
-"""Extends a shard's schedule without a client."""
+"""The learning rates that a request to a shard names, without a client."""
 
 from __future__ import annotations
 
-import os
+import numpy as np
+import numpy.typing as npt
 
-from weightserver.core.arrays import Float32Array
-from weightserver.shard.schedule_change import Part
+from weightserver.shard.rates import GivenRates
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteTransaction
 
 
-def extend_schedule(shard: Shard, batch: WriteTransaction, start_step: int, learning_rates: Float32Array) -> None:
-    """Makes both phases of a change in one transaction."""
-    part = Part(os.urandom(16).hex(), start_step, learning_rates)
-    shard.prepare_schedule(batch, part, version=batch.state.schedule_version)
-    if (pending := batch.schedule.pending) is not None:
-        shard.commit_schedule(batch, part.change, digest=pending.digest)
+def naming(learning_rates: npt.ArrayLike) -> GivenRates:
+    """All of them, as a client names them that knows nothing of the shard."""
+    return GivenRates(learning_rates=np.asarray(learning_rates, np.float32))
+
+
+def used_by(shard: Shard, further: npt.ArrayLike = ()) -> GivenRates:
+    """Those of the steps below the shard's clock, and these."""
+    used = shard.used_rates
+    return GivenRates(len(used), used.digest(len(used)), np.asarray(further, np.float32))

@@ -43,6 +43,7 @@ LOST_ROWS = r"shard {} holds rows of a table that shard {} lacks: is a disk not 
 
 Call = Callable[[WeightClient], object]
 HALF: Any = 0.5
+BEYOND = "needs the learning rates of 21 steps, but this client and the shards know those of 20: extend the schedule"
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # what the client sees by itself
     "rows of two dimensions": (
@@ -120,12 +121,12 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         r"out must be a contiguous float32 array of shape \[1, 4\], got float32 of shape \[2, 4\]: or omit it",
     ),
     # what a shard refuses
-    "a fetch beyond the schedule": (lambda c: c.fetch([1], step=21), StepError, r"shard . at .*: step 21 .* 0\.\.20"),
-    "a push beyond the schedule": (lambda c: c.push_gradients([1, 2], ONES, step=20), StepError, r"step 20 .* 0\.\.19"),
+    "a fetch beyond the schedule": (lambda c: c.fetch([1], step=21), StepError, BEYOND),
+    "a push beyond the schedule": (lambda c: c.push_gradients([1, 2], ONES, step=20), StepError, BEYOND),
     "a state beyond the schedule": (
         lambda c: c.write_state([1, 2], ONES, ONES, 21),
         StepError,
-        r"last_step .* 0\.\.20",
+        BEYOND,
     ),
     "a fetch from a row's past": (lambda c: c.fetch([50], step=6), StepError, r"row 50 has seen 8 updates"),
     "a state older than the row": (
@@ -243,8 +244,6 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
         newer.open_session("second")
         with pytest.raises(FencedError, match=r"superseded by epoch \d+ \(run 'second'\): this writer must stop"):
             client.push_gradients([1, 2], ONES, step=0)
-        with pytest.raises(FencedError, match="superseded"):
-            client.extend_schedule(20, [0.1])
         assert newer.describe().rows_stored == 0
         newer.drop_table()
         newer.create_table(SPEC)

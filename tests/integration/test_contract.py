@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -31,8 +30,16 @@ def values(*numbers: float) -> bytes:
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
+def rates(*numbers: float) -> pb.Rates:
+    """All learning rates, as a client names them that knows nothing of the shard."""
+    return pb.Rates(learning_rates=values(*numbers))
+
+
 def steps(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+RATES = rates(*[0.5] * HORIZON)
 
 
 class Shard:
@@ -50,10 +57,11 @@ class Shard:
     def header(self, **changes: object) -> pb.WriteHeader:
         self.sequence += 1
         good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
-        return pb.WriteHeader(**(good | {"num_rows": 2} | changes))  # type: ignore[arg-type]
+        return pb.WriteHeader(**(good | {"num_rows": 2, "rates": RATES} | changes))  # type: ignore[arg-type]
 
-    def fetch(self, rows: pb.Rows, step: int = 3, **more: Any) -> list[pb.FetchResponse]:
-        return list(self.stub.Fetch(pb.FetchRequest(rows=rows, step=step, **more), timeout=60))
+    def fetch(self, rows: pb.Rows, step: int = 3, rates: pb.Rates | None = None, **more: Any) -> list[pb.FetchResponse]:
+        request = pb.FetchRequest(rows=rows, step=step, rates=rates or RATES, **more)
+        return list(self.stub.Fetch(request, timeout=60))
 
     def push(self, *messages: pb.PushGradientsRequest) -> pb.WriteResponse:
         return self.stub.PushGradients(iter(messages), timeout=60)
@@ -73,26 +81,8 @@ class Shard:
         )
         return self.stub.WriteState(iter([message]), timeout=60)
 
-    def extend(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
-        """Makes both phases of a change, if the first succeeds."""
-        change = os.urandom(16)
-        prepared = self.prepare(start, rates, change=change, **more)
-        return self.commit(change, prepared.schedule) if prepared.pending else prepared
-
-    def prepare(self, start: int, rates: bytes, **more: object) -> pb.ExtendScheduleResponse:
-        good = {"phase": pb.SCHEDULE_PHASE_PREPARE, "change": b"p" * 16, "last": True}
-        request = pb.ExtendScheduleRequest(start_step=start, learning_rates=rates, **(good | more))  # type: ignore[arg-type]
-        return self.stub.ExtendSchedule(request, timeout=60)
-
-    def commit(self, change: bytes, schedule: int, **more: Any) -> pb.ExtendScheduleResponse:
-        request = pb.ExtendScheduleRequest(phase=pb.SCHEDULE_PHASE_COMMIT, change=change, schedule=schedule, **more)
-        return self.stub.ExtendSchedule(request, timeout=60)
-
     def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
         return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=60)
-
-    def version(self) -> int:
-        return self.describe().schedule_version
 
     def open(self, epoch: int, opener: bytes = b"o" * 16, **more: object) -> object:
         return self.stub.OpenSession(
@@ -149,8 +139,12 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         INVALID,
         "as ids or as ranges, not both",
     ),
-    "fetch: a negative step": (lambda s: s.fetch(OK, -1), RANGE, r"step -1 is outside the schedule's 0\.\.6"),
-    "fetch: a step beyond the schedule": (lambda s: s.fetch(OK, 7), RANGE, r"step 7 is outside the schedule's 0\.\.6"),
+    "fetch: a negative step": (lambda s: s.fetch(OK, -1), RANGE, "step must not be negative, got -1"),
+    "fetch: a step beyond the schedule": (
+        lambda s: s.fetch(OK, 7),
+        RANGE,
+        "needs the learning rates of 7 steps",
+    ),
     "fetch: a row's past": (lambda s: s.fetch(OK, 1), RANGE, "row 0 has seen 2 updates"),
     "push: no message": (lambda s: s.push(), INVALID, "the first message of a write has no header"),
     "push: no header": (
@@ -214,11 +208,11 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "push: half a number": (lambda s: s.push_rows(OK, bytes(15)), INVALID, "gradients has 15 bytes, not a multiple"),
     "push: NaN": (lambda s: s.push_rows(OK, values(1, 1, 1, NAN)), INVALID, "gradients holds NaN or infinite values"),
     "push: infinity": (lambda s: s.push_rows(OK, values(INF, 1, 1, 1)), INVALID, "gradients holds NaN or infinite"),
-    "push: a negative step": (lambda s: s.push_rows(OK, step=-1), RANGE, r"step -1 is outside the schedule's 0\.\.5"),
+    "push: a negative step": (lambda s: s.push_rows(OK, step=-1), RANGE, r"step must not be negative, got -1"),
     "push: the step at the horizon": (
         lambda s: s.push_rows(OK, step=HORIZON),
         RANGE,
-        r"step 6 is outside the schedule's 0\.\.5",
+        "needs the learning rates of 7 steps",
     ),
     "write: NaN in a weight": (lambda s: s.write(OK, values(1, NAN, 1, 1)), INVALID, "weight holds NaN or infinite"),
     "write: NaN in a momentum": (
@@ -227,51 +221,54 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "momentum_buffer holds NaN or infinite values: nothing was written",
     ),
     "write: a last_step too few": (lambda s: s.write(OK, last_step=steps(3)), INVALID, "2 rows came with 1 last_steps"),
-    "write: a negative last_step": (lambda s: s.write(OK, last_step=steps(3, -1)), RANGE, r"must lie in 0\.\.6"),
-    "write: a last_step to come": (lambda s: s.write(OK, last_step=steps(3, 7)), RANGE, r"must lie in 0\.\.6"),
+    "write: a negative last_step": (
+        lambda s: s.write(OK, last_step=steps(3, -1)),
+        RANGE,
+        "last_step must not be negative",
+    ),
+    "write: a last_step to come": (
+        lambda s: s.write(OK, last_step=steps(3, 7)),
+        RANGE,
+        "needs the learning rates of 7 steps",
+    ),
     "write: an older state, second of two": (
         lambda s: s.write(ids(1, 3), last_step=steps(3, 0)),
         RANGE,
         "row 3 has seen 2 updates, the state to write only 0",
     ),
     "write: a row twice": (lambda s: s.write(ids(3, 3)), INVALID, "must increase strictly"),
-    "schedule: a negative start": (lambda s: s.extend(-1, values(0.1)), INVALID, "start_step must not be negative"),
-    "schedule: a gap": (lambda s: s.extend(7, values(0.1)), RANGE, "ends at 6: step 7 would leave a gap"),
-    "schedule: NaN": (lambda s: s.extend(6, values(NAN)), INVALID, "learning_rates holds NaN or infinite"),
-    "schedule: a negative rate": (lambda s: s.extend(6, values(-0.1)), INVALID, "finite and not negative"),
-    "schedule: half a rate": (lambda s: s.extend(6, bytes(3)), INVALID, "learning_rates has 3 bytes"),
-    "schedule: a fenced session": (
-        lambda s: s.extend(6, values(0.1), epoch=s.epoch - 1),
-        ABORTED,
-        "was superseded",
+    "rates: a negative start": (lambda s: s.fetch(OK, rates=pb.Rates(start=-1)), INVALID, "start must not be negative"),
+    "rates: NaN": (lambda s: s.fetch(OK, rates=rates(NAN)), INVALID, "learning_rates holds NaN or infinite"),
+    "rates: a negative one": (lambda s: s.push_rows(OK, rates=rates(-0.1)), INVALID, "finite and not negative"),
+    "rates: half of one": (
+        lambda s: s.push_rows(OK, rates=pb.Rates(learning_rates=bytes(3))),
+        INVALID,
+        "learning_rates has 3 bytes",
     ),
-    "schedule: of another version": (
-        lambda s: s.extend(6, values(0.1), version=s.version() - 1),
-        ABORTED,
-        r"changed by another call: call extend_schedule\(\) again",
+    "rates: too many": (
+        lambda s: s.fetch(OK, rates=pb.Rates(start=2**25 + 1)),
+        RANGE,
+        "a schedule has at most 33554432 steps, not 33554433: give fewer",
     ),
-    "schedule: no phase": (lambda s: s.prepare(6, values(0.1), phase=0), INVALID, "phase 0 is unknown"),
-    "schedule: no change": (lambda s: s.prepare(6, values(0.1), change=b""), INVALID, "change must be 16 bytes"),
-    "schedule: a commit of nothing": (lambda s: s.commit(b"p" * 16, 7), ABORTED, "was given up by another call"),
-    "fetch: unknown learning rates": (
-        lambda s: s.fetch(OK, schedule=7),
+    "fetch: other learning rates": (
+        lambda s: s.fetch(OK, rates=rates(0.5, 0.4, 0.5)),
         grpc.StatusCode.ALREADY_EXISTS,
-        "does not know this client's learning rates",
+        r"the learning rate of step 1 is 0\.5 and was used, not 0\.4: only steps from 2 on may have others",
     ),
-    "push: unknown learning rates": (
-        lambda s: s.push_rows(OK, schedule=7),
+    "push: other learning rates": (
+        lambda s: s.push_rows(OK, rates=pb.Rates(start=2, digest=7, learning_rates=values(0.5))),
         grpc.StatusCode.ALREADY_EXISTS,
-        "does not know this client's learning rates",
+        r"were updated by other learning rates before step 2 than the request has: call describe\(\)",
+    ),
+    "push: learning rates that the shard lacks": (
+        lambda s: s.push_rows(OK, rates=pb.Rates(start=3, digest=7)),
+        RANGE,
+        "the shard does not have the learning rates that the request names by their digest, it has 2",
     ),
     "drop: a table of a newer session": (
         lambda s: s.stub.DropTable(pb.DropTableRequest(epoch=s.epoch - 1), timeout=60),
         ABORTED,
         r"is now that of epoch \d+ \(run 'owner'\), no longer of epoch \d+: nothing was dropped",
-    ),
-    "schedule: a step that was used": (
-        lambda s: s.extend(1, values(0.9)),
-        grpc.StatusCode.ALREADY_EXISTS,
-        "only steps from 2 on may be rewritten",
     ),
     "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
     "session: a name too long": (
@@ -314,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "checkpoint: a step to come": (
         lambda s: s.stub.Checkpoint(pb.CheckpointRequest(header=s.header(step=HORIZON + 1), name="c"), timeout=60),
         RANGE,
-        r"a checkpoint of step 7 lies beyond the schedule's 0\.\.6",
+        "needs the learning rates of 7 steps",
     ),
     "table: no spec": (
         lambda s: s.stub.CreateTable(pb.CreateTableRequest(), timeout=60),
@@ -422,18 +419,12 @@ def test_a_write_that_is_right_in_every_way(shard: Shard, client: WeightClient) 
 
 def test_requests_that_come_again_late_change_nothing(shard: Shard, client: WeightClient) -> None:
     """Each request is repeated after another one that undid or replaced it."""
-    version = shard.version()
-    assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8
-    assert shard.extend(6, values(0.1, 0.2), version=version).horizon == 8, "at once: there is nothing to change"
-    assert shard.extend(7, values(0.3), version=version + 1).version == version + 2
     early = pb.CheckpointRequest(header=shard.header(step=2), name="early")
     assert not shard.stub.Checkpoint(early, timeout=60).duplicate
     rollback = pb.CheckpointRequest(header=shard.header(), name="early", timeline=b"t" * 16)
     assert not shard.stub.Rollback(rollback, timeout=60).duplicate
     shard.push_rows(OK, step=3)
     before = everything(client)
-    with pytest.raises(grpc.RpcError, match="changed by another call"):
-        shard.extend(6, values(0.1, 0.2), version=version)
     with pytest.raises(grpc.RpcError, match="is settled"):
         shard.stub.Rollback(rollback, timeout=60)
     assert everything(client) == before
@@ -464,9 +455,6 @@ def test_requests_that_come_again_late_change_nothing(shard: Shard, client: Weig
     with pytest.raises(grpc.RpcError, match="was superseded"):
         shard.grow(50, epoch=shard.epoch)
     client.open_session("again")
-    client.extend_schedule(0, np.full(HORIZON, 0.5))
-    with pytest.raises(grpc.RpcError, match="changed by another call"):
-        shard.extend(6, values(0.1), version=version)
 
 
 @pytest.mark.parametrize("method", ["Fetch", "PushGradients", "Describe", "CreateTable"])

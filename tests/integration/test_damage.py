@@ -31,12 +31,12 @@ from weightserver.storage import directory as owner_files
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
+    append_schedule,
     put_json,
     put_record,
     read_state,
     write_lineage,
     write_peers,
-    write_schedule,
     write_spec,
     write_state,
 )
@@ -77,7 +77,7 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
                 codec.seal(block, buffer)
                 txn.put_block(block, 0, buffer)
             write_spec(txn, spec)
-            write_schedule(txn, 0, np.linspace(0.2, 0.1, 20, dtype=np.float32))
+            append_schedule(txn, 0, np.linspace(0.2, 0.1, 3, dtype=np.float32))
             put_record(txn, "writers", b"w" * 16, bytes(136))
             write_state(
                 txn, State(epoch=1, run="run", clock=3, rows_stored=num_rows, generation=1, checkpoints=(kept,))

@@ -481,6 +481,7 @@ def test_a_rollback_that_ended_halfway_leaves_no_common_state(
         other.rollback("one")
         other.open_session("other")
         assert (other.fetch(ROWS, step=1) == -1).all()
+        other.extend_schedule(1, [1.0])
         other.push_gradients(ROWS, ONES, step=1)
         other.checkpoint("two", step=2)
     place.client.close()

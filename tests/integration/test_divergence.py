@@ -6,14 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from weightserver import InvalidRequestError, LocalCluster, StepError, TableSpec, WeightClient
+from tests.helpers.raw_calls import raw_channel
+from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
+from weightserver.protocol.codec import to_bytes
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5, momentum=0.5, weight_decay=0.125)
 LIMIT = 24.0
@@ -69,12 +73,10 @@ def test_unstable_learning_rates_are_refused_when_they_are_given(cluster: LocalC
     told = r"the learning rate 24 of step 102 makes rows grow .* momentum 0.5 and weight decay 0.125 .* less than 24"
     with pytest.raises(ValueError, match=told):
         client.extend_schedule(100, np.array([1, 23.99, LIMIT, 30], np.float32))
-    rates = np.array([1, 2, LIMIT], "<f4").tobytes()
-    request = pb.ExtendScheduleRequest(
-        phase=pb.SCHEDULE_PHASE_PREPARE, change=b"c" * 16, start_step=100, learning_rates=rates, last=True
-    )
-    with pytest.raises(InvalidRequestError, match=told):
-        client._shards.connections()[0].call("ExtendSchedule", request)
+    rates = pb.Rates(learning_rates=to_bytes(np.append(client.learning_rates(), np.array([1, 2, LIMIT], np.float32))))
+    with raw_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError, match=told) as raised:
+        list(WeightServerStub(channel).Fetch(pb.FetchRequest(rates=rates), timeout=60))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert client.describe().horizon == 100
     client.extend_schedule(100, np.array([np.nextafter(np.float32(LIMIT), np.float32(0))]))
 

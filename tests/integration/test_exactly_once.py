@@ -605,17 +605,9 @@ def test_every_call_counts_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
     assert recognised, "no shard met a duplicate since it was last killed"
 
 
-@pytest.mark.parametrize(
-    "told_early",
-    [
-        pytest.param(False, id="all but a schedule without a session"),
-        pytest.param(True, id="a schedule without a session"),
-    ],
-)
-def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: WeightClient, told_early: bool) -> None:
+def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: WeightClient) -> None:
     """Requests of any kind, the newest first."""
     workload = Workload(seed=0)
-    rates, others = RATES[FIRST_HORIZON:], 2 * RATES[FIRST_HORIZON:]
     with contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(FaultyProxy(address, seed=0, faults=Faults())) for address in cluster.addresses]
         writer = stack.enter_context(WeightClient([proxy.address for proxy in proxies]))
@@ -634,12 +626,9 @@ def test_every_old_request_again_changes_nothing(cluster: LocalCluster, client: 
             writer.create_table(other)
             writer.drop_table()
         writer.create_table(SPEC)
-        writer.extend_schedule(0, RATES[:FIRST_HORIZON])
-        if told_early:
-            writer.extend_schedule(FIRST_HORIZON, others)
+        writer.extend_schedule(0, RATES)
+        client.extend_schedule(0, RATES)
         writer.open_session(RUN)
-        writer.extend_schedule(FIRST_HORIZON, others)
-        writer.extend_schedule(FIRST_HORIZON, rates)
         writer.extend_table(SPEC.num_rows + 5)
         push()
         writer.checkpoint("first", step=1)

@@ -151,6 +151,7 @@ def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: Loc
         assert newer.describe().spec == SPEC
         operator.extend_table(150)  # without a session, as the command does: writers continue
         assert newer.describe().epoch == epoch
+        newer.extend_schedule(0, client.learning_rates())
         push(newer, 0, 100)
         newer.extend_table(263)
         push(newer, 1, 263)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -26,7 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import used_by
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -165,7 +164,8 @@ class Inputs:
             "table": self.table,
             "num_rows": 2,
             "num_blocks": 2,
-            "schedule": 0,
+            "start": 0,
+            "digest": 0,
         }
         if r.random() < 0.85 and name in right:
             return right[name]
@@ -179,7 +179,7 @@ class Inputs:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
         if name == "opener" and r.random() < 0.85:
             return self.opener
-        if name in ("writer", "opener", "identity", "change"):
+        if name in ("writer", "opener", "identity"):
             return bytes([r.randrange(100 if name == "writer" else 3)]) * 16  # a writer's numbers only grow
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
@@ -189,6 +189,8 @@ class Inputs:
             return struct.pack(f"<{len(ids)}q", *ids)
         if name == "last_step":
             return struct.pack("<2q", *(r.randint(0, HORIZON) if r.random() < 0.9 else self._signed() for _ in "ab"))
+        if name == "learning_rates" and r.random() < 0.97:
+            return np.full(HORIZON, 0.5, "<f4").tobytes()
         values = [
             r.choice([0.0, 0.1, 1.0, 0.5]) if r.random() < 0.97 else r.choice([3e38, float("nan"), -1]) for _ in "abcd"
         ]
@@ -256,7 +258,7 @@ class InProcess:
         self.prepare()
 
     def prepare(self) -> None:
-        """Makes a table, a schedule and a session, whose epoch is 1 at first."""
+        """Makes a table and a session, whose epoch is 1 at first."""
 
         def do(operation: Callable[[Any], Any]) -> None:
             self.committer.submit(operation).result(10)
@@ -264,7 +266,6 @@ class InProcess:
         if self.shard.spec is None:
             spec = next(self._specs)
             do(lambda batch: self.shard.create_table(batch, spec))
-            do(lambda batch: extend_schedule(self.shard, batch, 0, np.full(HORIZON, 0.5, np.float32)))
             do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(
@@ -298,9 +299,6 @@ def test_handlers(count: int) -> None:
             ):
                 place.committer.submit(place.shard.drop_table).result(10)
                 place.prepare()
-            if number % 10 == 0 and (pending := place.shard.schedule.pending):  # else it stays in the way of writes
-                give_up = partial(place.shard.give_up_schedule, change=pending.change)
-                place.committer.submit(give_up).result(10)
             inputs.spec = place.shard.spec
             inputs.table = table_digest(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0
             (method, messages), before = inputs.request(), place.shard.state
@@ -325,9 +323,10 @@ def test_handlers(count: int) -> None:
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
             for part in place.shard.fetch(rows, step=None, state=True):
                 assert np.isfinite(part.weight).all()
+            rates = used_by(place.shard, np.full(HORIZON, 0.5)[len(place.shard.used_rates) :])
             for row in rows:  # corrected they are finite, or the fetch says which row and update
                 try:
-                    for part in place.shard.fetch(np.array([row]), step=HORIZON, state=True):
+                    for part in place.shard.fetch(np.array([row]), step=HORIZON, state=True, rates=rates):
                         assert part.momentum_buffer is not None
                         assert np.isfinite([part.weight, part.momentum_buffer]).all()
                 except StepError as error:
@@ -399,7 +398,6 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
                 if method.name in (
                     "DropTable",
                     "OpenSession",
-                    "ExtendSchedule",
                     "ExtendTable",
                 ):  # right without a session
                     messages = [inputs.overflowing(method)]

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from weightserver import StorageError
@@ -17,7 +16,7 @@ from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import State, put_record, read_state, write_schedule, write_state
+from weightserver.storage.records import State, put_record, read_state, write_state
 
 
 @pytest.mark.guard
@@ -38,8 +37,9 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
                 for n in range(number % 50)
             )
             with kept.write() as txn:
-                write_state(txn, State(epoch=number, run=f"{number}", rows_stored=number, checkpoints=names))
-                write_schedule(txn, 0, np.zeros(number, np.float32))
+                write_state(
+                    txn, State(epoch=number, run=f"{number}", clock=number, rows_stored=number, checkpoints=names)
+                )
                 put_record(txn, "writers", number.to_bytes(16), b"x" * 136)
 
     with ThreadPoolExecutor(1) as pool:
@@ -47,7 +47,7 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
         try:
             for _ in range(8):
                 seen = inspect_directory(tmp_path)
-                told = {seen[name] for name in ("epoch", "rows_stored", "horizon", "writers")}
+                told = {seen[name] for name in ("epoch", "rows_stored", "clock", "writers")}
                 assert told | {int(seen["run"] or 0)} | {int(name) for name in seen["checkpoints"]} == {seen["epoch"]}
                 assert len(seen["checkpoints"]) == seen["epoch"] % 50
         finally:

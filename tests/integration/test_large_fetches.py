@@ -94,6 +94,8 @@ def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> Non
         WatchedProxy(shard.addresses[0], cut=True) as proxy,
         WeightClient([proxy.address], retry_seconds=0) as client,
     ):
+        for one in (direct, client):
+            one.extend_schedule(0, np.full(10, 0.1))
         expected, before = direct.fetch_state(ROWS, step=5), asked_rows(shard)
         assert_same(client.fetch_state(ROWS, step=5), expected)
         proxy.check(ROWS)
@@ -177,9 +179,10 @@ def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) ->
         WeightClient([proxy.address], retry_seconds=0) as client,
     ):
         direct.join_newest_session()
+        direct.extend_schedule(0, np.full(10, 0.1, np.float32))
         direct.checkpoint("kept", step=1)
         with pytest.raises(NoTableError, match="kept"):
-            client.fetch(ROWS, step=5, checkpoint="kept")
+            client.fetch(ROWS, step=1, checkpoint="kept")
         assert len(proxy.asked) == 3
 
 

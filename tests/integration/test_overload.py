@@ -20,7 +20,6 @@ import pytest
 from tests.helpers.fake_context import FakeContext
 from tests.helpers.narrow_shard import NUM_THREADS, CrowdedShard, NarrowShard
 from tests.helpers.raw_calls import raw_channel, versioned
-from tests.helpers.schedules import extend_schedule
 from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver.client import connection
@@ -399,12 +398,14 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
     service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
     committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
-    committer.submit(lambda batch: extend_schedule(shard, batch, 0, np.ones(5, np.float32))).result(10)
     committer.submit(lambda batch: shard.open_session(batch, "test", 1, b"o" * 16)).result(10)
     began, go, context = threading.Event(), threading.Event(), FakeContext()
     busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
     assert began.wait(10)
-    header = pb.WriteHeader(epoch=1, opener=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2, num_blocks=1)
+    rates = pb.Rates(learning_rates=np.ones(5, np.float32).tobytes())
+    header = pb.WriteHeader(
+        epoch=1, opener=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2, num_blocks=1, rates=rates
+    )
     message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
     with ThreadPoolExecutor(1) as pool:
         push = pool.submit(service.PushGradients, iter([message]), context)

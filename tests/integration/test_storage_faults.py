@@ -81,6 +81,7 @@ def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.Capture
     )
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")
+        client.extend_schedule(5, [0.1])
         others = client.fetch_state(OTHERS)
         np.testing.assert_array_equal(others.weight, values(2)[OTHERS])
         calls: list[Callable[[], object]] = [

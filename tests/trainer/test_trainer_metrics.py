@@ -45,7 +45,13 @@ MONITORS = {
     "row_norm": 0.3,
     "online_top1": 50.0,
 }
-SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "device": torch.device("cpu"), "retry_seconds": 500.0}
+SIZES: dict[str, Any] = {
+    "window_size": 96,
+    "batch_size": 16,
+    "num_steps": 40,
+    "device": torch.device("cpu"),
+    "retry_seconds": 500.0,
+}
 Scrape = Callable[[], dict[str, float]]
 
 
@@ -87,6 +93,7 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
     expected = {
         "run_info": 1,
         "window_size_rows": 96,
+        "run_steps": 40,
         "batch_size": 16,
         "steps_total": 10,
         "images_total": 160,

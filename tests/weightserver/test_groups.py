@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import naming, used_by
 from weightserver.core.errors import NoTableError, StepError, TableMismatchError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
-from weightserver.shard import schedule_operations
+from weightserver.shard import rates as shard_rates
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -50,14 +50,11 @@ class Groups:
             future.exception(10)
         return futures
 
-    def push(self, step: int) -> Callable[[WriteTransaction], object]:
-        """A push under the next number."""
+    def push(self, step: int, *rates: float) -> Callable[[WriteTransaction], object]:
+        """A push that brings these learning rates, under the next number."""
         self.sequence += 1
-        header = WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, step)
+        header = WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, step, naming(rates))
         return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
-
-    def extend(self, start: int, *rates: float) -> Callable[[WriteTransaction], object]:
-        return lambda batch: extend_schedule(self.shard, batch, start, np.array(rates, np.float32))
 
     def create(self, batch: WriteTransaction) -> None:
         self.shard.create_table(batch, SPEC)
@@ -66,7 +63,7 @@ class Groups:
         self.shard.open_session(batch, "run", 1, b"o" * 16)
 
     def weight(self) -> float:
-        (chunk,) = self.shard.fetch(ROW, step=self.shard.horizon, state=False)
+        (chunk,) = self.shard.fetch(ROW, step=self.shard.state.clock, state=False, rates=used_by(self.shard))
         return float(chunk.weight[0, 0])
 
     def close(self) -> None:
@@ -86,8 +83,8 @@ def groups(tmp_path: Path) -> Iterator[Groups]:
 
 
 def test_a_group_may_contain_the_whole_life_of_a_table(groups: Groups) -> None:
-    """Four calls arrive while the disk is busy; each builds on the earlier ones."""
-    for future in groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session, groups.push(0)):
+    """Three calls arrive while the disk is busy; each builds on the earlier ones."""
+    for future in groups.commit(groups.create, groups.open_session, groups.push(0, 0.5)):
         assert future.exception() is None
     initial = float(initial_rows(SPEC, ROW)[0, 0])
     assert groups.weight() == pytest.approx(initial - 0.5)
@@ -100,43 +97,51 @@ def test_operations_run_in_the_order_of_their_arrival(groups: Groups) -> None:
     assert seen == list(range(number))
 
 
-def test_a_push_sees_a_learning_rate_rewritten_in_its_group(groups: Groups) -> None:
-    """The rate is 2 when the push arrives, so it moves the row by 2, and must not change again."""
-    groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session)
+def test_the_first_of_two_learning_rates_in_a_group_counts(groups: Groups) -> None:
+    """The second push brings another one, and is refused whatever it shares a commit with."""
+    groups.commit(groups.create, groups.open_session)
     initial = groups.weight()
-    rewritten, pushed = groups.commit(groups.extend(0, 2.0), groups.push(0))
-    assert rewritten.exception() is None
-    assert pushed.exception() is None
-    assert groups.weight() == pytest.approx(initial - 2.0)
-
-
-def test_a_learning_rate_used_in_its_group_is_not_rewritten(groups: Groups) -> None:
-    groups.commit(groups.create, groups.extend(0, 0.5), groups.open_session)
-    initial = groups.weight()
-    pushed, rewritten = groups.commit(groups.push(0), groups.extend(0, 2.0))
-    assert pushed.exception() is None
-    assert isinstance(rewritten.exception(), TableMismatchError)
+    first, second = groups.commit(groups.push(0, 0.5), groups.push(0, 2.0))
+    assert first.exception() is None
+    with pytest.raises(TableMismatchError, match=r"the learning rate of step 0 is 0\.5 and was used, not 2"):
+        second.result()
     assert groups.weight() == pytest.approx(initial - 0.5)
     groups.restart()
+    groups.sequence = 2
+    (again,) = groups.commit(groups.push(0, 2.0))
+    assert isinstance(again.exception(), TableMismatchError)
     assert groups.weight() == pytest.approx(initial - 0.5)
+
+
+def test_learning_rates_of_a_write_that_failed_are_not_used(groups: Groups) -> None:
+    groups.commit(groups.create, groups.open_session)
+
+    def fails(batch: WriteTransaction) -> None:
+        groups.push(0, 0.5)(batch)
+        raise OSError("the disk is full")
+
+    failed, pushed = groups.commit(fails, groups.push(0, 2.0))
+    assert isinstance(failed.exception(), OSError)
+    assert pushed.result() is True
+    assert groups.shard.used_rates.values.tolist() == [2.0]
 
 
 def test_a_write_after_a_drop_in_its_group_is_refused(groups: Groups) -> None:
-    groups.commit(groups.create, groups.extend(0, *[0.5] * 9))
-    dropped, extended = groups.commit(groups.shard.drop_table, groups.extend(4, 0.5))
+    groups.commit(groups.create, groups.open_session, groups.push(2, 0.5, 0.5, 0.5))
+    dropped, pushed = groups.commit(groups.shard.drop_table, groups.push(3, 0.5, 0.5, 0.5, 0.5))
     assert dropped.exception() is None
-    assert isinstance(extended.exception(), NoTableError)
+    assert isinstance(pushed.exception(), NoTableError)
     groups.commit(groups.create)
-    assert groups.shard.horizon == 0
+    assert len(groups.shard.used_rates) == 0
     groups.restart()
-    assert groups.shard.horizon == 0, "the dropped table's schedule came back"
+    assert len(groups.shard.used_rates) == 0, "the dropped table's schedule came back"
 
 
 def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
     """The others of its group are applied, and a repetition of the cancelled write is applied once."""
-    groups.commit(groups.create, groups.open_session, groups.extend(0, 1.0, 1.0))
+    groups.commit(groups.create, groups.open_session)
     promises: list[CancellableFuture[object]] = []
-    first, second = groups.push(0), groups.push(0)
+    first, second = groups.push(0, 1.0), groups.push(0, 1.0)
 
     def give_up(batch: WriteTransaction) -> object:
         promises[0].cancel()
@@ -157,11 +162,10 @@ def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
 
 
 def test_a_schedule_has_a_maximum_length(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_operations, "MAX_STEPS", 4)
-    groups.commit(groups.create)
-    (fits,) = groups.commit(groups.extend(0, 1.0, 1.0, 1.0, 1.0))
-    (too_long,) = groups.commit(groups.extend(3, 1.0, 1.0))
-    assert (fits.exception(), groups.shard.horizon) == (None, 4)
+    monkeypatch.setattr(shard_rates, "MAX_STEPS", 4)
+    fits, too_long = groups.push(3, *[1.0] * 4), groups.push(3, *[1.0] * 5)
+    groups.commit(groups.create, groups.open_session, fits)
+    (refused,) = groups.commit(too_long)
     with pytest.raises(StepError, match="a schedule has at most 4 steps, not 5: give fewer"):
-        too_long.result()
-    assert groups.shard.horizon == 4
+        refused.result()
+    assert len(groups.shard.used_rates) == 4

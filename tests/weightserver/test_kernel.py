@@ -20,7 +20,7 @@ from tests.helpers import kernel_fuzz
 from tests.helpers.earlier_blocks import make_earlier
 from tests.helpers.kernels_built import EXTENSION, NUMPY, ROOT, RefusedError, build, computing_with, load
 from tests.helpers.memory_storage import MemoryStorage
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import naming
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
@@ -66,11 +66,9 @@ class Filled:
         self.spec, self.horizon = spec, int(generator.choice([1, 17, 400]))
         self.storage = MemoryStorage()
         self.shard = Shard(self.storage, shard=0, num_shards=1)
-        rates = generator.uniform(0, 0.2, self.horizon).astype(np.float32)
+        self.rates = naming(generator.uniform(0, 0.2, self.horizon))
         with self.shard.batch() as batch:
             self.shard.create_table(batch, spec)
-        with self.shard.batch() as batch:
-            extend_schedule(self.shard, batch, 0, rates)
         with self.shard.batch() as batch:
             self.shard.open_session(batch, "run", 1, OPENER)
         rows = self.some_rows()
@@ -89,7 +87,7 @@ class Filled:
             make_earlier(txn, self.spec, lambda _: self.generator.random() < share, of_0_1=of_0_1)
 
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, self.rates)
 
     def some_rows(self) -> Int64Array:
         share = self.generator.choice([0.05, 0.5, 1.0])
@@ -107,7 +105,7 @@ class Filled:
     def fetched(self, rows: Int64Array, step: int | None, *, state: bool) -> list[bytes] | str:
         """The messages, or the error that ended the fetch."""
         try:
-            chunks = list(self.shard.fetch(rows, step=step, state=state))
+            chunks = list(self.shard.fetch(rows, step=step, state=state, rates=self.rates))
         except WeightServerError as error:
             return repr(error)
         for chunk in chunks:  # the arrays are those of the message

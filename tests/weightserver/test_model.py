@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.helpers.row_model import Row, RowModel
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import naming
 from weightserver.core.errors import FencedError, InvalidRequestError, NoTableError, StepError
 from weightserver.core.spec import TableSpec
 from weightserver.shard.group_commit import Committer
@@ -57,7 +57,6 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def create(self) -> None:
         self.committer.submit(lambda batch: self.shard.create_table(batch, SPEC)).result(60)
-        self.committer.submit(lambda batch: extend_schedule(self.shard, batch, 0, RATES)).result(60)
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(60)
         self.rows = MODEL.initial(range(SPEC.num_rows))
         self.written: set[int] = set()
@@ -66,7 +65,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
     def header(self, step: int) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(self.epoch, WRITER, WRITER, self.sequence, step)
+        return WriteHeader(self.epoch, WRITER, WRITER, self.sequence, step, naming(RATES))
 
     def push(self, header: WriteHeader, rows: list[int], gradients: npt.NDArray[np.float32]) -> bool:
         return self.committer.submit(
@@ -196,7 +195,9 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def read(
         self, step: int | None, checkpoint: str | None = None
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        (chunk,) = self.shard.fetch(np.arange(len(self.rows)), step=step, state=True, checkpoint=checkpoint)
+        (chunk,) = self.shard.fetch(
+            np.arange(len(self.rows)), step=step, state=True, checkpoint=checkpoint, rates=naming(RATES)
+        )
         assert chunk.momentum_buffer is not None
         assert chunk.last_step is not None
         return chunk.weight.astype(np.float32), chunk.momentum_buffer.astype(np.float32), chunk.last_step

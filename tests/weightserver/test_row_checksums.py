@@ -13,7 +13,7 @@ import xxhash
 from tests.helpers.earlier_blocks import in_earlier_form
 from tests.helpers.kernels_built import NUMPY, build, computing_with, load
 from tests.helpers.memory_storage import MemoryStorage
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import naming
 from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec, rows_per_group
@@ -30,6 +30,7 @@ LARGE = TableSpec(num_rows=1_000, dim=128)
 BLOCK = 3
 ALL = slice(0, None)
 OPENER = b"o" * 16
+RATES = naming(np.full(200, 0.1))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,6 @@ class Stored:
         with self.shard.batch() as batch:
             self.shard.create_table(batch, self.spec)
         with self.shard.batch() as batch:
-            extend_schedule(self.shard, batch, 0, np.full(200, 0.1, np.float32))
-        with self.shard.batch() as batch:
             self.shard.open_session(batch, "run", 1, OPENER)
         for number, block in self.blocks.items():
             self[number] = block
@@ -124,7 +123,7 @@ class Stored:
 
     def header(self) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.clock)
+        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.clock, RATES)
 
     def push(self, slots: Any, block: int = BLOCK, *, value: float = 1.0) -> None:
         """Each push is a step."""
@@ -339,7 +338,7 @@ def test_blocks_of_the_earlier_form_are_read_and_become_new_ones(spec: TableSpec
     rows = np.arange(4 * spec.rows_per_block)
     for some in (rows, rows[::7], rows[25:27]):
         for step in (None, 15):
-            answers = [list(one.shard.fetch(some, step=step, state=True)) for one in (expected, mixed)]
+            answers = [list(one.shard.fetch(some, step=step, state=True, rates=RATES)) for one in (expected, mixed)]
             assert answers[0][0].serialized() == answers[1][0].serialized()
     for block in range(4):
         assert np.array_equal(codec.written(mixed[block]), codec.written(new[block]))

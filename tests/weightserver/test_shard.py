@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.schedules import extend_schedule
+from tests.helpers.schedules import naming
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
@@ -55,6 +55,7 @@ OPENER = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
 GRADIENT = np.ones((3, 4), np.float32)
+RATES = naming(np.full(30, 0.5))
 
 
 class Served:
@@ -69,7 +70,7 @@ class Served:
         return self.committer.submit(operation).result(60)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
-        header = WriteHeader(epoch, OPENER, writer, sequence, step)
+        header = WriteHeader(epoch, OPENER, writer, sequence, step, rates=RATES)
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
@@ -85,7 +86,6 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
     served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
     yield served
     served.close()
@@ -109,7 +109,7 @@ def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
         assert again.shard.state == state
         assert (state.clock, state.rows_stored, state.epoch, state.run) == (4, 3, 1, "first")
         assert again.shard.spec == SPEC
-        assert again.shard.horizon == 30
+        assert again.shard.used_rates.values.tolist() == [0.5] * 4
         assert np.array_equal(again.weights(), weights)
         assert again.push(1, step=3) is False  # exactly-once state too
     finally:
@@ -141,7 +141,7 @@ def test_dropping_fences_and_forgets(served: Served) -> None:
     assert served.shard.state.rows_stored == 0
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
     assert np.array_equal(served.weights(), initial_rows(SPEC, np.arange(100)))
-    assert served.shard.horizon == 0
+    assert len(served.shard.used_rates) == 0
 
 
 def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
@@ -186,7 +186,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     blocked = served.committer.submit(block)
     assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 5) for sequence in (1, 2, 3)]
+    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 5, rates=RATES) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: WriteTransaction) -> None:
@@ -264,7 +264,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
     def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
 
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -309,7 +309,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
 
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
@@ -425,7 +425,6 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
     with closing(Served(tmp_path)) as served:
         served.do(lambda batch: served.shard.create_table(batch, SPEC))
-        served.do(lambda batch: extend_schedule(served.shard, batch, 0, np.full(30, 0.5, np.float32)))
         served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
         served.push(1, step=2)
         # LMDB forbids opening an environment twice in one process.
@@ -435,7 +434,7 @@ def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
         seen = json.loads(done.stdout)
         assert seen["spec"]["dim"] == 4
         assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, FORMAT)
-        assert (seen["run"], seen["epoch"], seen["clock"], seen["horizon"]) == ("live", 1, 3, 30)
+        assert (seen["run"], seen["epoch"], seen["clock"]) == ("live", 1, 3)
         assert seen["rows_stored"] == 3
         assert seen["block_versions"] == 2
         assert served.push(2, step=3) is True  # the writer continues
@@ -486,7 +485,7 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
 
     for number in range(1, 7):
         served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
@@ -502,13 +501,15 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
     served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
     served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
-    with pytest.raises(StepError, match=r"a checkpoint of step 1000000000000 lies beyond the schedule's 0\.\.30"):
+    with pytest.raises(
+        StepError, match=r"needs the learning rates of 1000000000000 steps, the request has those of 30"
+    ):
         served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
 
 
 def test_a_write_names_its_sessions_opener(served: Served) -> None:
     """Another session may have the same number on other shards, or after a restore."""
-    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0)
+    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, rates=RATES)
     before = served.weights()
     with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
         served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
@@ -530,7 +531,7 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be a thousand of them."""
-    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0)
+    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, rates=RATES)
     served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
     written = []
     put_json = records.put_json
@@ -582,7 +583,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     num_swept = 0
 
     def change(method: Callable[..., object], *arguments: object) -> None:
-        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0)
+        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, rates=RATES)
         served.do(lambda batch: method(batch, header, *arguments))
 
     for _ in range(150):
@@ -629,7 +630,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 
 def test_a_failed_sweep_is_repeated(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, rates=RATES)
 
     sweep(served)  # what the start left to look at
     served.push(1)
@@ -654,7 +655,7 @@ def test_a_failed_sweep_is_repeated(served: Served) -> None:
 
 def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0)
+        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, rates=RATES)
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)

@@ -58,6 +58,7 @@ from weightserver.core.errors import (
     DataLossError,
     FencedError,
     InvalidRequestError,
+    MissingRatesError,
     NoTableError,
     OverloadedError,
     ShardUnavailableError,
@@ -66,6 +67,7 @@ from weightserver.core.errors import (
     TableMismatchError,
     WeightServerError,
 )
+from weightserver.core.rates import HashedRates
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -74,8 +76,9 @@ NUM_SHARDS = 2
 MAX_ROWS = 13
 """Number of rows after extensions."""
 HORIZON = 12
-RATES = np.linspace(0.4, 0.05, HORIZON, dtype=np.float32)
-MAX_HORIZON = 16
+"""Steps of writes and fetches are at most these."""
+RATES = np.linspace(0.4, 0.05, 16, dtype=np.float32)
+"""Each step has one of two learning rates: this, or half of it."""
 NUM_WRITERS = 3
 ELSEWHERE = 10**9
 """Number of an event that no shard of the cluster descends from."""
@@ -127,14 +130,38 @@ releases = st.builds(Action, st.just("release"), name=st.sampled_from(NAMES))
 rollbacks = st.builds(Action, st.just("rollback"), number=picks)
 openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session", "force_session"]))
 extensions = st.builds(Action, st.just("extend_table"), number=st.integers(SPEC.num_rows, MAX_ROWS))
-schedules = st.builds(Action, st.just("extend_schedule"), step=st.integers(0, 2), number=st.integers(1, 3))
+schedules = st.builds(
+    Action, st.just("extend_schedule"), step=st.integers(-1, 2), name=st.sampled_from(["", "half"]), number=picks
+)
+descriptions = st.just(Action("describe"))
 reads = st.builds(Action, st.just("fetch"), some_rows, st.integers(-1, HORIZON), st.sampled_from(["", "", *NAMES]))
 actions = st.one_of(
     pushes, pushes, writes, repetitions, checkpoints, releases, rollbacks, openings, extensions, schedules
 )
 
 
+GIVE_ALL = Action("extend_schedule", step=-99, number=len(RATES) - 1)
+"""Gives the client the learning rates of all steps."""
+
+
 # ---- what must be
+
+
+def num_steps(call: Call) -> int:
+    """How many learning rates a call needs."""
+    match call.kind:
+        case "push_gradients":
+            return int(call.arguments["step"]) + 1
+        case "write_state":
+            return max(call.arguments["last_step"], default=0)
+        case _:
+            return int(call.arguments.get("step") or 0)
+
+
+def rates_of(message: Message) -> pb.Rates:
+    """The learning rates that a request names."""
+    rates: pb.Rates = (message.first.header if hasattr(message.first, "header") else message.first).rates
+    return rates
 
 
 @dataclass
@@ -150,10 +177,10 @@ class ShardModel:
     """Calls that must no longer be applied."""
     taken: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
     """Step and id of its checkpoints."""
-    rates: tuple[float, ...] = tuple(RATES.tolist())
-    """Its learning rates."""
-    pending: tuple[bytes, tuple[float, ...]] | None = None
-    """A prepared change, and the resulting learning rates."""
+    used: tuple[float, ...] = ()
+    """The learning rates that its writes have used."""
+    used_at: Mapping[str, int] = field(default_factory=dict)
+    """How many of them were used at its checkpoints."""
     peers: tuple[Known, ...] = ()
     """The marks of all shards that a client reported last."""
     timeline: Hashable = None
@@ -212,6 +239,13 @@ class Writer:
     """Those that are being repeated."""
     rolling_back: bool = False
     """Whether its last rollback failed."""
+    most_carried: int = 0
+    """The most learning rates that one of its writes needed."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that its client knows."""
+        return tuple(self.client._schedule._known.values.tolist())
 
 
 @dataclass(eq=False)
@@ -236,7 +270,9 @@ class Machine(RuleBasedStateMachine):
         self.cluster = MemoryCluster(NUM_SHARDS)
         self.cluster.take_over()
         self.shards = [self.new_shard(shard) for shard in range(NUM_SHARDS)]
-        self.num_calls = self.num_writers = self.num_schedules = self.num_decided = self.num_timelines = 0
+        self.num_calls = self.num_writers = self.num_timelines = 0
+        self.schedules: set[tuple[float, ...]] = set()
+        """Every sequence of learning rates that a client knew."""
         self.writers: list[Writer] = []
         self.changed = set(range(NUM_SHARDS))
         self.is_anything_lost = False
@@ -247,9 +283,9 @@ class Machine(RuleBasedStateMachine):
         writer = self.new_writer()
         with self.cluster.running(Run()):
             writer.client.create_table(SPEC)
-            writer.client.extend_schedule(0, RATES)
         self.cluster.log.clear()
         self.perform(writer, Action("open_session"))
+        self.perform(writer, GIVE_ALL)
 
     def teardown(self) -> None:
         if hasattr(self, "cluster"):
@@ -257,7 +293,7 @@ class Machine(RuleBasedStateMachine):
 
     def new_shard(self, shard: int) -> ShardModel:
         rows = self.rows_of(shard, 0, SPEC.num_rows)
-        return ShardModel(model_of(ShardModel.rates).initial(rows), SPEC.num_rows)
+        return ShardModel(model_of(()).initial(rows), SPEC.num_rows)
 
     def new_writer(self) -> Writer:
         client = WeightClient(self.cluster.addresses, timeout_seconds=1, retry_seconds=RETRY_SECONDS)
@@ -278,7 +314,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.writers) < 6)
     @rule(opens=st.booleans(), plan=plans)
     def another_client(self, opens: bool, plan: Plan) -> None:
-        self.perform(self.new_writer(), Action("open_session" if opens else "join_session"), plan)
+        writer = self.new_writer()
+        self.perform(writer, Action("open_session" if opens else "join_session"), plan)
+        self.perform(writer, GIVE_ALL)
 
     @rule(which=picks, action=st.one_of(pushes, pushes, pushes, writes), plan=plans)
     def write(self, which: int, action: Action, plan: Plan) -> None:
@@ -294,7 +332,7 @@ class Machine(RuleBasedStateMachine):
     def change_checkpoints(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
-    @rule(which=picks, action=st.one_of(openings, extensions, schedules, schedules), plan=plans)
+    @rule(which=picks, action=st.one_of(openings, extensions, schedules, schedules, descriptions), plan=plans)
     def change_the_table(self, which: int, action: Action, plan: Plan) -> None:
         self.perform(self.writer(which), action, plan)
 
@@ -396,7 +434,6 @@ class Machine(RuleBasedStateMachine):
         if made is None:
             return
         run = Run(made, writer.name, *(plan.fates, plan.patient, plan.turns, plan.interrupt) if plan else ())
-        num_decided = self.num_decided
         run.knew = self.cluster.known_to(writer.name)
         if action.kind == "repeat":
             writer.repeated.append(made)
@@ -408,6 +445,7 @@ class Machine(RuleBasedStateMachine):
             told = error
         finally:
             writer.repeated = [other for other in writer.repeated if other is not made]
+        self.schedules.add(writer.rates)
         if writer.client._shards._connections is None:  # one that could not connect to all shards has met none
             self.cluster.forget(writer.name)
         self.catch_up()
@@ -415,8 +453,7 @@ class Machine(RuleBasedStateMachine):
         if told is None:
             self.check_done(made, answer, beside=beside)
         else:
-            decided = self.num_decided > num_decided
-            assert self.can_be_told(made, run, told, beside=beside, change_decided=decided), (made.call, run, told)
+            assert self.can_be_told(made, run, told, beside=beside), (made.call, run, told)
         self.told = told
         self.remember(made, told)
 
@@ -461,11 +498,11 @@ class Machine(RuleBasedStateMachine):
             case "force_session":
                 return self.make(writer, client.open_session, name="run", force=True)
             case "extend_schedule":
-                used = max(process.shard.state.clock for process in self.cluster.processes)
-                start = min(used + action.step, *(len(shard.rates) for shard in self.shards))
-                rate = np.float32(0.05 + self.num_calls % 8 / 20)
-                rates = np.full(min(action.number, MAX_HORIZON - start), rate, np.float32)
+                start = max(0, min(max(len(shard.used) for shard in self.shards) + action.step, len(writer.rates)))
+                rates = RATES[start : start + 1 + action.number % len(RATES)] / (2 if action.name else 1)
                 return self.make(writer, client.extend_schedule, start_step=start, learning_rates=rates)
+            case "describe":
+                return self.make(writer, client.describe)
             case "extend_table":
                 most = max(self.num_rows, action.number)
                 return self.make(writer, client.extend_table, num_rows=most)
@@ -478,6 +515,9 @@ class Machine(RuleBasedStateMachine):
     def make(self, writer: Writer, method: Callable[..., Any], **arguments: Any) -> tuple[Made, Callable[[], Any]]:
         """A new call."""
         call = Call(self.next_number(), writer.name, method.__name__, writer.epoch, arguments)
+        if method.__name__ not in (*WRITES.values(), "checkpoint"):
+            return Made(call, writer), functools.partial(method, **arguments)
+        writer.most_carried = max(writer.most_carried, num_steps(call))
         return Made(call, writer), functools.partial(method, **arguments)
 
     def next_number(self) -> int:
@@ -519,7 +559,7 @@ class Machine(RuleBasedStateMachine):
         call = made.call
         if not {"force", "join"} & call.arguments.keys() and call.kind in ("open_session", "checkpoint") and not beside:
             assert self.are_of_one_time, (call, self.shards)
-        if self.wrong is not None:
+        if self.wrong is not None and call.kind != "extend_schedule":  # which asks no shard
             needed = map(self.shard_of, call.arguments["rows"]) if "rows" in call.arguments else range(NUM_SHARDS)
             assert self.wrong not in needed, (call, "did without the directory that it needed")
         if call.kind == "open_session":
@@ -531,22 +571,23 @@ class Machine(RuleBasedStateMachine):
                         assert not self.cluster.lacks(shard % NUM_SHARDS, known.change), (call, self.shards)
         elif call.kind == "fetch_state":
             if not beside:
-                call.result = vars(answer)
+                call.result, rates = vars(answer), made.writer.rates
                 for shard in range(NUM_SHARDS):
-                    assert self.explained(shard, call, "done") is not None, (call, answer, self.shards[shard])
+                    assert self.explained(shard, call, "done", rates) is not None, (call, answer, self.shards[shard])
         elif call.kind == "extend_schedule":
             start, rates = call.arguments["start_step"], call.arguments["learning_rates"]
-            for model in () if beside else self.shards:
-                assert list(model.rates[start : start + len(rates)]) == rates.tolist(), (call, self.shards)
-                assert model.rates == self.shards[0].rates or self.is_anything_lost, (call, self.shards)
+            assert beside or made.writer.rates[start : start + len(rates)] == tuple(rates.tolist()), call
+        elif call.kind == "describe":
+            assert beside or self.used_agree, (call, self.shards)
         elif call.kind == "extend_table":
             assert self.num_rows >= call.arguments["num_rows"]
         else:
             for shard in range(NUM_SHARDS):
                 if "rows" not in call.arguments or any(self.shard_of(row) == shard for row in call.arguments["rows"]):
                     assert call.number in self.shards[shard].applied, (call, f"is not there on shard {shard}")
+            assert call.kind != "checkpoint" or beside or self.used_agree, (call, self.shards)
 
-    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool, change_decided: bool) -> bool:
+    def can_be_told(self, made: Made, run: Run, error: BaseException, *, beside: bool) -> bool:
         call, writer = made.call, made.writer
         if isinstance(error, KeyboardInterrupt):
             return run.interrupt is not None
@@ -558,24 +599,27 @@ class Machine(RuleBasedStateMachine):
             case ValueError():
                 return call.arguments.get("num_rows", MAX_ROWS) < max(shard.num_rows for shard in self.shards)
             case OverloadedError():
-                return beside or any(shard.pending for shard in self.shards)
+                return beside
+            case StepError():  # which the client knows by itself
+                return num_steps(call) > len(writer.rates)
             case TableMismatchError():
-                return self.schedules_differ
+                fixed = max(writer.most_carried, *(len(shard.used) for shard in self.shards))
+                return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)
             case ShardUnavailableError():
                 # The time of another call passes for this one too, and that of attempts on an overloaded shard.
-                return run.silent and (not run.patient or beside or any(shard.pending for shard in self.shards))
+                return run.silent and (not run.patient or beside)
             case DataLossError():
                 return self.knows_of_loss(writer) or (
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
                 )
-            case FencedError():  # of two changes at once, one may find that the other was made or given up
-                return not writer.epoch or (call.kind == "extend_schedule" and change_decided)
+            case FencedError():
+                return not writer.epoch
             case NoTableError():
                 name = str(call.arguments.get("name", call.arguments.get("checkpoint")))
                 kept = {shard.taken.get(name) for shard in self.shards}
                 return None in kept or len(kept) > 1 or beside
             case ClusterError():
-                differ = len({(shard.num_rows, shard.rates) for shard in self.shards}) > 1
+                differ = len({shard.num_rows for shard in self.shards}) > 1 or not self.used_agree
                 compares = call.kind in ("open_session", "checkpoint") and not self.are_of_one_time
                 return writer.rolling_back or beside or differ or compares or self.must_repeat(made)
         return False
@@ -592,9 +636,10 @@ class Machine(RuleBasedStateMachine):
         )
 
     @property
-    def schedules_differ(self) -> bool:
-        """Whether learning rates were ever changed, or a change is under way: clients may know others."""
-        return self.num_schedules > 0
+    def used_agree(self) -> bool:
+        """Whether no two shards have used different learning rates for a step, as when two writers gave them."""
+        longest = max((shard.used for shard in self.shards), key=len)
+        return all(longest[: len(shard.used)] == shard.used for shard in self.shards)
 
     def must_repeat(self, made: Made) -> bool:
         """Whether an earlier write is on some of its shards only, or the shards' rows were replaced since it failed."""
@@ -641,9 +686,7 @@ class Machine(RuleBasedStateMachine):
         elif message.method == "ExtendTable":
             if event.result:
                 more = self.rows_of(number, shard.num_rows, message.first.num_rows)
-                shard.state, shard.num_rows = model_of(shard.rates).extended(shard.state, more), message.first.num_rows
-        elif message.method == "ExtendSchedule":
-            self.change_schedule(shard, message.first, *event.result)
+                shard.state, shard.num_rows = model_of(()).extended(shard.state, more), message.first.num_rows
         elif message.method == "SettleWrite":
             if not event.result:
                 shard.newest = {**shard.newest, message.first.header.writer: (message.first.header.sequence, False)}
@@ -656,10 +699,16 @@ class Machine(RuleBasedStateMachine):
             header = message.first.header
             assert not shard.has_settled(header), (message, "was abandoned")
             shard.newest = {**shard.newest, header.writer: (header.sequence, True)}
-            done = self.explained(number, call, "done")
+            rates = shard.used
+            if message.method in (*WRITES, "Checkpoint"):
+                named = self.named(shard, message.first.header.rates)
+                assert named is not None, (message, "names learning rates that no client knows")
+                rates = named[: num_steps(call)]
+                assert rates[: len(shard.used)] == shard.used[: len(rates)], (message, "uses others than were used")
+                assert len(rates) == num_steps(call), message
+                rates = shard.used = max(shard.used, rates, key=len)  # a late push follows the row to its last step
+            done = self.explained(number, call, "done", rates)
             assert done is not None, (call, f"was taken by shard {number}")
-            if message.method in WRITES:
-                self.check_rates(message)
             shard.state = done
             shard.applied |= {call.number}
             while made.beside:
@@ -676,33 +725,12 @@ class Machine(RuleBasedStateMachine):
                 if number == 0 and name in shard.taken:
                     identity = shard.taken[name][1]
                 shard.taken = {**shard.taken, name: (call.arguments["step"], identity)}
+                shard.used_at = {name: len(shard.used), **shard.used_at}
+            if call.kind == "rollback":
+                shard.used = shard.used[: shard.used_at[call.arguments["name"]]]
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
+            shard.used_at = {name: shard.used_at[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
-
-    def change_schedule(
-        self, shard: ShardModel, request: pb.ExtendScheduleRequest, done: str, answer: pb.ExtendScheduleResponse
-    ) -> None:
-        """Rewriting learning rates takes no effect before all shards are prepared, and shard 0 has decided."""
-        self.num_decided += done in ("committed", "given up")
-        if request.phase == pb.SCHEDULE_PHASE_PREPARE and answer.pending:
-            start, rates = request.start_step, np.frombuffer(request.learning_rates, "<f4").tolist()
-            shard.pending = request.change, (*shard.rates[:start], *rates, *shard.rates[start + len(rates) :])
-        elif done == "committed":
-            assert shard.pending is not None
-            change, rates = shard.pending
-            assert change == request.change
-            shard.rates, shard.pending = rates, None
-            self.num_schedules += 1
-        elif done == "given up" and shard.pending is not None:
-            assert shard.pending[0] == request.change
-            shard.pending = None
-
-    def check_rates(self, message: Message) -> None:
-        """Checks that no shard may use other learning rates than those of this write."""
-        shard, num_steps = self.shards[message.shard], message.first.header.step + (message.method == "PushGradients")
-        for other in self.shards:
-            if other.pending is None and not self.is_anything_lost:
-                assert other.rates[:num_steps] == shard.rates[:num_steps], (message, self.shards)
 
     def check_refusal(self, event: Event) -> None:
         """Whether the refusal was required."""
@@ -730,25 +758,33 @@ class Machine(RuleBasedStateMachine):
             had_to = (
                 message.first.name not in shard.taken or shard.taken[message.first.name][1] != message.first.identity
             )
-        elif error is OverloadedError:
-            had_to = shard.pending is not None
-        elif error is TableMismatchError and message.method == "ExtendSchedule":
-            had_to = message.first.start_step < max(2, *(row.last_step for row in shard.state.rows.values()))
+        elif error is MissingRatesError:
+            had_to = rates_of(message).start > len(shard.used)
         elif error is TableMismatchError:
-            had_to = self.schedules_differ
+            named = self.named(shard, rates_of(message))
+            had_to = named is None or named[: len(shard.used)] != shard.used[: len(named)]
         elif error is StepError:
-            had_to = self.explained(message.shard, call, error.__name__) is not None
+            had_to = self.explained(message.shard, call, error.__name__, shard.used) is not None
         else:
             had_to = False
         assert had_to, (message, error, shard)
 
-    def explained(self, shard: int, call: Call, outcome: str) -> State | None:
-        """The shard's state after a call of its session; None if this outcome is impossible."""
+    def named(self, shard: ShardModel, rates: pb.Rates) -> tuple[float, ...] | None:
+        """The learning rates that a request names; None if nobody knows those of its digest."""
+        for known in (shard.used, *(writer.rates for writer in self.writers), *self.schedules):
+            hashed = HashedRates(np.array(known, np.float32))
+            if len(known) >= rates.start and hashed.digest(rates.start) == rates.digest:
+                return (*known[: rates.start], *np.frombuffer(rates.learning_rates, "<f4").tolist())
+        return None
+
+    def explained(self, shard: int, call: Call, outcome: str, rates: tuple[float, ...]) -> State | None:
+        """The shard's state after a call of its session by these learning rates; None if this outcome is
+        impossible."""
         model = self.shards[shard]
         told = replace(call, epoch=model.state.epoch, outcome=outcome, message=f"shard {shard} at")
         state: State | None = model.state
         for operation in operations_of(told, shard, frozenset(model.state.rows)):
-            state = model_of(model.rates).apply(model.state, operation)
+            state = model_of(rates).apply(model.state, operation)
         return state
 
     def no_version_is_kept_in_vain(self, message: Message) -> None:
@@ -765,6 +801,8 @@ class Machine(RuleBasedStateMachine):
         for number in self.changed if hasattr(self, "changed") else ():
             model, shard = self.shards[number], self.cluster.processes[number].shard
             assert shard.state.epoch == model.state.epoch
+            assert tuple(shard.used_rates.values.tolist()) == model.used
+            assert shard.state.clock == len(model.used)
             assert [kept.name for kept in shard.state.checkpoints] == list(model.state.checkpoints)
             for checkpoint, rows in [(None, model.state.rows), *model.state.checkpoints.items()]:
                 (found,) = shard.fetch(np.array(list(rows)), step=None, state=True, checkpoint=checkpoint)
@@ -822,6 +860,8 @@ def test_threads_that_other_tests_left_keep_their_clock(machine: Machine) -> Non
 
 PUSH = Action("push", (0, 2), 0)
 """To both shards."""
+HALVE = Action("extend_schedule", name="half", number=99)
+"""Gives the client half of the learning rates of all unused steps."""
 
 
 def interrupted(wait: int) -> Plan:
@@ -1001,17 +1041,64 @@ def test_a_write_given_up_by_a_rollback_has_no_late_effect(machine: Machine) -> 
     machine.same()
 
 
-def test_rows_do_not_move_while_learning_rates_are_half_changed(machine: Machine) -> None:
-    """Shard 0 has committed the change, shard 1 has not: shard 1 moves no row until a call settles the change."""
+def test_the_first_write_decides_a_learning_rate(machine: Machine) -> None:
+    """The other client's calls are refused until it takes over what was used."""
     (writer,) = machine.writers
-    change = Action("extend_schedule", number=2)  # described twice, prepared twice, committed twice
-    machine.perform(writer, change, Plan((*[Fate.ANSWERED] * 5, Fate.LOST), False, (), None))
-    assert [shard.pending is None for shard in machine.shards] == [True, False]
+    other = machine.new_writer()
+    machine.perform(other, Action("join_session"))
+    machine.perform(other, GIVE_ALL)
+    machine.perform(other, HALVE)
+    machine.perform(other, PUSH)
     machine.perform(writer, PUSH)
-    machine.perform(writer, Action("fetch", (0, 2), 2))
-    assert machine.shards[1].applied == frozenset()
-    machine.perform(writer, Action("extend_schedule", number=2))
+    assert "the learning rate of step 0 is 0.2 and was used, not 0.4" in str(machine.told)
+    machine.perform(writer, Action("fetch", (0, 2), 1))
+    assert isinstance(machine.told, TableMismatchError)
+    machine.perform(writer, Action("describe"))
+    assert len(writer.rates) == 1
     machine.perform(writer, Action("repeat"))
+    assert not writer.failed
+    machine.same()
+
+
+def test_two_writers_that_give_different_learning_rates_to_two_shards_are_told(machine: Machine) -> None:
+    (writer,) = machine.writers
+    machine.perform(writer, Action("checkpoint", name="a"))
+    other = machine.new_writer()
+    machine.perform(other, Action("join_session"))
+    machine.perform(other, GIVE_ALL)
+    machine.perform(other, HALVE)
+    machine.perform(writer, Action("push", (0,), 0))
+    machine.perform(other, Action("push", (2,), 0))
+    for call in (Action("describe"), Action("checkpoint", name="b", step=1)):
+        machine.perform(writer, call)
+        assert "have used different learning rates for step 0, 0.2 and 0.4" in str(machine.told)
+    machine.perform(writer, Action("rollback"))
+    machine.perform(writer, PUSH)
+    machine.perform(writer, Action("describe"))
+    assert machine.told is None
+    machine.same()
+
+
+@pytest.mark.parametrize("fate", [Fate.UNHEARD, Fate.LATE])
+def test_learning_rates_of_a_write_in_doubt_stay(machine: Machine, fate: Fate) -> None:
+    """Otherwise its repetition could move the rows of one shard by others."""
+    (writer,) = machine.writers
+    machine.perform(writer, PUSH, Plan((fate, fate), False, (), None))
+    machine.perform(writer, Action("extend_schedule", step=-99, name="half"))
+    assert "the learning rate of step 0 is 0.4 and was used" in str(machine.told)
+    machine.perform(writer, Action("repeat"))
+    assert machine.told is None
+    machine.same()
+
+
+def test_a_shard_that_restarts_gets_what_a_fetch_had_brought(machine: Machine) -> None:
+    (writer,) = machine.writers
+    fetch = Action("fetch", (0, 2), HORIZON)
+    for _ in range(2):
+        machine.perform(writer, fetch)
+        machine.perform(writer, fetch)
+        machine.restart(0)
+    assert machine.told is None
     machine.same()
 
 
@@ -1025,8 +1112,7 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     other = machine.new_writer()
     machine.perform(other, Action("join_session"))
     machine.perform(other, Action("checkpoint", name="a"))
-    lost = Plan((Fate.ANSWERED, Fate.ANSWERED, Fate.LOST), False, (), None)
-    machine.perform(writer, Action("extend_schedule", number=1), lost)  # the client reads the table anew
+    writer.client._cache.forget()  # it reads the table anew
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("rollback"), beside=True))
     machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
     machine.threads_go_on()

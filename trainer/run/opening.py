@@ -102,7 +102,9 @@ def open_rows(
         open_first = partial(_open_session, config, spec, range_sizes, history, ranks, stack)
         session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
         client, history = session.client, ImageHistory.from_json(session.content["history"])
-        rates = LearningRates(spec, _learning_rates(config, history, ranks))
+        given = _learning_rates(config, history, ranks)  # the same on every rank
+        client.extend_schedule(0, given)
+        rates = LearningRates(spec, given)
         store = (
             RemoteRows(client, device, value_bytes=spec.value_bytes)
             if config.rows == "remote"
@@ -153,7 +155,7 @@ def _open_session(
     ranks: Ranks,
     stack: ExitStack,
 ) -> SharedSession:
-    """Creates or resumes the table, opens a session on it, and extends its schedule; rank 0 only.
+    """Creates or resumes the table, and opens a session on it; rank 0 only.
 
     The weight servers are started if none are given. `history` is that of a new run with the same images.
     """
@@ -166,7 +168,6 @@ def _open_session(
         refuse_used_table(client, "resume it by --resume, or use other servers")
         client.create_table(spec)
         epoch = client.open_session(config.output.name, force=False)
-    client.extend_schedule(0, history.learning_rates(config))
     return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 

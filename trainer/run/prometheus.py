@@ -97,6 +97,7 @@ class TrainerMetrics:
         rank: int,
         window_size: int,
         batch_size: int,
+        num_steps: int,
         device: torch.device,
         retry_seconds: float = 300.0,
     ) -> None:
@@ -119,6 +120,7 @@ class TrainerMetrics:
         info.info({"run": run, "rank": str(rank)})
         self._gauge("window_size_rows", "W, rows of the sliding window.").set(window_size)
         self._gauge("batch_size", "B, images in each update, on all ranks together.").set(batch_size)
+        self._gauge("run_steps", "Steps of the whole run.").set(num_steps)
         self._steps = Counter("pic_trainer_steps", "Finished steps.", registry=self.registry)
         self._images = Counter("pic_trainer_images", "Images trained on.", registry=self.registry)
         self._step_seconds = self._histogram(

@@ -73,6 +73,7 @@ class Recorder:
             rank=ranks.rank,
             window_size=config.window_size,
             batch_size=config.batch_size,
+            num_steps=config.num_steps(num_images),
             device=ranks.device,
             retry_seconds=config.retry_seconds,
         )

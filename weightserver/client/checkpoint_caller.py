@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
 
 from weightserver.client import agreement
-from weightserver.client.fan_out import Shards
+from weightserver.client.agreement import Answers
+from weightserver.client.fan_out import Shards, is_not_applied
+from weightserver.client.rates import CarriedRates
 from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints
@@ -57,28 +59,35 @@ class CheckpointCaller:
         self._writer = writer
         self._table = table
 
-    def take(self, name: str, step: int, schedule: int) -> None:
+    def take(self, name: str, step: int, rates: CarriedRates, compare: Callable[[Answers], object]) -> None:
         """Takes a checkpoint, on shard 0 first.
 
         Args:
-            schedule: digest of the learning rates that the client knows.
+            rates: those before `step`.
+            compare: raises ClusterError if the shards have used different learning rates.
         """
         request = partial(pb.CheckpointRequest, name=name, peers=self._shards.marks())
 
         def send(number: int) -> None:
-            agreement.require_one_timeline(self._shards.describe())
+            answers = self._shards.describe()
+            agreement.require_one_timeline(answers)
+            compare(answers)
 
-            def take(shards: Iterable[int], identity: bytes) -> list[Any]:
+            def take(shards: Collection[int], identity: bytes) -> list[Any]:
                 outcomes = self._send(
-                    "Checkpoint", partial(request, identity=identity), number, shards, step=step, schedule=schedule
+                    "Checkpoint", partial(request, identity=identity), number, shards, step=step, rates=rates
                 )
+                if 0 in shards and is_not_applied(outcomes):
+                    rates.were_refused()
                 raise_first(outcomes)
                 return outcomes
 
+            rates.are_sent()
             shard_0, *others = range(len(self._shards.connections()))
             (first,) = take([shard_0], os.urandom(16))  # shard 0's identity prevails where several calls take the same
             if others:
                 take(others, first.identity)
+            rates.were_used()
 
         self._writer.change(self._table, send)
 
@@ -113,13 +122,13 @@ class CheckpointCaller:
         shards: Iterable[int] | None = None,
         *,
         step: int = 0,
-        schedule: int = 0,
+        rates: CarriedRates | None = None,
     ) -> list[Any]:
         """Sends a change by its number to some or all shards; returns the answer or error of each."""
         connections = self._shards.connections()
 
         def change(shard: int) -> Any:
-            header = self._writer.header(number, step=step, table=self._table, schedule=schedule)
-            return connections[shard].call(method, make_request(header=header))
+            header = self._writer.header(number, step=step, table=self._table)
+            return connections[shard].call(method, make_request(header=header), rates=rates)
 
         return self._shards.outcomes(change, zip(range(len(connections)) if shards is None else shards, strict=False))

@@ -36,8 +36,8 @@ from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
 from weightserver.client.results import RowState, TableInfo, table_info
-from weightserver.client.schedule_caller import ScheduleCaller
-from weightserver.client.table_cache import TableCache
+from weightserver.client.schedule import ClientSchedule
+from weightserver.client.table_cache import KnownTable, TableCache
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.client.writer import Writer
 from weightserver.common.closing import Closing
@@ -87,6 +87,7 @@ class WeightClient(Closing):
             retry_seconds=retry_seconds,
         )
         self._cache = TableCache(self._shards)
+        self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)
 
     # ---- the table
@@ -99,7 +100,7 @@ class WeightClient(Closing):
         """
         if not isinstance(spec, TableSpec):
             raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
-        self._cache.table = table_caller.create_table(self._shards, spec)
+        self._know(table_caller.create_table(self._shards, spec))
         return spec
 
     def extend_table(self, num_rows: int) -> TableSpec:
@@ -116,8 +117,8 @@ class WeightClient(Closing):
         """
         num_rows = arguments.checked_num_rows(num_rows)
         session = self._writer.session
-        self._cache.table = table_caller.extend_table(self._shards, num_rows, session.epoch if session else None)
-        return self._cache.table.spec
+        table = table_caller.extend_table(self._shards, num_rows, session.epoch if session else None)
+        return self._know(table).spec
 
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session. A call that failed
@@ -128,19 +129,28 @@ class WeightClient(Closing):
         """
         table_caller.drop_table(self._shards)
         self._cache.forget()
+        self._schedule.forget()
         self._writer = Writer(self._shards)
 
     def describe(self) -> TableInfo:
-        """Describes the table and its progress. Later reads and writes use the shards' current learning rates.
+        """Describes the table and its progress. Later calls of this client use the learning rates that the shards used.
 
         Raises:
             NoTableError: a shard holds no table.
-            ClusterError: the shards do not hold one table, or have different learning rates for a step.
+            ClusterError: the shards do not hold one table, or have used different learning rates for a step.
         """
         answers = self._shards.describe()
-        table = self._cache.learn(answers)
+        table = self._know(self._cache.common_table(answers))
+        horizon = len(self._schedule.learn(answers))
         addresses = [connection.address for connection in self._shards.connections()]
-        return table_info(table.spec, table.identity, answers, addresses)
+        return table_info(table.spec, table.identity, horizon, answers, addresses)
+
+    def _know(self, table: KnownTable) -> KnownTable:
+        """Takes note of the table that the shards hold; the learning rates of another one are forgotten."""
+        if self._cache.known is not None and table.identity != self._cache.known.identity:
+            self._schedule.forget()
+        self._cache.known = table
+        return table
 
     def table_identity(self) -> bytes:
         """16 random bytes, drawn when the table was created. Unlike describe(), also works while an extension of the
@@ -152,42 +162,30 @@ class WeightClient(Closing):
         """
         return agreement.common_identity(self._shards.describe(), self._shards.names)
 
-    def learning_rates(self, *, shard: int = 0) -> Float32Array:
-        """The learning rates of all known steps, float32 [horizon of the shard]; all shards hold the same."""
-        return self._cache.learning_rates(shard)
+    def learning_rates(self, *, shard: int | None = None) -> Float32Array:
+        """The learning rates that this client knows, float32 [horizon]: those that the shards have used, and those
+        that it was given for later steps. With `shard`, those that this shard has used."""
+        return self._schedule.rates if shard is None else self._schedule.used_by(shard)
 
     def extend_schedule(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
-        """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached, on
-        all shards or on none. Repeating known steps with the same values is always allowed.
+        """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.
 
-        If the call is stopped in between, the next one, of any client, first commits or gives up its change; until
-        then reads and writes that need one of the learning rates concerned wait. Clients that know the former schedule
-        may use the steps that it shares with the new one, and are refused where a step was changed, until they call
-        describe().
+        They are kept in this client, and sent with the calls that need them. A write makes those up to its step the
+        shards' own: they no longer change, and other clients use them too. Later ones have to be given to each client
+        that needs them. If two clients give different ones for a step, the first write to use one decides, and the
+        other client's calls are refused until it calls describe().
 
         Raises:
             ValueError: a learning rate η with η·λ ≥ 2·(1 + m), which makes rows grow without a gradient.
             StepError: a gap would remain before `start_step`.
-            TableMismatchError: a step that was used would change.
-            FencedError: the session was superseded, or another client changed the schedule at the same time.
-            ClusterError: the shards have different learning rates for steps that are not given.
+            TableMismatchError: a step that was used, or may have been by a write that failed, would change.
+            ClusterError: two shards have used different learning rates for a step.
         """
         start_step = arguments.checked_step(start_step, "start_step")
         rates = arguments.checked_learning_rates(learning_rates)
         spec = self._cache.table.spec
         require_stable(rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step)
-        answers = self._shards.describe()
-        session = self._writer.session
-        caller = ScheduleCaller(
-            self._shards.connections(),
-            self._shards.in_parallel,
-            epoch=session.epoch if session else 0,
-            table=self._cache.table.digest,
-        )
-        self._cache.schedule = None  # unknown unless this succeeds
-        if caller.settle(answers):
-            answers = self._shards.describe()
-        self._cache.schedule = caller.change(answers, start_step, rates)
+        self._schedule.extend(start_step, rates)
 
     # ---- sessions and states
 
@@ -297,14 +295,15 @@ class WeightClient(Closing):
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
         request = pb.FetchRequest(state=out[1] is not None)
         request.raw = step is None
+        rates = None
         if step is not None:
             request.step = arguments.checked_step(step, "step")
-            request.schedule = self._cache.schedule_digest(request.step)
+            rates = self._schedule.needed(request.step)
         if checkpoint:
             kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
         request.table = self._cache.table.digest
-        fetch_rows(self._shards, self._sharding(), request, rows, out, self._cache.table.precision)
+        fetch_rows(self._shards, self._sharding(), request, rates, rows, out, self._cache.table.precision)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
@@ -355,8 +354,9 @@ class WeightClient(Closing):
         self._write(RowWrite("WriteState", pb.WriteStateRequest, last, last, rows, arrays))
 
     def _write(self, write: RowWrite) -> None:
-        writer, schedule = self._require_session(), self._cache.schedule_digest(write.num_steps)
-        write_rows(self._shards, self._sharding(), writer, write, self._cache.table.digest, schedule)
+        writer = self._require_session()
+        rates = self._schedule.used(write.num_steps)
+        write_rows(self._shards, self._sharding(), writer, write, self._cache.table.digest, rates)
 
     def _rows(self, rows: npt.ArrayLike) -> Int64Array:
         array = arguments.row_numbers(rows)
@@ -393,7 +393,8 @@ class WeightClient(Closing):
             InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
         step, name = arguments.checked_step(step, "step"), arguments.checked_name(name)
-        self._checkpoint_caller().take(name, step, self._cache.schedule_digest(step))
+        caller = self._checkpoint_caller()
+        caller.take(name, step, self._schedule.used(step), self._schedule.learn)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that every shard retains, in the order of their steps."""
@@ -411,6 +412,7 @@ class WeightClient(Closing):
         """
         kept = find_checkpoint(self._shards, name)
         self._checkpoint_caller().roll_back(kept)
+        self._schedule.forget_used()
 
     def release(self, name: str) -> None:
         """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.

@@ -21,6 +21,7 @@ from grpc.experimental import ChannelOptions
 
 from weightserver.client.calls import STATISTICS, Call, CallWatch
 from weightserver.client.fetched_rows import FetchedRows
+from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
 from weightserver.client.threads import require_caller, run_for
 from weightserver.client.tls_diagnosis import tls_failure
@@ -57,6 +58,9 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
 ]
+
+_MOST_LACKING = 4
+"""Attempts that a shard may refuse for missing learning rates before the next one waits."""
 
 Result = TypeVar("Result")
 
@@ -115,6 +119,8 @@ class ShardConnection:
         self.watch = watch
         self.address = self.name = self.label = address
         """`name` and `label` are the address until `identify`."""
+        self.shard = 0
+        """Known after `identify`."""
         self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
@@ -128,46 +134,54 @@ class ShardConnection:
 
     def identify(self, shard: int) -> None:
         """The shard at the address has said which one it is."""
-        self.name, self.label = f"shard {shard} at {self.address}", str(shard)
+        self.shard, self.name, self.label = shard, f"shard {shard} at {self.address}", str(shard)
 
-    def call(self, method: str, request: Message, *, acknowledged: str = "", once: bool = False) -> Any:
-        """Makes a call of one message, and retries it unless `once`; returns the answer.
+    def call(self, method: str, request: Any, *, acknowledged: str = "", rates: CarriedRates | None = None) -> Any:
+        """Makes a call of one message; returns the answer.
 
         Args:
             acknowledged: a mark to send instead of the newest.
+            rates: learning rates to name in its header.
         """
 
         def attempt(channel: _Channel, options: dict[str, Any]) -> Any:
-            answer, call = channel.stubs[method].with_call(request, **options)
+            sent = request
+            if rates is not None:
+                sent = type(request)()
+                sent.CopyFrom(request)
+                sent.header.rates.CopyFrom(rates.message(self.shard))
+            answer, call = channel.stubs[method].with_call(sent, **options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
             return answer
 
-        return self._attempts(self._new_call(method), attempt, acknowledged, once=once)
+        return self._attempts(self._new_call(method), attempt, rates, acknowledged)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
-    def write(self, method: str, messages: Callable[[], Iterator[Message]], num_rows: int) -> pb.WriteResponse:
+    def write(
+        self, method: str, messages: Callable[[pb.Rates], Iterator[Message]], rates: CarriedRates, num_rows: int
+    ) -> pb.WriteResponse:
         """Makes a write of `num_rows` rows and returns its answer; each attempt sends new `messages`."""
 
         def attempt(channel: _Channel, options: dict[str, Any]) -> pb.WriteResponse:
             answer: pb.WriteResponse
-            answer, call = channel.stubs[method].with_call(messages(), **options)
+            answer, call = channel.stubs[method].with_call(messages(rates.message(self.shard)), **options)
             if not self._note_mark(call, options):
                 raise AnswerInDoubtError
             return answer
 
-        return self._attempts(self._new_call(method, num_rows=num_rows), attempt)
+        return self._attempts(self._new_call(method, num_rows=num_rows), attempt, rates)
 
-    def begin_fetch(self, like: pb.FetchRequest, rows: FetchedRows) -> BegunFetch | None:
+    def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch | None:
         """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
         time. Returns None if another thread is replacing the channel."""
         options, channel = self._options("", call := self._new_call("Fetch", rows)), self._sound_channel()
         try:
-            answer = channel.stubs["Fetch"](self._next_request(like, rows, options), **options)
+            answer = channel.stubs["Fetch"](self._next_request(like, rates, rows, options), **options)
         except ValueError:
             return None
         except BaseException:
@@ -175,7 +189,9 @@ class ShardConnection:
             raise
         return BegunFetch(call, answer, options)
 
-    def fetch(self, like: pb.FetchRequest, rows: FetchedRows, begun: BegunFetch | None = None) -> None:
+    def fetch(
+        self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, begun: BegunFetch | None = None
+    ) -> None:
         """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
 
         def attempt(channel: _Channel, options: dict[str, Any]) -> None:
@@ -183,7 +199,7 @@ class ShardConnection:
             if begun is not None:
                 (_, answer, options), begun = begun, None
             else:
-                request = self._next_request(like, rows, options)
+                request = self._next_request(like, rates, rows, options)
                 if rows.fit_one_message:
                     message, call = channel.fetch_of_one_message.with_call(request, **options)
                     self._receive([message] if message is not None else [], call, options, rows)
@@ -195,12 +211,15 @@ class ShardConnection:
                 answer.cancel()
 
         while rows.num_arrived < rows.num_rows:
-            self._attempts(begun.call if begun else self._new_call("Fetch", rows), attempt)
+            self._attempts(begun.call if begun else self._new_call("Fetch", rows), attempt, rates)
 
-    @staticmethod
-    def _next_request(like: pb.FetchRequest, rows: FetchedRows, options: dict[str, Any]) -> pb.FetchRequest:
+    def _next_request(
+        self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, options: dict[str, Any]
+    ) -> pb.FetchRequest:
         """The request of an attempt; adds to its metadata."""
         request = rows.request(like)
+        if rates is not None:
+            request.rates.CopyFrom(rates.message(self.shard))
         if rows.fit_one_message:
             options["metadata"].append((ONE_MESSAGE_KEY, "1"))
         return request
@@ -224,11 +243,13 @@ class ShardConnection:
         metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
         return {"timeout": self._timeout_seconds, "metadata": metadata}
 
-    def _attempts(self, call: Call, attempt: Attempt[Result], acknowledged: str = "", *, once: bool = False) -> Result:
-        """Makes attempts until one succeeds, or the budget is spent, or only one with `once`. When rows of a fetch
-        arrive the budget restarts.
+    def _attempts(
+        self, call: Call, attempt: Attempt[Result], rates: CarriedRates | None = None, acknowledged: str = ""
+    ) -> Result:
+        """Makes attempts until one succeeds, or the budget is spent. When rows of a fetch arrive the budget restarts. A
+        shard that lacks some of the learning rates that a request names gets them in the next one.
         """
-        retries = Retries(call, self._retry_seconds)
+        retries, num_lacking = Retries(call, self._retry_seconds), 0
         self.watch.began(call)
         try:
             while True:
@@ -236,7 +257,12 @@ class ShardConnection:
                 STATISTICS.attempted(call)
                 channel = self._sound_channel()
                 try:
-                    return attempt(channel, self._options(acknowledged, call))
+                    for request in rates.missing(self.shard) if rates is not None else ():
+                        list(channel.stubs["Fetch"](request, **self._options("", call)))
+                    answer = attempt(channel, self._options(acknowledged, call))
+                    if rates is not None:
+                        rates.were_taken(self.shard)
+                    return answer
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
                 except (WeightServerError, CancelledError):
@@ -246,12 +272,17 @@ class ShardConnection:
                         continue  # closed by the thread that replaced it
                     channel.is_in_doubt = True
                     raise
+                if "num_used" in failure.fields and rates is not None:
+                    rates.are_missing(self.shard, failure.fields["num_used"])
+                    num_lacking += 1
+                    if num_lacking < _MOST_LACKING:
+                        continue
                 self._note_failure(call, failure)
                 self._raise_permanent(failure, call, retries)
                 if retries.restart_if_rows_arrived():
                     continue
                 retries.note_failure(failure)
-                if retries.is_spent or once:
+                if retries.is_spent:
                     raise self._unanswered(failure, retries)
                 retries.pause()
         except BaseException:

@@ -29,7 +29,6 @@ class ShardInfo:
     address: str
     epoch: int
     clock: int
-    horizon: int
     rows_stored: int
     disk_bytes: int
     version: str
@@ -51,7 +50,7 @@ class TableInfo:
     clock: int
     """Highest number of finished updates that an acknowledged write carried."""
     horizon: int
-    """Number of learning rates known on every shard."""
+    """Number of learning rates that the client knows."""
     rows_stored: int
     """Number of rows ever written."""
     disk_bytes: int
@@ -69,7 +68,6 @@ def shard_info(answer: pb.DescribeResponse, address: str) -> ShardInfo:
         address=address,
         epoch=answer.epoch,
         clock=answer.clock,
-        horizon=answer.horizon,
         rows_stored=answer.rows_stored,
         disk_bytes=answer.disk_bytes,
         version=answer.server_version,
@@ -77,7 +75,7 @@ def shard_info(answer: pb.DescribeResponse, address: str) -> ShardInfo:
     )
 
 
-def table_info(spec: TableSpec, identity: bytes, answers: Answers, addresses: Sequence[str]) -> TableInfo:
+def table_info(spec: TableSpec, identity: bytes, horizon: int, answers: Answers, addresses: Sequence[str]) -> TableInfo:
     """Sums up what the shards at `addresses` answered, in the order of shards."""
     newest = max(answers, key=lambda answer: answer.epoch)
     return TableInfo(
@@ -86,7 +84,7 @@ def table_info(spec: TableSpec, identity: bytes, answers: Answers, addresses: Se
         epoch=newest.epoch,
         run=newest.run,
         clock=max(answer.clock for answer in answers),
-        horizon=min(answer.horizon for answer in answers),
+        horizon=horizon,
         rows_stored=sum(answer.rows_stored for answer in answers),
         disk_bytes=sum(answer.disk_bytes for answer in answers),
         shards=tuple(map(shard_info, answers, addresses)),

@@ -46,7 +46,8 @@ class Failure:
             return cls(status, details, f"{status.name}: {details}", is_retried=True)
         status = error.code()
         fields = error_fields(error.trailing_metadata())
-        return cls(status, error.details() or "", status.name, status in _RETRIED, fields)
+        is_retried = status in _RETRIED or "num_used" in fields
+        return cls(status, error.details() or "", status.name, is_retried, fields)
 
     @property
     def is_overload(self) -> bool:
@@ -76,7 +77,7 @@ class Retries:
         return True
 
     def note_failure(self, failure: Failure) -> None:
-        self.in_doubt |= not failure.is_overload
+        self.in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
         self.waited = time.monotonic() - self._started
 
     @property

@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import STATISTICS
 from weightserver.client.connection import BegunFetch, ShardConnection
-from weightserver.client.fan_out import Shards
+from weightserver.client.fan_out import Shards, is_not_applied
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
+from weightserver.client.rates import CarriedRates
 from weightserver.client.writer import Writer
 from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.errors import DataLossError
@@ -31,13 +32,14 @@ def fetch_rows(
     shards: Shards,
     sharding: Sharding,
     request: pb.FetchRequest,
+    rates: CarriedRates | None,
     rows: Int64Array,
     out: Output,
     precision: Precision,
 ) -> None:
     """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
     if is_strictly_increasing(rows):
-        _fetch_distinct(shards, sharding, request, rows, out, precision)
+        _fetch_distinct(shards, sharding, request, rates, rows, out, precision)
         return
     distinct, inverse = np.unique(rows, return_inverse=True)
 
@@ -50,7 +52,7 @@ def fetch_rows(
         None if momentum_buffer is None else distinct_like(momentum_buffer),
         None if last_step is None else distinct_like(last_step),
     )
-    _fetch_distinct(shards, sharding, request, distinct, fetched, precision)
+    _fetch_distinct(shards, sharding, request, rates, distinct, fetched, precision)
     for whole, part in zip(out, fetched, strict=True):
         if whole is not None and part is not None:
             whole[:] = part[inverse]
@@ -60,6 +62,7 @@ def _fetch_distinct(
     shards: Shards,
     sharding: Sharding,
     request: pb.FetchRequest,
+    rates: CarriedRates | None,
     rows: Int64Array,
     out: Output,
     precision: Precision,
@@ -72,24 +75,27 @@ def _fetch_distinct(
             for shard, positions in sharding.positions_by_shard(rows).items()
         ]
         if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
-            _fetch_by_one_thread(shards, request, parts)
+            _fetch_by_one_thread(shards, request, rates, parts)
         else:
-            shards.in_parallel(lambda connection, part: connection.fetch(request, part), parts)
+            shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
     known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
     slowest = max(known) if known and len(known) == len(parts) else None
     STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
 
 
 def _fetch_by_one_thread(
-    shards: Shards, request: pb.FetchRequest, parts: Sequence[tuple[ShardConnection, FetchedRows]]
+    shards: Shards,
+    request: pb.FetchRequest,
+    rates: CarriedRates | None,
+    parts: Sequence[tuple[ShardConnection, FetchedRows]],
 ) -> None:
     """Fetches few rows from each of several shards: one thread is faster than several."""
     begun: list[BegunFetch | None] = []
     try:
         for connection, part in parts:
-            begun.append(connection.begin_fetch(request, part))
+            begun.append(connection.begin_fetch(request, rates, part))
         for (connection, part), first in zip(parts, begun, strict=True):
-            connection.fetch(request, part, first)
+            connection.fetch(request, rates, part, first)
     except DataLossError as error:
         shards.data_loss = error
         raise
@@ -138,6 +144,7 @@ class RowWrite:
         positions: slice | Int64Array,
         rows_per_block: int,
         borrowed: BorrowedArrays,
+        rates: pb.Rates,
     ) -> Iterator[Message]:
         """The messages to one shard, whose rows are at `positions`; only the first has a header."""
         with borrowed.lock:
@@ -145,7 +152,7 @@ class RowWrite:
             rows = self.rows[positions]
             arrays = {name: array[positions] for name, array in self.arrays.items()}
         num_blocks = int(np.count_nonzero(np.diff(rows // rows_per_block, prepend=-1)))
-        header: pb.WriteHeader | None = make_header(num_rows=len(rows), num_blocks=num_blocks)
+        header: pb.WriteHeader | None = make_header(num_rows=len(rows), num_blocks=num_blocks, rates=rates)
         rows_per_message = max(1, CHUNK_BYTES // self.array_bytes_per_row)
         for start in range(0, len(rows), rows_per_message):
             chunk = slice(start, start + rows_per_message)
@@ -157,12 +164,14 @@ class RowWrite:
             header = None
 
 
-def write_rows(shards: Shards, sharding: Sharding, writer: Writer, write: RowWrite, table: int, schedule: int) -> None:
+def write_rows(
+    shards: Shards, sharding: Sharding, writer: Writer, write: RowWrite, table: int, rates: CarriedRates
+) -> None:
     """Sends a write to each shard that holds rows of it.
 
     Args:
         table: digest of the table.
-        schedule: digest of the learning rates that the client knows.
+        rates: those that the write uses.
     """
     by_shard = sharding.positions_by_shard(write.rows)
     if not by_shard:
@@ -172,11 +181,17 @@ def write_rows(shards: Shards, sharding: Sharding, writer: Writer, write: RowWri
 
     def send(number: int, those: Collection[int]) -> list[Any]:
         def send_to_shard(shard: int) -> pb.WriteResponse:
-            header = partial(writer.header, number, step=write.step, table=table, schedule=schedule)
+            header = partial(writer.header, number, step=write.step, table=table)
             messages = partial(write.messages, header, by_shard[shard], sharding.rows_per_block, borrowed)
-            return connections[shard].write(write.method, messages, len(write.rows[by_shard[shard]]))
+            return connections[shard].write(write.method, messages, rates, len(write.rows[by_shard[shard]]))
 
+        rates.are_sent()
         with BorrowedArrays() as borrowed:
-            return shards.outcomes(send_to_shard, ((shard,) for shard in those))
+            outcomes = shards.outcomes(send_to_shard, ((shard,) for shard in those))
+        if is_not_applied(outcomes):
+            rates.were_refused()
+        elif not any(isinstance(outcome, BaseException) for outcome in outcomes):
+            rates.were_used()
+        return outcomes
 
     writer.write(write.digest(), by_shard, table, send)

@@ -145,7 +145,7 @@ class Writer:
             self.session = session = open_session()
             return session
 
-    def header(self, number: int, **fields: int) -> pb.WriteHeader:
+    def header(self, number: int, **fields: Any) -> pb.WriteHeader:
         """The header of a write under its number."""
         session = self.session
         epoch, opener = (session.epoch, session.opener) if session else (0, b"")

@@ -8,6 +8,7 @@ WeightServerError
 ├── TableMismatchError       ALREADY_EXISTS       another table exists
 ├── InvalidRequestError      INVALID_ARGUMENT     an invalid shape, dtype, row or value
 ├── StepError                OUT_OF_RANGE         beyond the schedule, before an update a row has seen, or rows diverge
+│   └── MissingRatesError                         retried with the learning rates that the shard lacks
 ├── FencedError              ABORTED              the session was superseded, or none was opened
 ├── AuthenticationError      UNAUTHENTICATED      one side rejects the other's token or certificate
 ├── StorageError             FAILED_PRECONDITION  the data directory is damaged or another one
@@ -84,6 +85,18 @@ class StepError(WeightServerError):
     row infinite or NaN."""
 
     not_applied = True
+
+
+class MissingRatesError(StepError):
+    """The shard does not have the learning rates by which a request names its first ones; the client sends them."""
+
+    def __init__(self, num_used: int) -> None:
+        super().__init__(
+            f"the shard does not have the learning rates that the request names by their digest, it has {num_used}: "
+            "send those that follow"
+        )
+        self.num_used = num_used
+        """Number of learning rates that the shard has stored."""
 
 
 class FencedError(WeightServerError):

@@ -114,7 +114,7 @@ def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    write(SCHEDULE, {"learning_rates": rates})
+    write(SCHEDULE, {"learning_rates": rates[: kept.clock]})
     rows_stored = 0
     for blocks in reader.batches():
         number = np.array([number for number, _ in blocks], np.int64)
@@ -132,7 +132,6 @@ def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
     )
     return {
         "clock": kept.clock,
-        "schedule_version": answer.schedule_version,
         "rows_stored": rows_stored,
         "lineage": reader.lineage(),
         "files": files,

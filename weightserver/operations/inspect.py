@@ -14,7 +14,7 @@ from weightserver.common.atomic_files import to_path
 from weightserver.common.version import FORMAT
 from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file
-from weightserver.storage.records import State, read_horizon, read_identity, read_spec, read_state
+from weightserver.storage.records import State, read_identity, read_spec, read_state
 from weightserver.storage.snapshot import Snapshot, read_snapshot
 
 _ATTEMPTS = 20
@@ -70,7 +70,6 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
         "run": state.run,
         "epoch": state.epoch,
         "clock": state.clock,
-        "horizon": read_horizon(snapshot, snapshot.num_entries("schedule")),
         "rows_stored": state.rows_stored,
         "writers": snapshot.num_entries("writers"),
         "disk_bytes": (snapshot.directory / "data.mdb").stat().st_blocks * 512,

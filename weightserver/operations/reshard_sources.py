@@ -168,19 +168,18 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
         None if current else chosen_checkpoint(checkpoint, common_checkpoints([state.checkpoints for state in states]))
     )
     if kept is None:
-        clock, timeline = max(state.clock for state in states), states[0].timeline
+        clocks, timeline = [state.clock for state in states], states[0].timeline
         marks = [state.mark for state in states]
     else:
         known = [state.checkpoint(kept.name) for state in states]
-        clock, timeline = max(one.clock for one in known), kept.checkpoint_id.hex()
+        clocks, timeline = [one.clock for one in known], kept.checkpoint_id.hex()
         marks = [one.mark for one in known]
     return TableState(
         spec,
-        _common_learning_rates(shards),
+        _common_learning_rates(shards, clocks),
         epoch=newest.epoch,
         run=newest.run,
-        clock=clock,
-        schedule_version=1 + max(state.schedule_version for state in states),
+        clock=max(clocks),
         checkpoint=kept,
         identity=shards[0].table_identity,
         timeline=timeline,
@@ -190,13 +189,15 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
     )
 
 
-def _common_learning_rates(shards: list[SourceShard]) -> Float32Array:
-    """The longest schedule, of which all others are the beginning."""
-    longest = max((shard.learning_rates for shard in shards), key=len)
-    for shard in shards:
-        if not np.array_equal(longest[: len(shard.learning_rates)], shard.learning_rates):
+def _common_learning_rates(shards: list[SourceShard], clocks: list[int]) -> Float32Array:
+    """The longest of the shards' learning rates up to their clocks, of which all others are the beginning."""
+    used = [shard.learning_rates[:clock] for shard, clock in zip(shards, clocks, strict=True)]
+    longest = max(used, key=len)
+    for shard, rates in zip(shards, used, strict=True):
+        if not np.array_equal(longest[: len(rates)], rates):
             raise ValueError(
-                f"{shard.directory} has a different schedule than the other shards: extend it on all shards again"
+                f"the rows in {shard.directory} were updated by other learning rates than those of the other shards: "
+                "give --checkpoint, one from before they differ"
             )
     return longest
 

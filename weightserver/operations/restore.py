@@ -55,7 +55,6 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         epoch=made.epoch,
         run=made.run,
         clock=copied["clock"],
-        schedule_version=copied["schedule_version"] + 1,
         checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
         identity=bytes.fromhex(made.table_identity),
         timeline=made.identity,

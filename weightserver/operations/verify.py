@@ -60,11 +60,10 @@ def _verify(txn: Transaction, verdict: Verdict) -> None:
         raise StorageError(f"{txn.directory}: it holds no shard")
     if identity.unfinished:
         raise StorageError(f"{txn.directory}: it is unfinished: repeat the 'restore' or 'reshard' that was stopped")
-    spec, state, horizon = read_spec(txn), read_state(txn), len(read_schedule(txn))
+    spec, state = read_spec(txn), read_state(txn)
+    read_schedule(txn)
     if spec is not None:
-        _verify_blocks(
-            txn, spec, Sharding(spec.rows_per_block, identity.num_shards), identity.shard, state, horizon, verdict
-        )
+        _verify_blocks(txn, spec, Sharding(spec.rows_per_block, identity.num_shards), identity.shard, state, verdict)
 
 
 def _verify_blocks(
@@ -73,7 +72,6 @@ def _verify_blocks(
     sharding: Sharding,
     shard: int,
     state: State,
-    horizon: int,
     verdict: Verdict,
 ) -> None:
     codec, stored = BlockCodec(spec), Counter[str]()
@@ -92,7 +90,7 @@ def _verify_blocks(
                 verdict.problems.append(f"{where}: it {problem}")
                 continue
             stored.update({holder: codec.num_written(value) for holder in holders})
-            verdict.problems += [f"{where}: {problem}" for problem in _problems(codec, value, horizon)]
+            verdict.problems += [f"{where}: {problem}" for problem in _problems(codec, value, state.clock)]
             if version > state.generation:
                 verdict.problems.append(f"{where}: the shard is only at generation {state.generation}")
             if version and not recorded:
@@ -118,12 +116,12 @@ def _wrong_counts(state: State, stored: Counter[str]) -> Iterator[str]:
             yield f"{holder}: {wanted} rows were written, the blocks hold {stored[holder]}"
 
 
-def _problems(codec: BlockCodec, value: memoryview, horizon: int) -> Iterator[str]:
+def _problems(codec: BlockCodec, value: memoryview, clock: int) -> Iterator[str]:
     rows, precision = codec.views(value), codec.precision
     if not (precision.all_finite(rows.weight) and precision.all_finite(rows.momentum_buffer)):
         yield "it holds NaN or infinite values"
-    if not 0 <= rows.last_step.min() <= rows.last_step.max() <= horizon:
-        yield f"a last_step lies outside the schedule's 0..{horizon}"
+    if not 0 <= rows.last_step.min() <= rows.last_step.max() <= clock:
+        yield f"a last_step lies outside 0..{clock}, the clock"
 
 
 def _by_block(txn: Transaction) -> Iterator[tuple[int, list[tuple[int, memoryview]]]]:

@@ -62,30 +62,6 @@ def table_digest(spec: TableSpec, identity: bytes) -> int:
     return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
 
 
-class ScheduleHash:
-    """Incremental XXH3-64 of learning rates as float32 little-endian; −0 counts as 0."""
-
-    def __init__(self, rates: Float32Array | None = None) -> None:
-        self._hasher = xxhash.xxh3_64()
-        self.horizon = 0
-        self.digest = 0
-        """0 if and only if there are no learning rates."""
-        if rates is not None:
-            self._add(rates)
-
-    def followed_by(self, rates: Float32Array) -> ScheduleHash:
-        """The hash of the learning rates so far, followed by these (float32 [n])."""
-        longer = ScheduleHash()
-        longer._hasher, longer.horizon = self._hasher.copy(), self.horizon
-        longer._add(rates)
-        return longer
-
-    def _add(self, rates: Float32Array) -> None:
-        self._hasher.update((rates + np.float32(0)).astype("<f4", copy=False).tobytes())
-        self.horizon += len(rates)
-        self.digest = (self._hasher.intdigest() or 1) if self.horizon else 0
-
-
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
     """Raises ValueError if the spec is invalid."""
     named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}

@@ -38,13 +38,13 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
 _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
 
 
-_FIELDS = ("row", "step")
+_FIELDS = ("row", "step", "num_used")
 """Fields of an error that travel with it, in the trailing metadata."""
 
 
 def error_metadata(error: WeightServerError) -> tuple[tuple[str, str], ...]:
     """The metadata that tell a client the error's fields."""
-    values = ((name, getattr(error, name)) for name in _FIELDS)
+    values = ((name, getattr(error, name, None)) for name in _FIELDS)
     return tuple((f"weightserver-error-{name}", str(value)) for name, value in values if value is not None)
 
 

@@ -40,8 +40,8 @@ MAX_THREADS = 64
 """Calls at a time that are being received, executed or answered."""
 MAX_CALLS = 1024
 """Calls at a time that have a thread or wait for one."""
-SCHEDULE_BYTES_PER_STEP = 24
-"""A learning rate and its transfer products, twice while the schedule is extended."""
+SCHEDULE_BYTES_PER_STEP = 48
+"""A learning rate and its transfer products: used, brought by a fetch, and those that replace them."""
 _KEPT_BYTES = 160 << 20
 """Free memory of the allocator beyond this, and beyond what requests hold, is returned to the kernel."""
 _PRESSED_SECONDS = 1.0

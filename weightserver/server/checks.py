@@ -6,7 +6,8 @@ import numpy as np
 
 from weightserver.core.errors import InvalidRequestError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import MAX_NAME_CHARACTERS
+from weightserver.protocol.codec import MAX_NAME_CHARACTERS, float32_from_bytes
+from weightserver.shard.rates import GivenRates
 
 ID_BYTES = 16
 
@@ -27,3 +28,11 @@ def check_header(header: pb.WriteHeader) -> None:
 
 def check_name(name: str) -> None:
     require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
+
+
+def given_rates(rates: pb.Rates) -> GivenRates:
+    """The learning rates that a request names."""
+    require(rates.start >= 0, f"start must not be negative, got {rates.start}")
+    learning_rates = float32_from_bytes(rates.learning_rates, "learning_rates") + np.float32(0)  # no −0
+    require((learning_rates >= 0).all(), "learning rates must be finite and not negative")
+    return GivenRates(rates.start, rates.digest, learning_rates)

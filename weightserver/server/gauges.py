@@ -25,7 +25,6 @@ def publish_shard(registry: CollectorRegistry, shard: Shard) -> None:
     registry.register(_DiskCollector(shard))
     gauges: Gauges = {
         "clock_steps": ("Highest number of finished updates that a write carried.", lambda: shard.state.clock),
-        "horizon_steps": ("Learning rates known.", lambda: shard.horizon),
         "generation": ("Generation that new writes belong to.", lambda: shard.state.generation),
         "checkpoints": ("Checkpoints kept.", lambda: len(shard.state.checkpoints)),
         "newest_checkpoint_step": (

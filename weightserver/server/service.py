@@ -12,31 +12,27 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from weightserver.common.stages import StageClock
-from weightserver.core.errors import InvalidRequestError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
-    float32_from_bytes,
     named_rows,
     spec_from_proto,
     to_bytes,
 )
 from weightserver.server.answers import (
     describe_response,
-    extend_schedule_response,
     read_blocks_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_header, check_name, require, require_id
+from weightserver.server.checks import check_header, check_name, given_rates, require, require_id
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import receive, write_header
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.reading import READ_BYTES, Rows
-from weightserver.shard.schedule_change import Part
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 
@@ -105,46 +101,6 @@ class WeightServerService:
             _log.info("table dropped", extra={"run": before.run, "stored_rows": before.rows_stored})
             return pb.DropTableResponse()
 
-    def ExtendSchedule(
-        self, request: pb.ExtendScheduleRequest, context: grpc.ServicerContext
-    ) -> pb.ExtendScheduleResponse:
-        with self._calls.answering("ExtendSchedule", context):
-            self._memory.reserve(
-                4 * len(request.learning_rates), context
-            )  # merged with the stored rates, and in the transaction
-            require_id(request.change, "change")
-            self._shard.check_table(request.table)
-            part = None
-            if request.phase == pb.SCHEDULE_PHASE_PREPARE:
-                rates = float32_from_bytes(request.learning_rates, "learning_rates")
-                require((rates >= 0).all(), "learning rates must be finite and not negative")
-                require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-                part = Part(request.change.hex(), request.start_step, rates, request.last)
-                state, schedule = self._shard.state, self._shard.schedule
-                if self._shard.has_learning_rates(part):
-                    return extend_schedule_response(state, schedule, part.change)
-            done, answer = self._calls.commit(context, lambda batch: self._change_schedule(batch, request, part))
-            if done:
-                _log.info("schedule change %(outcome)s", {"outcome": done, "horizon": answer.horizon})
-            return answer
-
-    def _change_schedule(
-        self, batch: WriteTransaction, request: pb.ExtendScheduleRequest, part: Part | None
-    ) -> tuple[str, pb.ExtendScheduleResponse]:
-        """Applies one phase of a change; returns what was done (empty if nothing) and the answer."""
-        change, done = request.change.hex(), ""
-        if part is not None:
-            self._shard.prepare_schedule(batch, part, version=request.version, epoch=request.epoch)
-        elif request.phase == pb.SCHEDULE_PHASE_COMMIT:
-            if self._shard.commit_schedule(batch, change, digest=request.schedule, epoch=request.epoch):
-                done = "committed"
-        elif request.phase == pb.SCHEDULE_PHASE_GIVE_UP:
-            if self._shard.give_up_schedule(batch, change):
-                done = "given up"
-        else:
-            raise InvalidRequestError(f"phase {request.phase} is unknown: is the client of the same version?")
-        return done, extend_schedule_response(batch.state, batch.schedule, change)
-
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         with self._calls.answering("OpenSession", context):
             require(request.epoch > 0, "epoch must be positive")
@@ -185,7 +141,7 @@ class WeightServerService:
                 state=request.state,
                 checkpoint=request.checkpoint or None,
                 checkpoint_id=request.identity,
-                schedule=request.schedule,
+                rates=given_rates(request.rates),
                 clock=clock,
             )
             self._metrics.requested("fetch", len(rows))
@@ -285,9 +241,7 @@ class WeightServerService:
         with self._calls.answering("ReadSchedule", context):
             require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
             self._memory.reserve(answer_bytes(CHUNK_BYTES), context)
-            digest = self._shard.schedule.digest
-            rates = self._shard.learning_rates(request.start_step)
-            return pb.ReadScheduleResponse(learning_rates=to_bytes(rates), schedule=digest)
+            return pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
 
     def _peers(self, marks: Sequence[str]) -> list[str]:
         """Raises InvalidRequestError unless `marks` is empty or has one valid mark per shard."""

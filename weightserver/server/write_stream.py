@@ -14,7 +14,7 @@ from weightserver.core.precision import precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, named_rows
-from weightserver.server.checks import check_header, require
+from weightserver.server.checks import check_header, given_rates, require
 from weightserver.server.request_memory import write_bytes
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -75,7 +75,7 @@ def write_header(header: pb.WriteHeader) -> WriteHeader:
         writer=header.writer,
         sequence=header.sequence,
         step=header.step,
-        schedule=header.schedule,
+        rates=given_rates(header.rates),
     )
 
 

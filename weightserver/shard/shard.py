@@ -1,8 +1,8 @@
 """The state machine of one shard: what fetch, push and write do to the stored rows. No gRPC, no LMDB.
 
 Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `WriteTransaction`;
-`Committer` runs them one after another. What the shard keeps in memory (the table, the schedule, the state) is replaced
-only after the transaction that changed it is durable.
+`Committer` runs them one after another. What the shard keeps in memory (the table with its learning rates, the state)
+is replaced only after the transaction that changed it is durable.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
-from weightserver.core.correction import require_stable
 from weightserver.core.errors import (
     DataLossError,
     InvalidRequestError,
+    MissingRatesError,
     NoTableError,
     StepError,
     StorageError,
     TableMismatchError,
 )
 from weightserver.core.lineage import Lineage
+from weightserver.core.rates import HashedRates
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
-from weightserver.shard import checkpoints, reading, schedule_operations, sessions, table_operations, writing
+from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
+from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.reading import ReadAt, Rows
-from weightserver.shard.schedule_change import Part, ScheduleState, read_schedule_state, write_schedule_state
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -46,6 +49,7 @@ from weightserver.storage.records import (
     read_spec,
     read_state,
     read_table_identity,
+    truncate_schedule,
     write_identity,
     write_lineage,
     write_peers,
@@ -77,8 +81,11 @@ class Shard:
         self._storage = storage
         self._verify_reads = verify_reads
         self._state = State()
-        self._schedule = ScheduleState()
         self._table: Table | None = None
+        self._next_table: Table | None = None
+        """The table once the transaction that is being committed is durable."""
+        self._ahead: ScheduledRates | None = None
+        """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
         self._unswept = Unswept(storage)
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
@@ -99,9 +106,8 @@ class Shard:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
         self._unswept.add(range(1, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
-            self._table = Table.of(spec, read_table_identity(txn), read_earlier_sizes(txn))
-            self._table.schedule.extend(0, read_schedule(txn))
-            self._schedule = read_schedule_state(txn, self._table.schedule.learning_rates)
+            table = Table.of(spec, read_table_identity(txn), read_earlier_sizes(txn))
+            self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
 
     # ---- reading
 
@@ -114,10 +120,6 @@ class Shard:
         return self._table.spec if self._table else None
 
     @property
-    def schedule(self) -> ScheduleState:
-        return self._schedule
-
-    @property
     def table_identity(self) -> bytes:
         return self._table.identity if self._table else b""
 
@@ -127,8 +129,9 @@ class Shard:
         return self._peers
 
     @property
-    def horizon(self) -> int:
-        return self._table.schedule.horizon if self._table else 0
+    def used_rates(self) -> HashedRates:
+        """The learning rates of the steps below the clock."""
+        return self._table.rates.hashed if self._table else HashedRates(np.zeros(0, np.float32))
 
     def disk_bytes(self) -> int:
         return self._storage.disk_bytes()
@@ -169,7 +172,7 @@ class Shard:
         state: bool,
         checkpoint: str | None = None,
         checkpoint_id: bytes = b"",
-        schedule: int = 0,
+        rates: GivenRates | None = None,
         clock: StageClock | None = None,
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None, in chunks of about 1 MiB.
@@ -177,50 +180,51 @@ class Shard:
         They are read as they are now, or as they were at a checkpoint.
 
         Each chunk is a snapshot of its own, so that no snapshot lives while a message waits to be sent. All are
-        corrected by the same learning rates: those of digest `schedule` if it is given. The stages of `clock` are
-        "read" and "correct".
+        corrected by the same learning rates, those that the request names: `rates`. The stages of `clock` are "read"
+        and "correct".
 
         Raises:
-            StepError: `step` lies beyond the horizon or before an update that a row has seen, or SGD would make a row
-                infinite or NaN before it.
+            StepError: `step` lies beyond the learning rates or before an update that a row has seen, or SGD would make
+                a row infinite or NaN before it.
             NoTableError: there is no such checkpoint, or it is released meanwhile.
-            OverloadedError, TableMismatchError: learning rates before `step` are about to change, or have changed.
+            TableMismatchError: rows were updated by other learning rates.
+            MissingRatesError: the shard lacks some that the request does not bring, or others are being used meanwhile.
         """
         table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
-        schedule = schedule or self._schedule.digest
-        self._check_step(table, step, schedule)
+        if step is not None:
+            table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):
             clock.start("read")
             with self._storage.read() as txn:
                 found = reading.read_rows(txn, table, at, touched, verify=self._verify_reads)
-                self._check_still(table)
+                self._check_still(table, step)
                 clock.start("correct")
                 answer = found.answer(table, step, touched.rows, state=state)
                 del found  # its memory is the snapshot's
-            self._check_schedule(step, schedule)  # rows and learning rates were read before this
             yield answer
 
-    def _check_step(self, table: Table, step: int | None, schedule: int) -> None:
-        """Raises unless rows may be corrected for `step` by the learning rates of digest `schedule`."""
-        if step is None:
-            return
-        self._schedule.require_settled(step)
-        if not 0 <= step <= table.schedule.horizon:
-            raise StepError(
-                f"step {step} is outside the schedule's 0..{table.schedule.horizon}: extend the schedule first"
-            )
-        self._schedule.require_known(schedule, step)
+    def _following(self, table: Table, given: GivenRates, step: int) -> Table:
+        """The table with the learning rates that a fetch for `step` names, which are kept in memory."""
+        if step < 0:
+            raise StepError(f"step must not be negative, got {step}")
+        given.require(step)
+        rates = table.rates.named(given, self._ahead)
+        if rates is not table.rates:
+            self._ahead = rates
+        return table.with_rates(rates)
 
-    def _check_still(self, table: Table) -> None:
-        """Raises TableMismatchError if the table was dropped since it was looked up."""
-        if self._table is None or self._table.schedule is not table.schedule:
+    def _check_still(self, table: Table, step: int | None) -> None:
+        """Checks that rows that were just read are of this table, and were updated by these learning rates.
+
+        Raises:
+            TableMismatchError: the table was dropped since it was looked up.
+            MissingRatesError: a write has used other ones since, or is about to.
+        """
+        now = self._next_table  # a commit that the rows may be of, although it is not reported yet
+        if now is None or now.identity != table.identity:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and start over")
-
-    def _check_schedule(self, step: int | None, schedule: int) -> None:
-        """Raises unless the learning rates before `step` are still those of digest `schedule`."""
-        if step is not None:
-            self._schedule.require_settled(step)
-            self._schedule.require_known(schedule, step)
+        if step is not None and not now.rates.hashed.begins_with(table.rates.hashed, min(len(now.rates), step)):
+            raise MissingRatesError(len(self.require_table().rates))
 
     def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
         """A checkpoint's stored blocks from number `first` on, and the number to continue at; see `reading`."""
@@ -233,60 +237,49 @@ class Shard:
             return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
-        """Learning rates of `start_step` and later steps, at most 1 MiB of them: float32 [n]."""
-        rates = self.require_table().schedule.learning_rates
-        return rates[start_step : start_step + CHUNK_BYTES // 4]
+        """Learning rates of `start_step` and later steps below the clock, at most 1 MiB of them: float32 [n]."""
+        return self.require_table().rates.hashed.values[start_step : start_step + CHUNK_BYTES // 4]
 
     # ---- changing: everything below runs in the committer's thread
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[WriteTransaction]:
-        """A write transaction; the shard's state in memory follows once it is durable."""
-        with self._storage.write() as txn:
-            before, lineage = self._state, self._lineage
-            batch = WriteTransaction(txn, before, f"{self._incarnation}:{before.commit + 1}", self._schedule)
-            yield batch
-            if batch.schedule is not self._schedule:
-                write_schedule_state(txn, batch.schedule)
-            if txn.changed or batch.state is not before:
-                state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
-                if before.incarnation != self._incarnation:
-                    lineage = lineage.joined([before.mark])
-                    write_lineage(txn, lineage)
-                write_state(txn, state, before)
-                batch.state = state
-        self._lineage = lineage
-        self._state = batch.state
+        """A write transaction; what the shard keeps in memory follows once it is durable."""
+        before, lineage = self._state, self._lineage
+        try:
+            with self._storage.write() as txn:
+                batch = WriteTransaction(txn, before, f"{self._incarnation}:{before.commit + 1}", self._table)
+                yield batch
+                if txn.changed or batch.state is not before:
+                    state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
+                    if before.incarnation != self._incarnation:
+                        lineage = lineage.joined([before.mark])
+                        write_lineage(txn, lineage)
+                    write_state(txn, state, before)
+                    batch.state = state
+                self._next_table = batch.table
+            self._lineage = lineage
+            self._state = batch.state
+            self._table = batch.table
+        finally:
+            self._next_table = self._table
         for action in batch.after_commit:
             action()
-        self._schedule = batch.schedule  # last, so that a fetch notices learning rates that changed while it read
 
     def create_table(
         self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
     ) -> bytes:
         """Creates the table, unless one was dropped since `epoch` or the same one exists; returns its identity."""
-        table = table_operations.create(batch, spec, identity, epoch, shard=self.shard)
-        if table is None:
-            return read_table_identity(batch.txn)
-        batch.after_commit.append(lambda: self._set_table(table))
-        return table.identity
+        return table_operations.create(batch, spec, identity, epoch, shard=self.shard)
 
     def extend_table(self, batch: WriteTransaction, num_rows: int, epoch: int | None = None) -> bool:
         """Gives the table more rows if `epoch` is the newest session; returns False if it has as many."""
-        earlier_sizes = table_operations.extend(batch, num_rows, epoch)
-        if earlier_sizes is None:
-            return False
-        batch.after_commit.append(lambda: self._set_table(self.require_table().extended(num_rows, earlier_sizes)))
-        return True
+        return table_operations.extend(batch, num_rows, epoch)
 
     def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
         """Deletes the table of `epoch` and fences every session; may be repeated."""
         if table_operations.drop(batch, epoch):
-            batch.after_commit.append(lambda: self._set_table(None))
             batch.after_commit.append(lambda: self._set_peers([]))
-
-    def _set_table(self, table: Table | None) -> None:
-        self._table = table
 
     def _set_peers(self, marks: list[str]) -> None:
         self._peers = marks
@@ -318,48 +311,18 @@ class Shard:
         """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
         check_epoch(self._state, epoch, opener)
 
-    def has_learning_rates(self, part: Part) -> bool:
-        """Whether these learning rates are in use already, and belong to no pending change."""
-        known, pending = self.require_table().schedule.learning_rates, self._schedule.pending
-        if part.start_step > len(known) or (pending is not None and pending.change == part.change):
-            return False
-        return part.first_change(known) is None
-
-    def prepare_schedule(self, batch: WriteTransaction, part: Part, *, version: int, epoch: int = 0) -> None:
-        """Prepares a part of a change; see `schedule_operations`. Raises InvalidRequestError if it is not stable."""
-        spec, known = self.require_table().spec, self.require_table().schedule.learning_rates
-        try:
-            require_stable(
-                part.learning_rates,
-                momentum=spec.momentum,
-                weight_decay=spec.weight_decay,
-                start_step=part.start_step,
-            )
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from None
-        schedule_operations.prepare(batch, known, part, version=version, epoch=epoch)
-
-    def commit_schedule(self, batch: WriteTransaction, change: str, *, digest: int, epoch: int = 0) -> bool:
-        """Commits a prepared change, which leads to learning rates of `digest`; returns False if it was committed."""
-        schedule = self.require_table().schedule
-        return schedule_operations.commit(batch, schedule, change, digest=digest, epoch=epoch)
-
-    def give_up_schedule(self, batch: WriteTransaction, change: str) -> bool:
-        """Gives up a prepared change; returns False if there was nothing to do."""
-        return schedule_operations.give_up(batch, change)
-
     def push_gradients(
         self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: StoredArray
     ) -> bool:
         """Applies update `header.step` with `gradients` ([n, D] of the table's dtype); False means a duplicate."""
-        table = self.require_table()
-        batch.schedule.require_settled(header.step + 1)
-        if not 0 <= header.step < table.schedule.horizon:
-            raise StepError(
-                f"step {header.step} is outside the schedule's 0..{table.schedule.horizon - 1}: extend it first"
-            )
-        update = writing.Push(table, header.step, rows, gradients)
-        return writing.update_rows(batch, table, header, rows, header.step + 1, update)
+        batch.require_table()
+        if not writing.admit(batch, header):
+            return False
+        if header.step < 0:
+            raise StepError(f"step must not be negative, got {header.step}")
+        table = writing.use_rates(batch, header.rates, header.step + 1, self._ahead)
+        writing.update_rows(batch, table, rows, header.step + 1, writing.Push(table, header.step, rows, gradients))
+        return True
 
     def write_state(
         self,
@@ -371,13 +334,16 @@ class Shard:
         last_step: Int64Array,
     ) -> bool:
         """Replaces rows by raw state ([n, D] of the table's dtype, int64 [n]); returns False for a duplicate."""
-        table = self.require_table()
+        batch.require_table()
+        if not writing.admit(batch, header):
+            return False
+        if (last_step < 0).any():
+            raise StepError(f"last_step must not be negative, got {last_step.min()}")
         last = int(last_step.max(initial=0))
-        batch.schedule.require_settled(last)
-        if len(rows) and not 0 <= last_step.min() <= last_step.max() <= table.schedule.horizon:
-            raise StepError(f"last_step must lie in 0..{table.schedule.horizon}: extend the schedule first")
+        table = writing.use_rates(batch, header.rates, last, self._ahead)
         update = writing.Replacement(table, rows, weight, momentum_buffer, last_step)
-        return writing.update_rows(batch, table, header, rows, last, update)
+        writing.update_rows(batch, table, rows, last, update)
+        return True
 
     def settle_write(self, batch: WriteTransaction, header: WriteHeader) -> bool:
         """Ensures that this write is not applied any more, if it has not been; returns whether it has."""
@@ -397,13 +363,11 @@ class Shard:
         Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
         its own.
         """
-        table, step = self.require_table(), header.step
-        batch.schedule.require_settled(step)
+        batch.require_table()
         if not writing.admit(batch, header):
             return False
-        if step > table.schedule.horizon:
-            raise StepError(f"a checkpoint of step {step} lies beyond the schedule's 0..{table.schedule.horizon}")
-        batch.schedule.require_known(header.schedule, step)
+        step = header.step
+        table = writing.use_rates(batch, header.rates, step, self._ahead)
         self._note_peers(batch, peers or [])
         known = checkpoints.find(batch.state, name)
         if known is None:
@@ -430,15 +394,19 @@ class Shard:
     ) -> bool:
         """Returns the rows and the clock to a checkpoint and forgets later ones; returns False for a duplicate.
 
-        Takes time in proportion to what was written since. Epochs, writers and the schedule stay.
+        Takes time in proportion to what was written since. The learning rates that were used since are forgotten.
+        Epochs and writers stay.
         """
-        self.require_table()
+        table = batch.require_table()
         if not writing.admit(batch, header):
             return False
         kept = batch.state.checkpoint(name, checkpoint_id)
         self._note_peers(batch, peers or [])
         batch.txn.delete_generations(kept.generation + 1)
         batch.state = checkpoints.rolled_back(batch.state, kept, timeline)
+        if kept.clock < len(table.rates):
+            batch.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
+            truncate_schedule(batch.txn, batch.table.rates.hashed.values)
         return True
 
     def release(self, batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
@@ -446,7 +414,7 @@ class Shard:
 
         Versions that only it needed are deleted when their blocks are written again, or by `sweep`.
         """
-        self.require_table()
+        batch.require_table()
         if not writing.admit(batch, header):
             return False
         batch.state, generations = checkpoints.released(batch.state, name)
@@ -458,7 +426,7 @@ class Shard:
         self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b""
     ) -> bool:
         """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
-        self.require_table()
+        batch.require_table()
         if not writing.admit(batch, header):
             return False
         batch.state = checkpoints.copied(batch.state, batch.state.checkpoint(source, checkpoint_id), name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.correction import Schedule
@@ -12,6 +14,7 @@ from weightserver.core.errors import InvalidRequestError, TableMismatchError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import table_digest
+from weightserver.shard.rates import ScheduledRates
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Table:
 
     spec: TableSpec
     codec: BlockCodec
-    schedule: Schedule
-    """The same object as long as the table exists, also when it is extended."""
+    rates: ScheduledRates
+    """The learning rates that its writes have used; or those of one request, which begin with these."""
     identity: bytes
     """16 random bytes of the call that created it."""
     earlier_sizes: tuple[int, ...] = ()
@@ -29,8 +32,16 @@ class Table:
 
     @classmethod
     def of(cls, spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
-        """The table with an empty schedule."""
-        return cls(spec, BlockCodec(spec), Schedule.of_table(spec), identity, earlier_sizes)
+        """The table without learning rates."""
+        rates = ScheduledRates.of(spec, np.zeros(0, np.float32))
+        return cls(spec, BlockCodec(spec), rates, identity, earlier_sizes)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.rates.schedule
+
+    def with_rates(self, rates: ScheduledRates) -> Table:
+        return replace(self, rates=rates)
 
     def extended(self, num_rows: int, earlier_sizes: tuple[int, ...]) -> Table:
         spec = replace(self.spec, num_rows=num_rows)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 
-from weightserver.core.errors import FencedError, InvalidRequestError, NoTableError, TableMismatchError
+from weightserver.core.errors import FencedError, InvalidRequestError, TableMismatchError
 from weightserver.core.spec import TableSpec
-from weightserver.shard.schedule_change import ScheduleState
 from weightserver.shard.sessions import check_epoch, session_of
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage.records import (
     State,
     read_earlier_sizes,
-    read_schedule,
     read_spec,
     read_table_identity,
     write_peers,
@@ -25,8 +23,8 @@ MAX_EARLIER_SIZES = 64
 """Number of extensions after which a client that knows the table from before them may still use it."""
 
 
-def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int | None, *, shard: int) -> Table | None:
-    """Creates the table, with a new identity if none is given; returns it, or None if the same table exists.
+def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int | None, *, shard: int) -> bytes:
+    """Creates the table, with a new identity if none is given, unless the same table exists; returns its identity.
 
     A table of the same spec that was never used takes on the given identity.
 
@@ -40,7 +38,7 @@ def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int
     if existing is None and epoch not in (None, batch.state.epoch):
         raise FencedError(f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted")
     if existing is not None and identity in (b"", found):
-        return None
+        return found
     state = batch.state
     if existing is not None and (state.rows_stored or state.clock or state.opener or state.checkpoints):
         raise TableMismatchError(
@@ -48,29 +46,28 @@ def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int
             "cluster?"
         )
     table = Table.of(spec, identity or os.urandom(16))
-    table.schedule.extend(0, read_schedule(batch.txn))
     write_spec(batch.txn, spec, table.identity)
-    return table
+    batch.table = table
+    return table.identity
 
 
-def extend(batch: WriteTransaction, num_rows: int, epoch: int | None) -> tuple[int, ...] | None:
-    """Gives the table more rows, unless another session than `epoch` is the newest; returns its earlier sizes, or None
-    if it has as many rows.
+def extend(batch: WriteTransaction, num_rows: int, epoch: int | None) -> bool:
+    """Gives the table more rows, unless another session than `epoch` is the newest; returns False if it has as many.
 
     Nothing is stored for new rows: a row that was never written is a function of the seed and its number.
     """
-    spec = read_spec(batch.txn)
-    if spec is None:
-        raise NoTableError("the shard holds no table: call create_table() first")
+    table = batch.require_table()
+    spec = table.spec
     if epoch not in (None, batch.state.epoch):
         check_epoch(batch.state, epoch)
     if num_rows < spec.num_rows:
         raise InvalidRequestError(f"the table has {spec.num_rows} rows, and can only become larger, not {num_rows}")
     if num_rows == spec.num_rows:
-        return None
+        return False
     earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-    write_spec(batch.txn, replace(spec, num_rows=num_rows), read_table_identity(batch.txn), earlier_sizes)
-    return earlier_sizes
+    write_spec(batch.txn, replace(spec, num_rows=num_rows), table.identity, earlier_sizes)
+    batch.table = table.extended(num_rows, earlier_sizes)
+    return True
 
 
 def drop(batch: WriteTransaction, epoch: int | None) -> bool:
@@ -89,8 +86,7 @@ def drop(batch: WriteTransaction, epoch: int | None) -> bool:
         batch.txn.clear(database)
     write_spec(batch.txn, None)
     write_peers(batch.txn, [])
-    batch.state = State(epoch=batch.state.epoch + 1, schedule_version=batch.state.schedule_version + 1)
-    batch.schedule = ScheduleState()
+    batch.state, batch.table = State(epoch=batch.state.epoch + 1), None
     return True
 
 

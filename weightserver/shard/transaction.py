@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightserver.shard.schedule_change import ScheduleState
+from weightserver.core.errors import NoTableError
+from weightserver.shard.rates import GivenRates
+from weightserver.shard.table import Table
 from weightserver.storage.interface import Transaction
 from weightserver.storage.records import State
 
@@ -19,19 +21,25 @@ class WriteHeader:
     writer: bytes
     sequence: int
     step: int
-    schedule: int = 0
-    """Digest of the learning rates that the writer knows; 0 is not checked."""
+    rates: GivenRates = field(default_factory=GivenRates)
+    """The learning rates that it uses."""
 
 
 @dataclass
 class WriteTransaction:
-    """A write transaction under way. Operations replace `state` and `schedule`, which are stored before the commit."""
+    """A write transaction under way. Operations replace `state`, which is stored before the commit, and `table`."""
 
     txn: Transaction
     state: State
     mark: str
     """The shard's mark once this is committed."""
-    schedule: ScheduleState
+    table: Table | None
     after_commit: list[Callable[[], None]] = field(default_factory=list)
     is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""
+
+    def require_table(self) -> Table:
+        """The table. Raises NoTableError if there is none."""
+        if self.table is None:
+            raise NoTableError("the shard holds no table: call create_table() first")
+        return self.table

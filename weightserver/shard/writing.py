@@ -17,10 +17,11 @@ from weightserver.core.exactly_once import WriterState
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import unneeded
+from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.storage.records import get_record, put_record
+from weightserver.storage.records import append_schedule, get_record, put_record
 
 _BLOCKS_AT_A_TIME = 1_000
 _BYTES_AT_A_TIME = 4 << 20
@@ -74,17 +75,30 @@ def _writer_state(batch: WriteTransaction, writer: bytes) -> WriterState:
     return WriterState.unpack(get_record(batch.txn, "writers", writer))
 
 
-def update_rows(
-    batch: WriteTransaction, table: Table, header: WriteHeader, rows: Int64Array, clock: int, update: Update
-) -> bool:
-    """Runs `update` on all `rows`, the rows of some blocks at a time; returns False if the write is a duplicate.
+def use_rates(batch: WriteTransaction, given: GivenRates, num_steps: int, ahead: ScheduledRates | None) -> Table:
+    """Stores the learning rates of the first `num_steps` steps, as a write gives them; returns the table with them.
+
+    Raises:
+        StepError, TableMismatchError: the write gives fewer, or others than were used.
+        MissingRatesError: the shard lacks some that it does not give.
+    """
+    table = batch.require_table()
+    used = table.rates
+    given.require(num_steps)
+    rates = used.named(given.up_to(num_steps), ahead)
+    if num_steps > len(used):
+        new = rates.hashed.values[len(used) : num_steps]
+        append_schedule(batch.txn, len(used), new)
+        table = batch.table = table.with_rates(rates if len(rates) == num_steps else used.followed_by(new))
+    return table
+
+
+def update_rows(batch: WriteTransaction, table: Table, rows: Int64Array, clock: int, update: Update) -> None:
+    """Runs `update` on all `rows`, the rows of some blocks at a time.
 
     Args:
         clock: the number of steps whose learning rates the write uses; the shard's clock is at least this afterwards.
     """
-    if not admit(batch, header):
-        return False
-    batch.schedule.require_known(header.schedule, clock)
     rows_stored = first = 0
     most = max(1, min(_BLOCKS_AT_A_TIME, _BYTES_AT_A_TIME // table.codec.num_bytes))
     room = _Room(table.codec.num_bytes)
@@ -94,7 +108,6 @@ def update_rows(
             first += len(touched.rows)
     state = batch.state
     batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
-    return True
 
 
 class _Room:

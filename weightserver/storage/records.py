@@ -26,11 +26,9 @@ from weightserver.storage.interface import Reader, Transaction
 
 MAX_CHECKPOINTS = 1_000
 """Number of checkpoints that a shard may retain."""
-_SCHEDULE_CHUNK = 65_536
-"""Number of learning rates in a stored value."""
+_SCHEDULE_CHUNK = 256
+"""Number of learning rates in a stored value, which the write of each new one stores again."""
 _STEP = struct.Struct(">Q")
-_PREPARED = 1 << 63
-"""Added to the key of a chunk of learning rates that belongs to a prepared change."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -54,7 +52,6 @@ class State:
     run: str = ""
     clock: int = 0
     rows_stored: int = 0
-    schedule_version: int = 0
     generation: int = 0
     incarnation: str = ""
     """Names the process that wrote last: 16 hexadecimal digits."""
@@ -200,66 +197,36 @@ def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
     put_json(txn, "peers", {"marks": list(marks)})
 
 
-def read_schedule(txn: Transaction) -> Float32Array:
-    """All learning rates, float32 [horizon]."""
-    in_use = [chunk for chunk in _schedule_chunks(txn) if chunk[0] < _PREPARED]
-    return _joined(txn, in_use)
-
-
-def read_horizon(txn: Reader, num_values: int) -> int:
-    """Number of learning rates in use, given the number of values of `schedule`; reads only the last of them."""
-    for first in range((num_values - 1) * _SCHEDULE_CHUNK, -1, -_SCHEDULE_CHUNK):  # prepared chunks are values too
-        if (last := get_record(txn, "schedule", _STEP.pack(first))) is not None:
-            return first + len(last) // 4
-    return 0
-
-
-def write_schedule(txn: Transaction, start_step: int, learning_rates: Float32Array, *, prepared: bool = False) -> None:
-    """Stores learning rates of `start_step` (≤ horizon) and later steps, float32 [n]: for use, or as `prepared`."""
-    end, offset = start_step + len(learning_rates), _PREPARED if prepared else 0
-    for first in range(start_step - start_step % _SCHEDULE_CHUNK, end, _SCHEDULE_CHUNK):
-        key = _STEP.pack(first + offset)
-        stored = get_record(txn, "schedule", key) or get_record(txn, "schedule", _STEP.pack(first)) or b""
-        chunk = np.frombuffer(stored, "<f4")
-        low, high = max(first, start_step), min(first + _SCHEDULE_CHUNK, end)
-        merged = np.concatenate(
-            [chunk[: low - first], learning_rates[low - start_step : high - start_step], chunk[high - first :]]
-        )
-        put_record(txn, "schedule", key, merged.astype("<f4").tobytes())
-
-
-def read_prepared_schedule(txn: Transaction, start_step: int, stop_step: int) -> Float32Array:
-    """Prepared learning rates of steps start_step … stop_step − 1, float32 [n]."""
-    prepared = [(first - _PREPARED, content) for first, content in _schedule_chunks(txn) if first >= _PREPARED]
-    first = prepared[0][0]
-    return _joined(txn, prepared, first)[start_step - first : stop_step - first]
-
-
-def end_prepared_schedule(txn: Transaction, *, commit: bool) -> None:
-    """Puts prepared learning rates to use, or deletes them."""
-    for first, content in [chunk for chunk in _schedule_chunks(txn) if chunk[0] >= _PREPARED]:
-        if commit:
-            put_record(txn, "schedule", _STEP.pack(first - _PREPARED), content)
-        txn.delete("schedule", _STEP.pack(first))
-
-
-def _schedule_chunks(txn: Transaction) -> Iterator[tuple[int, bytes]]:
+def read_schedule(txn: Reader) -> Float32Array:
+    """The stored learning rates, those of the steps below the clock: float32 [clock]."""
+    rates, end, clock = [np.zeros(0, np.float32)], 0, read_state(txn).clock
     for key, content in read_records(txn, "schedule"):
         with _guarded(txn, "schedule"):
-            (first,) = _STEP.unpack(key)
-        yield first, content
-
-
-def _joined(txn: Transaction, chunks: list[tuple[int, bytes]], start_step: int = 0) -> Float32Array:
-    """The learning rates of consecutive chunks from `start_step` on."""
-    rates, end = [np.zeros(0, np.float32)], start_step
-    for first, content in chunks:
-        with _guarded(txn, "schedule"):
-            if first != end:
+            if _STEP.unpack(key) != (end,):
                 raise ValueError(f"the learning rates of step {end} and later ones are missing")
             rates.append(np.frombuffer(content, "<f4"))
         end += len(rates[-1])
+    with _guarded(txn, "schedule"):
+        if end != clock:
+            raise ValueError(f"it has the learning rates of {end} steps, not those of {clock}")
     return np.concatenate(rates)
+
+
+def append_schedule(txn: Transaction, num_stored: int, learning_rates: Float32Array) -> None:
+    """Stores learning rates (float32 [n]) after the `num_stored` that are stored."""
+    first = num_stored - num_stored % _SCHEDULE_CHUNK
+    if first < num_stored:
+        stored = get_record(txn, "schedule", _STEP.pack(first)) or b""
+        learning_rates = np.concatenate([np.frombuffer(stored, "<f4"), learning_rates])
+    for start in range(0, len(learning_rates), _SCHEDULE_CHUNK):
+        content = learning_rates[start : start + _SCHEDULE_CHUNK].astype("<f4").tobytes()
+        put_record(txn, "schedule", _STEP.pack(first + start), content)
+
+
+def truncate_schedule(txn: Transaction, learning_rates: Float32Array) -> None:
+    """Stores only these learning rates (float32 [n]), the first of those that are stored."""
+    txn.clear("schedule")
+    append_schedule(txn, 0, learning_rates)
 
 
 def get_json(txn: Reader, key: str) -> dict[str, Any] | None:

@@ -22,13 +22,13 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     ShardIdentity,
     State,
+    append_schedule,
     get_json,
     put_json,
     read_identity,
     write_identity,
     write_lineage,
     write_peers,
-    write_schedule,
     write_spec,
     write_state,
 )
@@ -43,12 +43,11 @@ class TableState:
 
     spec: TableSpec
     learning_rates: Float32Array
+    """Those of the steps below the clock, float32 [clock]."""
     epoch: int
     """The newest session's; all writes are refused until a newer one is opened."""
     run: str
     clock: int
-    schedule_version: int
-    """Higher than that of any source shard, so that earlier requests change nothing."""
     checkpoint: Checkpoint | None
     """The checkpoint under which the new shards keep the rows."""
     identity: bytes
@@ -121,7 +120,7 @@ class ShardBuilder(Closing):
             write_spec(txn, table.spec, table.identity)
             write_lineage(txn, table.lineage)
             write_peers(txn, [])
-            write_schedule(txn, 0, table.learning_rates)
+            append_schedule(txn, 0, table.learning_rates)
             write_state(txn, _first_state(table, rows_stored))
             write_identity(txn, ShardIdentity(self.shard, self._num_shards))
         self.finished = True
@@ -166,7 +165,6 @@ def _first_state(table: TableState, rows_stored: int) -> State:
         run=table.run,
         clock=table.clock,
         rows_stored=rows_stored,
-        schedule_version=table.schedule_version,
         generation=len(checkpoints),
         incarnation=incarnation,
         timeline=table.timeline,

@@ -87,7 +87,7 @@ class OpenedRows:
     def read(self, classes: Int64Array, *, step: int) -> Tensor:
         """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. Makes all updates durable."""
         distinct, inverse = np.unique(self._order.rows(classes), return_inverse=True)
-        self._make_durable(step)
+        self._make_durable()
         if self.table.client is None:
             if self.ranks.world_size > 1:
                 raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
@@ -107,7 +107,7 @@ class OpenedRows:
         if (client := self.table.client) is None:
             raise ValueError("rows='dense' leave no checkpoints: use rows='resident'")
         name = f"step-{step:012d}" if name is None else name
-        self._make_durable(step)
+        self._make_durable()
         if self.ranks.is_first:
             client.checkpoint(name, step=step)
         self.ranks.barrier()  # before it no rank writes rows of later steps
@@ -116,10 +116,7 @@ class OpenedRows:
         self.ranks.barrier()  # before it rank 0 does not stop the servers
         return kept, saved
 
-    def _make_durable(self, step: int) -> None:
-        """Returns once the updates of all ranks before `step` are durable, and the servers know their learning
-        rates."""
+    def _make_durable(self) -> None:
+        """Returns once the updates of all ranks are durable."""
         self.flush()
-        if self.table.published is not None:
-            self.table.published.require(step)
         self.ranks.barrier()

@@ -357,10 +357,10 @@ class SampledSoftmax(nn.Module, ABC):
         self._finish(step, step.no_gradients(), learning_rate)
 
     def _finish(self, step: StepInProgress, gradients: Tensor, learning_rate: float | None) -> None:
-        rates = self._open().table.rates
+        table = self._open().table
         if learning_rate is not None:
-            rates.tell(self.num_steps, float(learning_rate))
-        elif self.num_steps >= len(rates):
+            table.tell(self.num_steps, float(learning_rate))
+        elif self.num_steps >= len(table.rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
         step.update(gradients)
         self._current = None

@@ -16,7 +16,7 @@ from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.rates import LearningRates, PublishedRates
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.shared_session import SharedSession, share_session
@@ -31,9 +31,13 @@ class OpenTable:
     rates: LearningRates
     client: WeightClient | None = None
     """None for dense rows."""
-    published: PublishedRates | None = None
-    """Makes the servers know learning rates; None if they know all."""
     first_step: int = 0
+
+    def tell(self, step: int, learning_rate: float) -> None:
+        """See `LearningRates.tell`; the client sends it with the rows' updates."""
+        self.rates.tell(step, learning_rate)
+        if self.client is not None:
+            self.client.extend_schedule(step, [self.rates.of_step(step)])
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,13 @@ class ServedTable:
             self.run, ranks, stack, lambda: self._open_session(ranks, saved, stack), self._make_client
         )
         client, first_step = session.client, saved.step if saved else 0
-        known = client.learning_rates()[: max(first_step, len(self.learning_rates))]
-        rates = LearningRates(self.spec, known)
-        published = PublishedRates(rates, client, ranks, num_published=len(known))
+        client.extend_schedule(0, self.learning_rates)
+        rates = LearningRates(self.spec, client.learning_rates()[: max(first_step, len(self.learning_rates))])
 
         def make_store(sizes: StoreSizes) -> RowStore:
             store: RowStore
             if self.rows == "remote":
-                store = RemoteRows(client, device, published=published, value_bytes=self.spec.value_bytes)
+                store = RemoteRows(client, device, value_bytes=self.spec.value_bytes)
             else:
                 store = ResidentRows(
                     client,
@@ -99,13 +102,12 @@ class ServedTable:
                     prefetch_steps=sizes.prefetch_steps,
                     write_back_rows=sizes.write_back_rows // ranks.world_size + 1,
                     device=device,
-                    published=published,
                 )
             stack.callback(store.close)
             stack.callback(client.close)  # before the store, so that its threads do not wait for servers that are gone
             return store
 
-        return OpenTable(make_store, rates, client, published, first_step)
+        return OpenTable(make_store, rates, client, first_step)
 
     def _make_client(self, addresses: Sequence[str]) -> WeightClient:
         return WeightClient(addresses, **(self.client_options if self.servers else {}))
@@ -130,8 +132,6 @@ class ServedTable:
             client.create_table(self.spec)
             epoch = client.open_session(self.run, force=True)
             client.rollback(saved.name)
-        if len(self.learning_rates):
-            client.extend_schedule(0, self.learning_rates)
         return SharedSession(client, addresses, epoch)
 
 

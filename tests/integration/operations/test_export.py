@@ -70,7 +70,7 @@ def test_an_export_of_several_files_is_complete_or_absent(
     ("option", "message"),
     [
         ("--step=-1", "step must not be negative"),
-        ("--step=101", "step 101 is outside the schedule's 0..100"),
+        ("--step=101", "this needs the learning rates of 101 steps, but this client and the shards know those of 4"),
         ("--step=1", "has seen 4 updates, its state before update 1 is gone"),
         ("--checkpoint=three", "there is no checkpoint 'three' on all shards, only ['one', 'two']"),
     ],

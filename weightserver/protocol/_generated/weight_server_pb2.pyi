@@ -11,19 +11,8 @@ class RowDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROW_DTYPE_FLOAT32: _ClassVar[RowDtype]
     ROW_DTYPE_BFLOAT16: _ClassVar[RowDtype]
-
-class SchedulePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SCHEDULE_PHASE_UNSPECIFIED: _ClassVar[SchedulePhase]
-    SCHEDULE_PHASE_PREPARE: _ClassVar[SchedulePhase]
-    SCHEDULE_PHASE_COMMIT: _ClassVar[SchedulePhase]
-    SCHEDULE_PHASE_GIVE_UP: _ClassVar[SchedulePhase]
 ROW_DTYPE_FLOAT32: RowDtype
 ROW_DTYPE_BFLOAT16: RowDtype
-SCHEDULE_PHASE_UNSPECIFIED: SchedulePhase
-SCHEDULE_PHASE_PREPARE: SchedulePhase
-SCHEDULE_PHASE_COMMIT: SchedulePhase
-SCHEDULE_PHASE_GIVE_UP: SchedulePhase
 
 class TableSpec(_message.Message):
     __slots__ = ("num_rows", "dim", "momentum", "weight_decay", "init_std", "seed", "rows_per_block", "correction", "single_rate", "dtype")
@@ -57,59 +46,55 @@ class Rows(_message.Message):
     ranges: bytes
     def __init__(self, ids: _Optional[bytes] = ..., ranges: _Optional[bytes] = ...) -> None: ...
 
+class Rates(_message.Message):
+    __slots__ = ("start", "digest", "learning_rates")
+    START_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    digest: int
+    learning_rates: bytes
+    def __init__(self, start: _Optional[int] = ..., digest: _Optional[int] = ..., learning_rates: _Optional[bytes] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "horizon", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "schedule_version", "table_identity", "opener", "peers", "timeline", "schedule_digest", "pending_schedule")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "opener", "peers", "timeline", "schedule_digest")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    HORIZON_FIELD_NUMBER: _ClassVar[int]
     ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_VERSION_FIELD_NUMBER: _ClassVar[int]
     TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    PENDING_SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
     epoch: int
     clock: int
-    horizon: int
     rows_stored: int
     disk_bytes: int
     run: str
     generation: int
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
-    schedule_version: int
     table_identity: bytes
     opener: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     timeline: bytes
     schedule_digest: int
-    pending_schedule: PendingSchedule
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., horizon: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., schedule_version: _Optional[int] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., pending_schedule: _Optional[_Union[PendingSchedule, _Mapping]] = ...) -> None: ...
-
-class PendingSchedule(_message.Message):
-    __slots__ = ("change", "schedule_digest")
-    CHANGE_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    change: bytes
-    schedule_digest: int
-    def __init__(self, change: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
@@ -188,12 +173,10 @@ class ReadScheduleRequest(_message.Message):
     def __init__(self, start_step: _Optional[int] = ...) -> None: ...
 
 class ReadScheduleResponse(_message.Message):
-    __slots__ = ("learning_rates", "schedule")
+    __slots__ = ("learning_rates",)
     LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     learning_rates: bytes
-    schedule: int
-    def __init__(self, learning_rates: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
+    def __init__(self, learning_rates: _Optional[bytes] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("spec", "epoch", "identity")
@@ -235,42 +218,6 @@ class DropTableResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ExtendScheduleRequest(_message.Message):
-    __slots__ = ("start_step", "learning_rates", "clock", "epoch", "version", "table", "phase", "change", "last", "schedule")
-    START_STEP_FIELD_NUMBER: _ClassVar[int]
-    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    TABLE_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    CHANGE_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
-    start_step: int
-    learning_rates: bytes
-    clock: int
-    epoch: int
-    version: int
-    table: int
-    phase: SchedulePhase
-    change: bytes
-    last: bool
-    schedule: int
-    def __init__(self, start_step: _Optional[int] = ..., learning_rates: _Optional[bytes] = ..., clock: _Optional[int] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., table: _Optional[int] = ..., phase: _Optional[_Union[SchedulePhase, str]] = ..., change: _Optional[bytes] = ..., last: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
-
-class ExtendScheduleResponse(_message.Message):
-    __slots__ = ("horizon", "version", "pending", "schedule")
-    HORIZON_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    PENDING_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
-    horizon: int
-    version: int
-    pending: bool
-    schedule: int
-    def __init__(self, horizon: _Optional[int] = ..., version: _Optional[int] = ..., pending: _Optional[bool] = ..., schedule: _Optional[int] = ...) -> None: ...
-
 class OpenSessionRequest(_message.Message):
     __slots__ = ("name", "epoch", "join", "opener", "peers", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -292,7 +239,7 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity", "schedule")
+    __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity", "rates")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
@@ -300,7 +247,7 @@ class FetchRequest(_message.Message):
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     rows: Rows
     step: int
     raw: bool
@@ -308,8 +255,8 @@ class FetchRequest(_message.Message):
     table: int
     checkpoint: str
     identity: bytes
-    schedule: int
-    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
+    rates: Rates
+    def __init__(self, rows: _Optional[_Union[Rows, _Mapping]] = ..., step: _Optional[int] = ..., raw: _Optional[bool] = ..., state: _Optional[bool] = ..., table: _Optional[int] = ..., checkpoint: _Optional[str] = ..., identity: _Optional[bytes] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("weight", "momentum_buffer", "last_step")
@@ -322,7 +269,7 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "step", "num_rows", "num_blocks", "table", "opener", "schedule")
+    __slots__ = ("epoch", "writer", "sequence", "step", "num_rows", "num_blocks", "table", "opener", "rates")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -331,7 +278,7 @@ class WriteHeader(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     OPENER_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     writer: bytes
     sequence: int
@@ -340,8 +287,8 @@ class WriteHeader(_message.Message):
     num_blocks: int
     table: int
     opener: bytes
-    schedule: int
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., schedule: _Optional[int] = ...) -> None: ...
+    rates: Rates
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")

@@ -54,11 +54,6 @@ class WeightServerStub:
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableRequest.SerializeToString,
                 response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableResponse.FromString,
                 _registered_method=True)
-        self.ExtendSchedule = channel.unary_unary(
-                '/pic.weightserver.v1.WeightServer/ExtendSchedule',
-                request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleRequest.SerializeToString,
-                response_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleResponse.FromString,
-                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/pic.weightserver.v1.WeightServer/OpenSession',
                 request_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.OpenSessionRequest.SerializeToString,
@@ -150,17 +145,6 @@ class WeightServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ExtendSchedule(self, request, context):
-        """ExtendSchedule appends learning rates, or rewrites those of steps that no acknowledged write has reached, in two
-        phases: a change is prepared on every shard, then committed on shard 0, which decides it, then on the others. While
-        a change is pending, the shard refuses reads and writes that need learning rates from the first changed step on
-        (RESOURCE_EXHAUSTED, to be retried). Describe reports a pending change. Commit it if that makes the schedule the
-        same as shard 0's; otherwise give it up, on shard 0 first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def OpenSession(self, request, context):
         """OpenSession starts an epoch and fences the older ones, or joins the current epoch.
         """
@@ -210,8 +194,8 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Rollback takes every row and the clock back to a checkpoint and forgets later checkpoints. Sessions, writers and
-        the schedule stay as they are. NOT_FOUND if the checkpoint does not exist.
+        """Rollback takes every row, the clock and the learning rates back to a checkpoint and forgets later checkpoints.
+        Sessions and writers stay as they are. NOT_FOUND if the checkpoint does not exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,7 +225,7 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadSchedule(self, request, context):
-        """ReadSchedule reads about 1 MiB of learning rates, from a given step on.
+        """ReadSchedule reads about 1 MiB of the learning rates of the steps below the clock, from a given step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -269,11 +253,6 @@ def add_WeightServerServicer_to_server(servicer, server):
                     servicer.DropTable,
                     request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableRequest.FromString,
                     response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableResponse.SerializeToString,
-            ),
-            'ExtendSchedule': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExtendSchedule,
-                    request_deserializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleRequest.FromString,
-                    response_serializer=pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -439,33 +418,6 @@ class WeightServer:
             '/pic.weightserver.v1.WeightServer/DropTable',
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableRequest.SerializeToString,
             pic_dot_weightserver_dot_v1_dot_weight__server__pb2.DropTableResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExtendSchedule(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pic.weightserver.v1.WeightServer/ExtendSchedule',
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleRequest.SerializeToString,
-            pic_dot_weightserver_dot_v1_dot_weight__server__pb2.ExtendScheduleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy, to_device
 
@@ -25,7 +24,6 @@ class RemoteRows:
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
         device: device of `weights`.
-        published: makes the servers know learning rates before gradients are pushed, unless they know all.
         value_bytes: bytes of a value on the wire, for the counters.
     """
 
@@ -37,13 +35,11 @@ class RemoteRows:
         client: WeightClient,
         device: torch.device = _CPU,
         *,
-        published: PublishedRates | None = None,
         value_bytes: int = 4,
     ) -> None:
         self.counters = RowCounters(value_bytes=value_bytes)
         self._client = client
         self._device = device
-        self._published = published
         self.fresh = np.zeros(0, bool)  # a fetch of weights alone does not tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
@@ -95,8 +91,6 @@ class RemoteRows:
 
     def _push(self, rows: Int64Array, copied: HostCopy, step: int) -> None:
         (gradients,) = copied.wait()
-        if self._published is not None:
-            self._published.require(step + 1)
         self._client.push_gradients(rows, gradients.numpy(), step=step)
         self.counters.pushed(len(rows), gradients.numel())
 

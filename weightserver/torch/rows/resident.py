@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.torch.rates import LearningRates, PublishedRates, as_learning_rates
+from weightserver.torch.rates import LearningRates, as_learning_rates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
 from weightserver.torch.rows.store import RowCounters
@@ -42,7 +42,6 @@ class ResidentRows:
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
         learning_rates: float32 [num_steps], one for each update; or those told so far.
-        published: makes the servers know learning rates before rows are written back, unless they know all.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
             steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
@@ -58,7 +57,6 @@ class ResidentRows:
         prefetch_steps: int,
         write_back_rows: int,
         device: torch.device,
-        published: PublishedRates | None = None,
     ) -> None:
         self.counters = RowCounters(value_bytes=spec.value_bytes)
         self.prefetch_steps = prefetch_steps
@@ -79,7 +77,6 @@ class ResidentRows:
             batch_rows=write_back_rows,
             max_rows=4 * write_back_rows,
             counters=self.counters,
-            published=published,
         )
 
     def reserve(self, capacity: int) -> None:

@@ -12,7 +12,6 @@ from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.correction import require_finite
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision, as_if_stored
-from weightserver.torch.rates import PublishedRates
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
 
@@ -60,7 +59,6 @@ class WriteBack:
 
     Args:
         max_rows: `add` waits until the queue holds at most this many rows.
-        published: makes the servers know the learning rates of the rows' updates.
     """
 
     def __init__(
@@ -70,13 +68,11 @@ class WriteBack:
         batch_rows: int,
         max_rows: int,
         counters: RowCounters,
-        published: PublishedRates | None = None,
     ) -> None:
         self._client = client
         self._batch_rows = batch_rows
         self._max_rows = max_rows
         self._counters = counters
-        self._published = published
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-back")
         self._gathered: list[tuple[Int64Array, LeavingRows]] = []
         self._num_gathered = 0
@@ -144,8 +140,6 @@ class WriteBack:
             np.concatenate(arrays)[chosen]
             for arrays in zip(*((s.weight, s.momentum_buffer, s.last_step) for s in states), strict=True)
         )
-        if self._published is not None:
-            self._published.require(int(last_step.max()))
         self._client.write_state(distinct, weight, momentum_buffer, last_step)
         self._counters.pushed(len(distinct), 2 * weight.size, len(last_step))
 

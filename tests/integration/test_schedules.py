@@ -1,0 +1,222 @@
+"""Learning rates that change from step to step, that two clients give differently, and that are undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.dense_sgd import Oracle
+from tests.helpers.row_model import schedule
+from weightserver import ClusterError, LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
+from weightserver.client import rates as client_rates
+from weightserver.core.arrays import Float32Array
+from weightserver.operations.backup import backup
+from weightserver.operations.compact import compact
+from weightserver.operations.reshard import reshard
+from weightserver.operations.restore import restore
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
+
+SPEC = TableSpec(num_rows=60, dim=4, momentum=0.9, weight_decay=1e-3, rows_per_block=7, seed=2)
+ROWS = np.arange(SPEC.num_rows)
+NUM_STEPS = 20
+RATES = schedule(NUM_STEPS)
+
+
+def gradients(step: int) -> Float32Array:
+    return np.random.default_rng(step).standard_normal((len(ROWS), SPEC.dim)).astype(np.float32)
+
+
+def push(client: WeightClient, step: int, rows: np.ndarray = ROWS) -> None:
+    client.push_gradients(rows, gradients(step)[rows], step=step)
+
+
+def begin(client: WeightClient, rates: Float32Array = RATES) -> int:
+    client.create_table(SPEC)
+    client.extend_schedule(0, rates)
+    return client.open_session("test")
+
+
+def assert_dense_sgd(client: WeightClient, rates: Float32Array, num_pushed: int) -> None:
+    """Every row as after `num_pushed` updates of all rows, at the last step of these learning rates."""
+    oracle = Oracle(SPEC, rates)
+    for step in range(len(rates)):
+        oracle.step(step, gradients(step).astype(np.float64) * (step < num_pushed))
+    oracle.assert_equals(client.fetch_state(ROWS, step=len(rates)))
+
+
+def used(cluster: LocalCluster, shard: int) -> list[float]:
+    with WeightClient(cluster.addresses) as client:
+        return client.learning_rates(shard=shard).tolist()
+
+
+def test_learning_rates_given_step_by_step(client: WeightClient, cluster: LocalCluster) -> None:
+    """Each is known when its step begins; a write takes it along, and costs one commit on each shard."""
+    begin(client, RATES[:0])
+    for step in range(NUM_STEPS):
+        with pytest.raises(StepError, match=rf"rates of {step + 1} steps, but .* know those of {step}: extend"):
+            push(client, step)
+        client.extend_schedule(step, RATES[step : step + 1])
+        client.fetch(ROWS, step=step)
+        push(client, step)
+    with WeightClient(cluster.addresses) as reader:
+        assert reader.describe().horizon == NUM_STEPS
+        assert_dense_sgd(reader, RATES, NUM_STEPS)
+        assert np.array_equal(reader.learning_rates(), RATES)
+
+
+def test_shards_know_what_their_own_writes_used(client: WeightClient, cluster: LocalCluster) -> None:
+    """A client that was given none takes the longest, and carries it to the other shards."""
+    begin(client)
+    push(client, 2, ROWS[:7])  # of shard 0
+    push(client, 4, ROWS[7:14])
+    client.fetch(ROWS, step=NUM_STEPS)
+    assert [used(cluster, shard) for shard in (0, 1)] == [RATES[:3].tolist(), RATES[:5].tolist()], "a fetch stores none"
+    with WeightClient(cluster.addresses) as reader:
+        assert np.array_equal(reader.learning_rates(), RATES[:5])
+        assert np.array_equal(reader.fetch(ROWS, step=5), client.fetch(ROWS, step=5))
+        with pytest.raises(StepError, match="needs the learning rates of 6 steps, but this client and the shards know"):
+            reader.fetch(ROWS, step=6)
+        push(client, 7)
+        assert np.array_equal(reader.fetch(ROWS, step=8), client.fetch(ROWS, step=8)), "it asks again"
+    assert [used(cluster, shard) for shard in (0, 1)] == [RATES[:8].tolist()] * 2
+
+
+def test_unused_learning_rates_may_be_given_anew(client: WeightClient, cluster: LocalCluster) -> None:
+    begin(client)
+    for step in range(5):
+        push(client, step)
+    client.fetch(ROWS, step=NUM_STEPS)  # the shards have the former ones in memory
+    with pytest.raises(TableMismatchError, match=r"the learning rate of step 4 is .* only steps from 5 on may be"):
+        client.extend_schedule(4, 2 * RATES[4:])
+    with pytest.raises(StepError, match="the schedule ends at 20: step 21 would leave a gap before it"):
+        client.extend_schedule(NUM_STEPS + 1, [0.5])
+    client.extend_schedule(0, RATES[:5])
+    client.extend_schedule(8, 2 * RATES[8:])
+    changed = np.append(RATES[:8], 2 * RATES[8:])
+    for step in range(5, NUM_STEPS):
+        client.fetch(ROWS, step=NUM_STEPS)
+        push(client, step)
+    assert_dense_sgd(client, changed, NUM_STEPS)
+    assert used(cluster, 1) == changed.tolist()
+
+
+def test_the_first_write_decides_between_two_clients(client: WeightClient, cluster: LocalCluster) -> None:
+    epoch = begin(client)
+    push(client, 0)
+    with WeightClient(cluster.addresses) as other:
+        other.open_session("test", join=epoch)
+        other.extend_schedule(0, np.append(RATES[:3], 2 * RATES[3:]))
+        push(other, 1)
+        push(client, 2)
+        ahead = [one.fetch(ROWS, step=10) for one in (client, other, client, other)]
+        assert np.array_equal(ahead[0], ahead[2])
+        assert np.array_equal(ahead[1], ahead[3])
+        assert not np.array_equal(ahead[0], ahead[1]), "each reads by its own, as long as none is used"
+        push(other, 3)
+        before = client.fetch_state(ROWS)
+        refused: list[Callable[[], object]] = [
+            lambda: push(client, 3),
+            lambda: client.fetch(ROWS, step=10),
+            lambda: client.write_state(ROWS[:1], np.ones((1, 4), np.float32), np.ones((1, 4), np.float32), 4),
+        ]
+        for call in refused:
+            with pytest.raises(TableMismatchError, match=r"the learning rate of step 3 is .* and was used, not|other"):
+                call()
+        assert np.array_equal(client.fetch_state(ROWS).weight, before.weight)
+        assert client.describe().horizon == 4, "what it was given for later steps is dropped"
+        client.extend_schedule(4, RATES[4:])
+        push(client, 4)
+        mixed = np.concatenate([RATES[:3], 2 * RATES[3:4], RATES[4:]])
+        assert_dense_sgd(client, mixed, 5)
+
+
+def test_shards_that_were_given_different_ones_are_told(client: WeightClient, cluster: LocalCluster) -> None:
+    """Two writers of one session, at the same time, on different shards."""
+    epoch = begin(client)
+    push(client, 0)
+    client.checkpoint("before", step=1)
+    with WeightClient(cluster.addresses) as other:
+        other.open_session("test", join=epoch)
+        other.extend_schedule(1, 2 * RATES[1:])
+        push(client, 1, ROWS[:7])
+        push(other, 1, ROWS[7:14])
+        calls: list[Callable[[], object]] = [
+            client.describe,
+            other.describe,
+            lambda: client.checkpoint("mixed", step=2),
+            lambda: other.checkpoint("mixed", step=2),
+        ]
+        for call in calls:
+            with pytest.raises(ClusterError, match=r"different learning rates for step 1, .*weightserver rollback"):
+                call()
+        assert [kept.name for kept in client.checkpoints()] == ["before"]
+        client.rollback("before")
+        for step in range(1, NUM_STEPS):
+            push(client, step)
+        assert_dense_sgd(client, RATES, NUM_STEPS)
+
+
+def test_a_rollback_forgets_what_was_used_since(client: WeightClient, cluster: LocalCluster) -> None:
+    begin(client)
+    for step in range(10):
+        push(client, step)
+        if step == 4:
+            client.checkpoint("kept", step=5)
+    client.rollback("kept")
+    assert used(cluster, 0) == used(cluster, 1) == RATES[:5].tolist()
+    with pytest.raises(TableMismatchError, match="only steps from 5 on may be rewritten"):
+        client.extend_schedule(4, [1.0])
+    client.extend_schedule(5, 2 * RATES[5:])
+    cluster.restart(0)
+    for step in range(5, NUM_STEPS):
+        push(client, step)
+    assert_dense_sgd(client, np.append(RATES[:5], 2 * RATES[5:]), NUM_STEPS)
+
+
+def test_copies_of_a_checkpoint_have_its_learning_rates(
+    client: WeightClient, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Directories that are restored, resharded and compacted; those used after the checkpoint stay behind."""
+    begin(client)
+    for step in range(8):
+        push(client, step)
+        if step == 4:
+            client.checkpoint("kept", step=5)
+    backup(client, tmp_path / "backup", checkpoint="kept")
+    restored = [tmp_path / f"restored-{shard}" for shard in range(2)]
+    for shard, directory in enumerate(restored):
+        restore(tmp_path / "backup", directory, shard=shard)
+    reshard(restored, resharded := [tmp_path / f"resharded-{shard}" for shard in range(3)])
+    compact(resharded[2], compacted := tmp_path / "compacted")
+    for shard, directory in (*enumerate(restored), *enumerate([*resharded[:2], compacted])):
+        num_shards = 2 if directory in restored else 3
+        with closing(LmdbStorage(directory)) as storage:
+            assert Shard(storage, shard=shard, num_shards=num_shards).used_rates.values.tolist() == RATES[:5].tolist()
+
+
+@pytest.mark.parametrize("part", [7, 1 << 20])
+def test_more_learning_rates_than_one_request_carries(
+    part: int, client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that lacks many gets them in parts, again after a restart; those of a write are then stored."""
+    num_steps = 400_000 if part > 7 else 40
+    monkeypatch.setattr(client_rates, "_PART", part)
+    monkeypatch.setattr(client_rates, "_MOST_CARRIED", min(5, part) if part == 7 else client_rates._MOST_CARRIED)
+    rates = np.linspace(0.1, 0.01, num_steps, dtype=np.float32)
+    begin(client, rates)
+    first = client.fetch(ROWS, step=num_steps)
+    cluster.restart(1)
+    assert np.array_equal(client.fetch(ROWS, step=num_steps), first)
+    cluster.restart(0)
+    push(client, num_steps - 1)
+    for shard in (0, 1):
+        cluster.restart(shard)
+        assert np.array_equal(client.learning_rates(shard=shard), rates)
+    with WeightClient(cluster.addresses) as reader:
+        assert np.array_equal(reader.fetch(ROWS, step=num_steps), client.fetch(ROWS, step=num_steps))
+        assert np.array_equal(reader.learning_rates(), rates)
