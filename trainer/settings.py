@@ -6,7 +6,6 @@ import ast
 import inspect
 import itertools
 import math
-import re
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,25 +38,44 @@ class Settings:
 def problems_of(part: type[Settings], settings: Settings) -> tuple[list[str], set[str]]:
     """The messages of all checks of a part that `settings` do not pass, and the names of the settings at fault.
 
-    A check ends with the first problem. Its message names the flags, so the check is repeated with their defaults.
+    A check ends with the first problem, so it is repeated with the defaults of those that are at fault.
     """
     problems, at_fault = list[str](), set[str]()
-    while True:
-        try:
-            part.check(settings)
-            return problems, at_fault
-        except ValueError as error:
-            problems.append(str(error))
-            named = set(re.findall(r"--[\w-]+", str(error)))
-        wrong = {
-            one.name: one.default
-            for one in fields(part)
-            if flag(one.name) in named and one.default is not MISSING and getattr(settings, one.name) != one.default
-        }
+    while problem := _problem(part, settings):
+        problems.append(problem)
+        wrong = _causes(part, settings, problem)
         at_fault |= wrong.keys()
         if not wrong:
-            return problems, at_fault
+            break
         settings = replace(settings, **wrong)
+    return problems, at_fault
+
+
+def _problem(part: type[Settings], settings: Settings) -> str:
+    """The first problem that a part's check finds; empty if there is none."""
+    try:
+        part.check(settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _causes(part: type[Settings], settings: Settings, problem: str) -> dict[str, Any]:
+    """The settings without which the problem would be another, by name, with their defaults."""
+    causes = {
+        one.name: one.default
+        for one in fields(part)
+        if one.default is not MISSING and getattr(settings, one.name) != one.default
+    }
+    before = None
+    while before != causes:
+        before = dict(causes)
+        for name, default in before.items():
+            without = replace(settings, **{name: default})
+            if _problem(part, without) == problem:
+                settings = without
+                del causes[name]
+    return causes
 
 
 def settings_of(kind: type[Value], stored: dict[str, Any]) -> Value:

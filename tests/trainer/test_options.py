@@ -259,10 +259,8 @@ def test_each_setting_belongs_to_one_part() -> None:
     assert set(PARTS) == set(TrainConfig.__bases__)
     of_parts = [field.name for part in PARTS for field in fields(part)]
     assert sorted(of_parts) == sorted(field.name for field in fields(TrainConfig))
-    assert list(json.loads(TrainConfig().to_json())) == [
-        "format",
-        *(name for name in of_parts if name != "resume_step"),
-    ]
+    of_parts.remove("resume_step")
+    assert list(json.loads(TrainConfig().to_json())) == ["format", *of_parts]
 
 
 def test_correction_takes_a_name_or_is_a_flag() -> None:
