@@ -102,10 +102,11 @@ def handled(service: WeightServerService, rows: Any, clock: Any) -> Callable[[],
     list(service.Fetch(pb.FetchRequest(step=STEP, rates=pb.Rates(learning_rates=to_bytes(rates))), context))
     named = pb.Rates(start=STEP, digest=HashedRates(rates).digest(STEP))
     request = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP, rates=named)
+    fetch = service.calls.answer_in_parts("Fetch", service.Fetch)
 
     def run() -> None:
         StageClock.start = clock  # type: ignore[method-assign]
-        for _ in service.Fetch(request, context):
+        for _ in fetch(iter([request]), context):
             pass
 
     return run

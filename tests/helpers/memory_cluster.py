@@ -370,11 +370,11 @@ class Process:
             invocation_metadata=message.metadata,
         )
         handler = self._registered.service(details)
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
+        behaviour = handler.stream_unary or handler.stream_stream
         requests = (handler.request_deserializer(request.SerializeToString()) for request in message.requests)
         self._handling.append(message)
         try:
-            answers = behaviour(requests if handler.request_streaming else next(requests), context)
+            answers = behaviour(requests, context)
             answers = list(answers) if handler.response_streaming else [answers]
         except CallFailed as refused:
             self._note(message, _error(refused), self._is_alone)

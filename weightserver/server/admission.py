@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
@@ -30,7 +30,6 @@ from weightserver.common.logs import follow_request
 from weightserver.common.malloc import own_bytes, return_free_memory
 from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError, WeightServerError
-from weightserver.protocol.codec import ONE_MESSAGE_KEY
 from weightserver.protocol.status import error_metadata, status_of
 from weightserver.server.request_memory import RequestMemory
 
@@ -69,8 +68,8 @@ class _Call:
 class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
     """Keeps every call of every service within the bounds.
 
-    Reads all requests as streams, even those of one message, which look the same on the wire: gRPC would wait for a
-    unary request's message in a thread, without a bound.
+    Every service's handlers read their requests as streams, even those of one message, which look the same on the wire:
+    gRPC would wait for a unary request's message in a thread, without a bound.
 
     Silence is counted in looks of one thread, not in time: while the process is stopped or starved, nobody looks.
 
@@ -102,35 +101,29 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         handler = continuation(handler_call_details)
         if handler is None:
             return None
-        in_parts = handler.response_streaming and not any(
-            key == ONE_MESSAGE_KEY for key, _ in handler_call_details.invocation_metadata
-        )
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-
-        def begin(received: Iterator[bytes], context: grpc.ServicerContext, call: _Call) -> Any:
-            requests = self._requests(received, call, handler.request_deserializer)
-            return behaviour(requests if handler.request_streaming else _only(requests), context)
+        behaviour = handler.stream_unary or handler.stream_stream
 
         def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-            with self._begun(context) as call:
-                made = begin(received, context, call)
-                return _only_answer(made) if handler.response_streaming else made
+            with self._watched(context) as call:
+                return behaviour(_requests(received, call, handler.request_deserializer), context)
 
         def answers(received: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._begun(context) as call, closing(begin(received, context, call)) as parts:
-                for message in parts:
-                    call.wait()
-                    yield message
-                    call.is_silent = False
+            with self._watched(context) as call:
+                requests = _requests(received, call, handler.request_deserializer)
+                with closing(behaviour(requests, context)) as parts:
+                    for message in parts:
+                        call.wait()
+                        yield message
+                        call.is_silent = False
 
-        if in_parts:
+        if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(answers, None, handler.response_serializer)
         if threads := getattr(behaviour, "experimental_thread_pool", None):
             answer.experimental_thread_pool = threads  # type: ignore[attr-defined]
         return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
     @contextmanager
-    def _begun(self, context: grpc.ServicerContext) -> Iterator[_Call]:
+    def _watched(self, context: grpc.ServicerContext) -> Iterator[_Call]:
         """Watches a call from now on until its answer was taken; errors become its status."""
         call = _Call(context)
         self._calls.add(call)
@@ -146,26 +139,6 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         finally:
             call.has_thread = False
             call.wait()
-
-    def _requests(
-        self, received: Iterator[bytes], call: _Call, parse: Callable[[bytes], Any]
-    ) -> Generator[Any, None, None]:
-        """The call's messages."""
-        clock = call_clock()
-        while True:
-            stage = clock.start("receive")
-            call.wait()
-            try:
-                data = next(received, None)
-            except grpc.RpcError as error:
-                error.__traceback__ = None  # gRPC keeps the error in a cycle, with everything that its frames hold
-                raise CancelledError from None
-            finally:
-                call.is_silent = False
-                clock.start(stage)
-            if data is None:
-                return
-            yield _parsed(parse, data)
 
     def _watch(self) -> None:
         seconds = min(self._stall_seconds / 4, _LOOK_SECONDS)
@@ -197,23 +170,24 @@ def abort(
     raise AssertionError("abort() raises")
 
 
-def _only(requests: Iterator[Any]) -> Any:
-    for request in requests:
-        return request
-    raise InvalidRequestError("the call contains no message")
-
-
-def _only_answer(answers: Generator[bytes, None, None]) -> bytes:
-    """The message of a stream of one, whose handler has ended."""
-    with closing(answers):
-        message = next(answers, None)
-        if message is None or next(answers, None) is not None:
-            raise InvalidRequestError(f"the answer is not one message: ask for fewer rows, or omit {ONE_MESSAGE_KEY}")
-        return message
-
-
-def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    try:
-        return parse(data)
-    except DecodeError:
-        raise InvalidRequestError("the message cannot be parsed: does the client have the same version?") from None
+def _requests(received: Iterator[bytes], call: _Call, parse: Callable[[bytes], Any]) -> Iterator[Any]:
+    """The call's messages."""
+    clock = call_clock()
+    while True:
+        stage = clock.start("receive")
+        call.wait()
+        try:
+            data = next(received, None)
+        except grpc.RpcError as error:
+            error.__traceback__ = None  # gRPC keeps the error in a cycle, with everything that its frames hold
+            raise CancelledError from None
+        finally:
+            call.is_silent = False
+            clock.start(stage)
+        if data is None:
+            return
+        try:
+            message = parse(data)
+        except DecodeError:
+            raise InvalidRequestError("the message cannot be parsed: does the client have the same version?") from None
+        yield message

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -58,15 +58,37 @@ class Calls:
         self._on_storage_error = on_storage_error
         self._logged: dict[tuple[str, str], float] = {}
 
+    def answer(self, method: str, behaviour: Callable[[Any, Any], Any], *, of_one: bool) -> Callable[..., Any]:
+        """The handler of a method that returns its answer.
+
+        Args:
+            of_one: whether the behaviour takes the call's only message, instead of all of them.
+        """
+
+        def answer(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            with self._answering(method, context):
+                return behaviour(_only(requests) if of_one else requests, context)
+
+        return answer
+
+    def answer_in_parts(self, method: str, behaviour: Callable[[Any, Any], Iterator[Any]]) -> Callable[..., Any]:
+        """The handler of a method that takes one message and generates its answers."""
+
+        def answers(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._answering(method, context):
+                yield from behaviour(_only(requests), context)
+
+        return answers
+
     @contextlib.contextmanager
-    def answering(self, method: str, context: grpc.ServicerContext) -> Iterator[StageClock]:
+    def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:
         """Times the call from its arrival, and turns any error into its status. It begins in the stage "read" if it is
         a fetch, otherwise "work"."""
         clock, status = call_clock(), grpc.StatusCode.OK
         try:
             self._check_caller(context)
             clock.start("read" if method == "Fetch" else "work")
-            yield clock
+            yield
             clock.start("end")
             context.set_trailing_metadata((*self._trailer(), (OWN_TIME_KEY, str(_own_microseconds(clock)))))
         except WeightServerError as error:
@@ -138,6 +160,12 @@ class Calls:
             return future.result()
         finally:
             clock.start(stage)
+
+
+def _only(requests: Iterator[Any]) -> Any:
+    for request in requests:
+        return request
+    raise InvalidRequestError("the call contains no message")
 
 
 def _own_microseconds(clock: StageClock) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from weightserver.common.stages import StageClock
+from weightserver.common.stages import StageClock, call_clock
+from weightserver.core.errors import InvalidRequestError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     CHUNK_BYTES,
     MAX_NAME_CHARACTERS,
+    ONE_MESSAGE_KEY,
     named_rows,
     spec_from_proto,
     to_bytes,
@@ -64,141 +67,143 @@ class WeightServerService:
         self._shard = shard
         self._metrics = metrics.rows
         self._memory = memory
-        self._calls = Calls(
+        self.calls = Calls(
             shard, committer, metrics.calls, slow_seconds=slow_seconds, on_storage_error=on_storage_error
         )
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
-        with self._calls.answering("Describe", context):
-            self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)
-            return describe_response(self._shard)
+        self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)
+        return describe_response(self._shard)
 
     def CreateTable(self, request: pb.CreateTableRequest, context: grpc.ServicerContext) -> pb.CreateTableResponse:
-        with self._calls.answering("CreateTable", context):
-            spec, before = spec_from_proto(request.spec), self._shard.spec
-            epoch = request.epoch if request.HasField("epoch") else None
-            require_id(request.identity, "identity", optional=True)
-            identity = self._calls.commit(
-                context, lambda batch: self._shard.create_table(batch, spec, request.identity, epoch)
-            )
-            if before is None:
-                _log.info("table created", extra=asdict(spec))
-            return pb.CreateTableResponse(identity=identity)
+        spec, before = spec_from_proto(request.spec), self._shard.spec
+        epoch = request.epoch if request.HasField("epoch") else None
+        require_id(request.identity, "identity", optional=True)
+        identity = self.calls.commit(
+            context, lambda batch: self._shard.create_table(batch, spec, request.identity, epoch)
+        )
+        if before is None:
+            _log.info("table created", extra=asdict(spec))
+        return pb.CreateTableResponse(identity=identity)
 
     def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
-        with self._calls.answering("ExtendTable", context):
-            self._shard.check_table(request.table)
-            epoch = request.epoch if request.HasField("epoch") else None
-            if self._calls.commit(context, lambda batch: self._shard.extend_table(batch, request.num_rows, epoch)):
-                _log.info("table extended", extra={"num_rows": request.num_rows})
-            return pb.ExtendTableResponse()
+        self._shard.check_table(request.table)
+        epoch = request.epoch if request.HasField("epoch") else None
+        if self.calls.commit(context, lambda batch: self._shard.extend_table(batch, request.num_rows, epoch)):
+            _log.info("table extended", extra={"num_rows": request.num_rows})
+        return pb.ExtendTableResponse()
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
-        with self._calls.answering("DropTable", context):
-            epoch = request.epoch if request.HasField("epoch") else None
-            before = self._shard.state
-            self._calls.commit(context, lambda batch: self._shard.drop_table(batch, epoch))
-            _log.info("table dropped", extra={"run": before.run, "stored_rows": before.rows_stored})
-            return pb.DropTableResponse()
+        epoch = request.epoch if request.HasField("epoch") else None
+        before = self._shard.state
+        self.calls.commit(context, lambda batch: self._shard.drop_table(batch, epoch))
+        _log.info("table dropped", extra={"run": before.run, "stored_rows": before.rows_stored})
+        return pb.DropTableResponse()
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
-        with self._calls.answering("OpenSession", context):
-            require(request.epoch > 0, "epoch must be positive")
-            require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
-            if request.opener or not request.join:  # joining an epoch that nobody opened needs no opener
-                require_id(request.opener, "opener")
-            self._shard.require_table()
-            if request.join:
-                self._shard.join_session(request.epoch, request.opener)
-            else:
-                peers = self._peers(request.peers)
-                self._calls.commit(
-                    context,
-                    lambda batch: self._shard.open_session(
-                        batch,
-                        request.name,
-                        request.epoch,
-                        request.opener,
-                        peers=peers,
-                        force=request.force,
-                    ),
-                )
-                _log.info("session opened", extra={"run": request.name})
-            return pb.OpenSessionResponse()
-
-    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Yields serialized FetchResponses."""
-        with self._calls.answering("Fetch", context) as clock:
-            self._shard.check_table(request.table)
-            named = named_rows(request.rows)
-            self._memory.reserve(fetch_bytes(self._shard.require_table().spec, named.count), context)
-            rows = named.array()
-            self._shard.check_rows(rows)
-            step = None if request.raw else request.step
-            chunks = self._shard.fetch(
-                rows,
-                step=step,
-                state=request.state,
-                checkpoint=request.checkpoint or None,
-                checkpoint_id=request.identity,
-                rates=given_rates(request.rates),
-                clock=clock,
+        require(request.epoch > 0, "epoch must be positive")
+        require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
+        if request.opener or not request.join:  # joining an epoch that nobody opened needs no opener
+            require_id(request.opener, "opener")
+        self._shard.require_table()
+        if request.join:
+            self._shard.join_session(request.epoch, request.opener)
+        else:
+            peers = self._peers(request.peers)
+            self.calls.commit(
+                context,
+                lambda batch: self._shard.open_session(
+                    batch,
+                    request.name,
+                    request.epoch,
+                    request.opener,
+                    peers=peers,
+                    force=request.force,
+                ),
             )
-            self._metrics.requested("fetch", len(rows))
-            num_rows = num_bytes = 0
-            try:
-                for part, message in _encoded(chunks, clock):
-                    clock.start("send")
-                    num_rows += part
-                    num_bytes += len(message)
-                    yield message
-            finally:
-                self._metrics.fetched(num_rows, num_bytes)
-            clock.start("end")
-            self._metrics.fetch_stages(clock.seconds)
+            _log.info("session opened", extra={"run": request.name})
+        return pb.OpenSessionResponse()
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Generator[bytes, None, None]:
+        """Yields serialized FetchResponses."""
+        clock = call_clock()
+        self._shard.check_table(request.table)
+        named = named_rows(request.rows)
+        self._memory.reserve(fetch_bytes(self._shard.require_table().spec, named.count), context)
+        rows = named.array()
+        self._shard.check_rows(rows)
+        step = None if request.raw else request.step
+        chunks = self._shard.fetch(
+            rows,
+            step=step,
+            state=request.state,
+            checkpoint=request.checkpoint or None,
+            checkpoint_id=request.identity,
+            rates=given_rates(request.rates),
+            clock=clock,
+        )
+        self._metrics.requested("fetch", len(rows))
+        num_rows = num_bytes = 0
+        try:
+            for part, message in _encoded(chunks, clock):
+                clock.start("send")
+                num_rows += part
+                num_bytes += len(message)
+                yield message
+        finally:
+            self._metrics.fetched(num_rows, num_bytes)
+        clock.start("end")
+        self._metrics.fetch_stages(clock.seconds)
+
+    def fetch_at_once(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> bytes:
+        """The only message of a fetch, which gRPC sends together with the status."""
+        with closing(self.Fetch(request, context)) as messages:
+            message = next(messages, None)
+            if message is None or next(messages, None) is not None:
+                raise InvalidRequestError(
+                    f"the answer is not one message: ask for fewer rows, or omit {ONE_MESSAGE_KEY}"
+                )
+            return message
 
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("PushGradients", context) as clock:
-            reserve = partial(self._memory.reserve, context=context)
-            write = receive(request_iterator, ("gradients",), self._shard, reserve)
-            header, rows, (gradients,) = write.header, write.rows(), write.values()
-            self._shard.check_rows(rows)
-            applied = self._calls.commit(
-                context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients)
-            )
-            self._metrics.requested("push", len(rows))
-            self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
-            clock.start("end")
-            self._metrics.write_stages(clock.seconds)
-            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        clock = call_clock()
+        reserve = partial(self._memory.reserve, context=context)
+        write = receive(request_iterator, ("gradients",), self._shard, reserve)
+        header, rows, (gradients,) = write.header, write.rows(), write.values()
+        self._shard.check_rows(rows)
+        applied = self.calls.commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
+        self._metrics.requested("push", len(rows))
+        self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
+        clock.start("end")
+        self._metrics.write_stages(clock.seconds)
+        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        with self._calls.answering("WriteState", context) as clock:
-            reserve = partial(self._memory.reserve, context=context)
-            write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserve)
-            header, rows, (weight, momentum) = write.header, write.rows(), write.values()
-            last_step = write.last_step()
-            self._shard.check_rows(rows)
-            applied = self._calls.commit(
-                context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
-            )
-            self._metrics.requested("write_state", len(rows))
-            self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
-            clock.start("end")
-            self._metrics.write_stages(clock.seconds)
-            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        clock = call_clock()
+        reserve = partial(self._memory.reserve, context=context)
+        write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserve)
+        header, rows, (weight, momentum) = write.header, write.rows(), write.values()
+        last_step = write.last_step()
+        self._shard.check_rows(rows)
+        applied = self.calls.commit(
+            context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
+        )
+        self._metrics.requested("write_state", len(rows))
+        self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+        clock.start("end")
+        self._metrics.write_stages(clock.seconds)
+        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
-        with self._calls.answering("SettleWrite", context):
-            check_header(request.header)
-            self._shard.check_table(request.header.table)
-            header = write_header(request.header)
-            applied = self._calls.commit(context, lambda batch: self._shard.settle_write(batch, header))
-            return pb.SettleWriteResponse(applied=applied)
+        check_header(request.header)
+        self._shard.check_table(request.header.table)
+        header = write_header(request.header)
+        applied = self.calls.commit(context, lambda batch: self._shard.settle_write(batch, header))
+        return pb.SettleWriteResponse(applied=applied)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         def take(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
@@ -229,19 +234,17 @@ class WeightServerService:
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
     def ReadBlocks(self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext) -> pb.ReadBlocksResponse:
-        with self._calls.answering("ReadBlocks", context):
-            self._shard.check_table(request.table)
-            check_name(request.checkpoint)
-            require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
-            num_bytes = max(READ_BYTES, self._shard.require_table().codec.num_bytes)
-            self._memory.reserve(answer_bytes(num_bytes), context)
-            return read_blocks_response(self._shard, request)
+        self._shard.check_table(request.table)
+        check_name(request.checkpoint)
+        require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
+        num_bytes = max(READ_BYTES, self._shard.require_table().codec.num_bytes)
+        self._memory.reserve(answer_bytes(num_bytes), context)
+        return read_blocks_response(self._shard, request)
 
     def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:
-        with self._calls.answering("ReadSchedule", context):
-            require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
-            self._memory.reserve(answer_bytes(CHUNK_BYTES), context)
-            return pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
+        require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")
+        self._memory.reserve(answer_bytes(CHUNK_BYTES), context)
+        return pb.ReadScheduleResponse(learning_rates=to_bytes(self._shard.learning_rates(request.start_step)))
 
     def _peers(self, marks: Sequence[str]) -> list[str]:
         """Raises InvalidRequestError unless `marks` is empty or has one valid mark per shard."""
@@ -257,18 +260,17 @@ class WeightServerService:
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
-        with self._calls.answering(method, context):
-            check_header(request.header)
-            self._shard.check_table(request.header.table)
-            name = request.name
-            check_name(name)
-            require(request.header.step >= 0, "step must not be negative")
-            require_id(request.identity, "identity", optional=True)
-            header, checkpoint_id = write_header(request.header), request.identity
-            applied = self._calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
-            if applied:
-                _log.info(_EVENTS[method], extra={"checkpoint": name})
-            return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        check_header(request.header)
+        self._shard.check_table(request.header.table)
+        name = request.name
+        check_name(name)
+        require(request.header.step >= 0, "step must not be negative")
+        require_id(request.identity, "identity", optional=True)
+        header, checkpoint_id = write_header(request.header), request.identity
+        applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
+        if applied:
+            _log.info(_EVENTS[method], extra={"checkpoint": name})
+        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
 
 def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, bytes]]:
@@ -278,21 +280,35 @@ def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, b
         yield len(chunk.weight), chunk.serialized()
 
 
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """The handlers by method, and that of a fetch whose caller wants one message."""
+
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler], fetch_at_once: grpc.RpcMethodHandler) -> None:
+        self._handlers = handlers
+        self._fetch_at_once = fetch_at_once
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        if method == f"/{NAME}/Fetch" and any(key == ONE_MESSAGE_KEY for key, _ in metadata):
+            return self._fetch_at_once
+        return self._handlers.get(method)
+
+
 def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
-    """Registers every method of the contract. Only Fetch serializes its answers itself."""
-    contract = pb.DESCRIPTOR.services_by_name["WeightServer"]
-    handlers = {}
-    for method in contract.methods:
-        if method.client_streaming:
-            kind = grpc.stream_unary_rpc_method_handler
-        elif method.server_streaming:
-            kind = grpc.unary_stream_rpc_method_handler
-        else:
-            kind = grpc.unary_unary_rpc_method_handler
+    """Registers every method of the contract. All read their requests as streams: see `admission`. Fetch serializes its
+    answers itself.
+    """
+    calls, handlers = service.calls, {}
+    for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods:
         request, response = (GetMessageClass(message) for message in (method.input_type, method.output_type))
-        handlers[method.name] = kind(
-            getattr(service, method.name),
-            request_deserializer=request.FromString,
-            response_serializer=None if method.name == "Fetch" else response.SerializeToString,
-        )
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(contract.full_name, handlers)])
+        behaviour = getattr(service, method.name)
+        if method.server_streaming:
+            answer = calls.answer_in_parts(method.name, behaviour)
+            handler = grpc.stream_stream_rpc_method_handler(answer, request.FromString)
+        else:
+            answer = calls.answer(method.name, behaviour, of_one=not method.client_streaming)
+            handler = grpc.stream_unary_rpc_method_handler(answer, request.FromString, response.SerializeToString)
+        handlers[f"/{NAME}/{method.name}"] = handler
+    at_once = calls.answer("Fetch", service.fetch_at_once, of_one=True)
+    fetch_at_once = grpc.stream_unary_rpc_method_handler(at_once, pb.FetchRequest.FromString)
+    server.add_generic_rpc_handlers([_Handlers(handlers, fetch_at_once)])
