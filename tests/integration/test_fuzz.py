@@ -142,9 +142,7 @@ class Inputs:
             elif field.type == field.TYPE_BYTES:
                 setattr(message, field.name, self._field_bytes(field.name))
             elif field.cpp_type == field.CPPTYPE_STRING:
-                setattr(
-                    message, field.name, r.choice(["a", "a", "b", "", "n" * 257, "zwei\nZeilen", "\U0001d6c8" * 256])
-                )
+                setattr(message, field.name, r.choice([*"aaaaaab", "", "n" * 257, "zwei\nZeilen", "\U0001d6c8" * 256]))
             else:
                 signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64)
                 bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32) else 64
