@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from weightserver.client import agreement
+from weightserver.client import agreement, threads
 from weightserver.client.agreement import Answers
 from weightserver.client.fan_out import Shards, is_not_applied
 from weightserver.client.rates import CarriedRates
@@ -131,4 +131,4 @@ class CheckpointCaller:
             header = self._writer.header(number, step=step, table=self._table)
             return connections[shard].call(method, make_request(header=header), rates=rates)
 
-        return self._shards.outcomes(change, zip(range(len(connections)) if shards is None else shards, strict=False))
+        return threads.outcomes(change, zip(range(len(connections)) if shards is None else shards, strict=False))

@@ -223,7 +223,7 @@ class WeightClient(Closing):
 
     def _open(self, answers: agreement.Answers, name: str, *, force: bool = False) -> int:
         session = self._writer.enter(lambda: session_caller.open_session(self._shards, answers, name, force=force))
-        self._shards.data_loss = None  # each shard holds what this client knows it to have acknowledged
+        self._shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged
         return session.epoch
 
     def _join(self, answers: agreement.Answers, epoch: int) -> int:

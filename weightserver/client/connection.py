@@ -128,6 +128,8 @@ class ShardConnection:
         self._lock = threading.Lock()
         self.acknowledged = ""
         """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
+        self.data_loss: DataLossError | None = None
+        """The last one that a call raised."""
         self._closed = False
         self._credentials = credentials
         self._channel = _Channel(address, credentials)
@@ -285,8 +287,10 @@ class ShardConnection:
                 if retries.is_spent:
                     raise self._unanswered(failure, retries)
                 retries.pause()
-        except BaseException:
+        except BaseException as error:
             call.gave_up = True
+            if isinstance(error, DataLossError):
+                self.data_loss = error
             raise
         finally:
             self.watch.ended(call)

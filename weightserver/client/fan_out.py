@@ -32,8 +32,6 @@ class Shards:
     def __init__(self, addresses: Sequence[str], *, retry_seconds: float, **options: Any) -> None:
         self.watch = CallWatch(retry_seconds)
         weakref.finalize(self, self.watch.end)
-        self.data_loss: DataLossError | None = None
-        """The last one that a call of a shard raised."""
         self._addresses = list(addresses)
         self._options = options | {"retry_seconds": retry_seconds, "watch": self.watch}
         self._lock = threading.Lock()
@@ -42,18 +40,11 @@ class Shards:
 
     # ---- calls
 
-    def in_parallel(self, call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
+    @staticmethod
+    def in_parallel(call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
         """Calls once for each shard's arguments; all the calls end before the first error is raised."""
-        outcomes = self.outcomes(call, arguments)
-        raise_first(outcomes)
-        return outcomes
-
-    def outcomes(self, call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Calls once for each shard's arguments; returns the answers, and the errors of calls that raised."""
         outcomes = threads.outcomes(call, arguments)
-        for outcome in outcomes:
-            if isinstance(outcome, DataLossError):
-                self.data_loss = outcome
+        raise_first(outcomes)
         return outcomes
 
     def call_all(self, method: str, request: Message) -> list[Any]:
@@ -67,6 +58,15 @@ class Shards:
         return [connection.acknowledged for connection in self.connections()]
 
     # ---- connections
+
+    @property
+    def data_loss(self) -> DataLossError | None:
+        """One that a call of a shard raised since `forget_data_loss`."""
+        return next((shard.data_loss for shard in self._connections or () if shard.data_loss), None)
+
+    def forget_data_loss(self) -> None:
+        for connection in self.connections():
+            connection.data_loss = None
 
     @property
     def names(self) -> list[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import ClusterError
 from weightserver.core.precision import Precision
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_ROWS, decode_fetch_response, rows_to_proto
 
-Output = tuple[Float32Array, Float32Array | None, Int64Array | None]
-"""weight [n, D], momentum_buffer [n, D] and last_step [n]; None for what was not asked for."""
+Output = Sequence[npt.NDArray[Any] | None]
+"""weight float32 [n, D], momentum_buffer float32 [n, D] and last_step int64 [n]; None for what was not asked for."""
 
 
 class BorrowedArrays:
@@ -66,7 +68,9 @@ class FetchedRows:
         self._positions = positions
         self._out = out
         self._precision = precision
-        self._row_bytes: int = precision.dtype.itemsize * out[0].shape[1]
+        weight = out[0]
+        assert weight is not None
+        self._row_bytes: int = precision.dtype.itemsize * weight.shape[1]
         self._borrowed = borrowed
         self.num_rows = len(self._rows)
         self.num_asked = 0

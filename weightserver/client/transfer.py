@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,15 +13,15 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
+from weightserver.client import threads
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import STATISTICS
-from weightserver.client.connection import BegunFetch, ShardConnection
+from weightserver.client.connection import BegunFetch
 from weightserver.client.fan_out import Shards, is_not_applied
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
 from weightserver.client.writer import Writer
 from weightserver.core.arrays import Int64Array, StoredArray
-from weightserver.core.errors import DataLossError
 from weightserver.core.precision import Precision
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -37,72 +37,43 @@ def fetch_rows(
     out: Output,
     precision: Precision,
 ) -> None:
-    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
-    if is_strictly_increasing(rows):
-        _fetch_distinct(shards, sharding, request, rates, rows, out, precision)
-        return
-    distinct, inverse = np.unique(rows, return_inverse=True)
+    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]).
 
-    def distinct_like(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.empty((len(distinct), *array.shape[1:]), array.dtype)
-
-    weight, momentum_buffer, last_step = out
-    fetched: Output = (
-        distinct_like(weight),
-        None if momentum_buffer is None else distinct_like(momentum_buffer),
-        None if last_step is None else distinct_like(last_step),
-    )
-    _fetch_distinct(shards, sharding, request, rates, distinct, fetched, precision)
-    for whole, part in zip(out, fetched, strict=True):
-        if whole is not None and part is not None:
-            whole[:] = part[inverse]
-
-
-def _fetch_distinct(
-    shards: Shards,
-    sharding: Sharding,
-    request: pb.FetchRequest,
-    rates: CarriedRates | None,
-    rows: Int64Array,
-    out: Output,
-    precision: Precision,
-) -> None:
-    """Fetches strictly increasing rows (int64 [n])."""
-    connections, started = shards.connections(), time.monotonic()
+    One thread fetches a few rows from several shards: it sends all requests before it receives the first answer.
+    """
+    connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
+    if not (in_order := is_strictly_increasing(rows)):
+        distinct, inverse = np.unique(rows, return_inverse=True)
+        fetched = [None if array is None else _empty_like(array, len(distinct)) for array in out]
     with BorrowedArrays() as borrowed:
         parts = [
-            (connections[shard], FetchedRows(rows, positions, out, precision, borrowed))
-            for shard, positions in sharding.positions_by_shard(rows).items()
+            (connections[shard], FetchedRows(distinct, positions, fetched, precision, borrowed))
+            for shard, positions in sharding.positions_by_shard(distinct).items()
         ]
-        if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) <= CHUNK_BYTES:
-            _fetch_by_one_thread(shards, request, rates, parts)
-        else:
+        if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) > CHUNK_BYTES:
             shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
+        else:
+            begun: list[BegunFetch | None] = []
+            try:
+                for connection, part in parts[1:]:
+                    begun.append(connection.begin_fetch(request, rates, part))
+                for (connection, part), first in zip(parts, [None, *begun], strict=False):
+                    connection.fetch(request, rates, part, first)
+            finally:
+                for first in begun:
+                    if first is not None:
+                        first.answer.cancel()
+    if not in_order:
+        for whole, values in zip(out, fetched, strict=True):
+            if whole is not None and values is not None:
+                whole[:] = values[inverse]
     known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
     slowest = max(known) if known and len(known) == len(parts) else None
     STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
 
 
-def _fetch_by_one_thread(
-    shards: Shards,
-    request: pb.FetchRequest,
-    rates: CarriedRates | None,
-    parts: Sequence[tuple[ShardConnection, FetchedRows]],
-) -> None:
-    """Fetches few rows from each of several shards: one thread is faster than several."""
-    begun: list[BegunFetch | None] = []
-    try:
-        for connection, part in parts:
-            begun.append(connection.begin_fetch(request, rates, part))
-        for (connection, part), first in zip(parts, begun, strict=True):
-            connection.fetch(request, rates, part, first)
-    except DataLossError as error:
-        shards.data_loss = error
-        raise
-    finally:
-        for first in begun:
-            if first is not None:
-                first.answer.cancel()
+def _empty_like(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
+    return np.empty((num_rows, *array.shape[1:]), array.dtype)
 
 
 @dataclass(frozen=True)
@@ -187,7 +158,7 @@ def write_rows(
 
         rates.are_sent()
         with BorrowedArrays() as borrowed:
-            outcomes = shards.outcomes(send_to_shard, ((shard,) for shard in those))
+            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those))
         if is_not_applied(outcomes):
             rates.were_refused()
         elif not any(isinstance(outcome, BaseException) for outcome in outcomes):
