@@ -155,19 +155,18 @@ class _LmdbTransaction:
             found += [_newest(cursor, block, inverted) for block in numbers[len(found) : end]]
             end += _FAULT_CHECK_BLOCKS
             if faults_from_disk() > faults:
-                self._read_ahead(numbers[len(found) :], up_to)
+                self._read_ahead(found[-1], numbers[len(found) :], up_to)
                 faults = faults_from_disk()
         return found
 
-    def _read_ahead(self, blocks: Sequence[int], up_to: int) -> None:
-        """Reads blocks from the disk: all at once if they lie together in the file, as neighbours do, else in threads,
-        because LMDB waits for each page that it uses."""
-        if len(blocks) > 1:
-            first, last = (self.newest_block(block, up_to=up_to) for block in (blocks[0], blocks[-1]))
-            if first and last and 0 < address(last) - address(first) < _MOST_SPREAD * len(first) * len(blocks):
-                begin_reading(first, last)
-            else:
-                self._storage.touch(blocks[1:-1], up_to)
+    def _read_ahead(self, known: memoryview | None, blocks: Sequence[int], up_to: int) -> None:
+        """Reads the blocks after a known one from the disk: all at once if they lie together in the file, as neighbours
+        do, else in threads, because LMDB waits for each page that it uses."""
+        last = self.newest_block(blocks[-1], up_to=up_to) if blocks else None
+        if known and last and 0 < address(last) - address(known) < _MOST_SPREAD * len(last) * len(blocks):
+            begin_reading(known, last)
+        else:
+            self._storage.touch(blocks[:-1], up_to)
 
     def next_block(self, first: int) -> int | None:
         """The first block from number `first` on that has a version."""
