@@ -71,7 +71,7 @@ def fill(shard: Shard) -> None:
     with shard.batch() as batch:
         shard.open_session(batch, "benchmark", 1, bytes(16))
     values = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), dtype=np.float32)
-    header = WriteHeader(epoch=1, opener=bytes(16), writer=bytes(16), sequence=1, step=0)
+    header = WriteHeader(epoch=1, session_id=bytes(16), writer=bytes(16), sequence=1, step=0)
     with shard.batch() as batch:
         rows = np.arange(SPEC.num_rows)
         shard.write_state(batch, header, rows, values, values, np.zeros(len(rows), np.int64))

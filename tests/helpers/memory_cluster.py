@@ -226,9 +226,9 @@ class Message:
 
     @property
     def session(self) -> tuple[int, bytes]:
-        """Epoch and opener of the session in the request."""
+        """Epoch and id of the session in the request."""
         names = self.first.header if hasattr(self.first, "header") else self.first
-        return names.epoch, getattr(names, "opener", b"")
+        return names.epoch, getattr(names, "session_id", b"")
 
 
 @dataclass(frozen=True)

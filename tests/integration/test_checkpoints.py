@@ -141,7 +141,7 @@ def on_shard(cluster: LocalCluster, shard: int, method: str, request: object) ->
 def half_a_checkpoint(writer: WeightClient, cluster: LocalCluster) -> None:
     """A call that reached only shard 0."""
     opened = writer.call_shard(0, "Describe", pb.DescribeRequest())
-    header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
+    header = pb.WriteHeader(epoch=opened.epoch, session_id=opened.session_id, writer=b"h" * 16, sequence=1, step=1)
     header.rates.CopyFrom(writer._schedule.needed(1).message(0))
     on_shard(cluster, 0, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=b"i" * 16))
 
@@ -174,7 +174,7 @@ def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient, cluste
         with pytest.raises(NoTableError, match="shard 1 has no checkpoint 'half'"):
             call("half")
     opened = writer.call_shard(1, "Describe", pb.DescribeRequest())
-    header = pb.WriteHeader(epoch=opened.epoch, opener=opened.opener, writer=b"h" * 16, sequence=1, step=1)
+    header = pb.WriteHeader(epoch=opened.epoch, session_id=opened.session_id, writer=b"h" * 16, sequence=1, step=1)
     header.rates.CopyFrom(writer._schedule.needed(1).message(1))
     writer.call_shard(1, "Checkpoint", pb.CheckpointRequest(header=header, name="half", identity=bytes(16)))
     assert writer.checkpoints() == []

@@ -48,7 +48,7 @@ class Shard:
     def __init__(self, stub: WeightServerStub, epoch: int) -> None:
         self.stub = stub
         self.epoch = epoch
-        self.opener: bytes = self.describe().opener
+        self.session_id: bytes = self.describe().session_id
         self.sequence = 0
 
     def describe(self) -> pb.DescribeResponse:
@@ -56,7 +56,13 @@ class Shard:
 
     def header(self, **changes: object) -> pb.WriteHeader:
         self.sequence += 1
-        good = {"epoch": self.epoch, "opener": self.opener, "writer": b"c" * 16, "sequence": self.sequence, "step": 2}
+        good = {
+            "epoch": self.epoch,
+            "session_id": self.session_id,
+            "writer": b"c" * 16,
+            "sequence": self.sequence,
+            "step": 2,
+        }
         return pb.WriteHeader(**(good | {"num_rows": 2, "rates": RATES} | changes))  # type: ignore[arg-type]
 
     def fetch(self, rows: pb.Rows, step: int = 3, rates: pb.Rates | None = None, **more: Any) -> list[pb.FetchResponse]:
@@ -84,9 +90,9 @@ class Shard:
     def grow(self, num_rows: int, **more: int) -> pb.ExtendTableResponse:
         return self.stub.ExtendTable(pb.ExtendTableRequest(num_rows=num_rows, **more), timeout=60)
 
-    def open(self, epoch: int, opener: bytes = b"o" * 16, **more: object) -> object:
+    def open(self, epoch: int, session_id: bytes = b"o" * 16, **more: object) -> object:
         return self.stub.OpenSession(
-            pb.OpenSessionRequest(name="thief", epoch=epoch, opener=opener, **more),  # type: ignore[arg-type]
+            pb.OpenSessionRequest(name="thief", epoch=epoch, session_id=session_id, **more),  # type: ignore[arg-type]
             timeout=60,
         )
 
@@ -168,12 +174,12 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         ABORTED,
         "is not known, the newest is epoch .*: open a session first",
     ),
-    "push: a session of another opener": (
-        lambda s: s.push_rows(OK, opener=b"x" * 16),
+    "push: a session of another id": (
+        lambda s: s.push_rows(OK, session_id=b"x" * 16),
         ABORTED,
         r"is another one, epoch \d+ \(run 'owner'\): are all addresses of one cluster\? Open a session first",
     ),
-    "push: a session without its opener": (lambda s: s.push_rows(OK, opener=b""), ABORTED, "is another one"),
+    "push: a session without its id": (lambda s: s.push_rows(OK, session_id=b""), ABORTED, "is another one"),
     "push: fewer rows than announced": (
         lambda s: s.push_rows(OK, num_rows=3),
         INVALID,
@@ -273,15 +279,15 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
     "session: no epoch": (lambda s: s.open(0), INVALID, "epoch must be positive"),
     "session: a name too long": (
         lambda s: s.stub.OpenSession(
-            pb.OpenSessionRequest(name="n" * 257, epoch=s.epoch + 1, opener=b"o" * 16), timeout=10
+            pb.OpenSessionRequest(name="n" * 257, epoch=s.epoch + 1, session_id=b"o" * 16), timeout=10
         ),
         INVALID,
         "name has more than 256 characters",
     ),
-    "session: a short opener": (lambda s: s.open(s.epoch + 1, b"o"), INVALID, "opener must be 16 bytes"),
+    "session: a short id": (lambda s: s.open(s.epoch + 1, b"o"), INVALID, "session_id must be 16 bytes"),
     "session: the current epoch": (lambda s: s.open(s.epoch), ABORTED, "is not newer than epoch"),
     "session: joining the next epoch": (lambda s: s.open(s.epoch + 1, join=True), ABORTED, "is not known"),
-    "session: joining that of another opener": (
+    "session: joining that of another id": (
         lambda s: s.open(s.epoch, b"x" * 16, join=True),
         ABORTED,
         "of this shard is another one",
@@ -518,6 +524,6 @@ def test_no_session_uses_up_the_epochs(shard: Shard, beyond: int) -> None:
     newest = shard.describe().epoch
     epoch = min(newest + beyond, 2**64 - 1)
     with pytest.raises(grpc.RpcError, match="is far beyond epoch") as raised:
-        shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, opener=b"t" * 16), timeout=60)
+        shard.stub.OpenSession(pb.OpenSessionRequest(name="thief", epoch=epoch, session_id=b"t" * 16), timeout=60)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert shard.describe().epoch == newest

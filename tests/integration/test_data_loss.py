@@ -240,7 +240,7 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
 
 @pytest.mark.guard
 def test_a_session_is_more_than_its_number(place: Place) -> None:
-    """The same epoch with another opener is another session, as if a copy of both shards was served meanwhile."""
+    """The same epoch with another session id is another session, as if a copy of both shards was served meanwhile."""
     place.push()
     copies = [place.copy(shard, f"copy-{shard}") for shard in range(2)]
     with place.connect() as newer:
@@ -427,8 +427,10 @@ def test_a_session_opened_halfway_reopens_without_force(place: Place, tmp_path: 
         place.cluster.restart(1)
         assert other.describe().epoch == 1
         place.kill(1)
-        opener, half = other.call_shard(0, "Describe", pb.DescribeRequest()), b"h" * 16
-        other.call_shard(0, "OpenSession", pb.OpenSessionRequest(name="half", epoch=opener.epoch + 1, opener=half))
+        described, half = other.call_shard(0, "Describe", pb.DescribeRequest()), b"h" * 16
+        other.call_shard(
+            0, "OpenSession", pb.OpenSessionRequest(name="half", epoch=described.epoch + 1, session_id=half)
+        )
     place.cluster.restart(1)
     with place.connect() as later:
         later.open_session("later")

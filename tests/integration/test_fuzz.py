@@ -62,8 +62,8 @@ class Inputs:
         """The table that requests may name."""
         self.spec: TableSpec | None = None
         """The spec of the table."""
-        self.opener = b"o" * 16
-        """The opener that requests may name."""
+        self.session_id = b"o" * 16
+        """The session id that requests may name."""
 
     def metadata(self, mark: str) -> tuple[Metadata, set[str]]:
         """Returns a call's metadata, mostly valid for a shard with that mark, and the errors allowed if it is not
@@ -175,9 +175,9 @@ class Inputs:
         r = self._random
         if r.random() < 0.08:
             return r.randbytes(r.choice([0, 1, 8, 15, 16, 100]))
-        if name == "opener" and r.random() < 0.85:
-            return self.opener
-        if name in ("writer", "opener", "identity"):
+        if name == "session_id" and r.random() < 0.85:
+            return self.session_id
+        if name in ("writer", "session_id", "identity"):
             return bytes([r.randrange(100 if name == "writer" else 3)]) * 16  # a writer's numbers only grow
         if name == "ranges":
             return b"" if r.random() < 0.8 else struct.pack("<2q", *(self._signed() for _ in range(2)))
@@ -291,7 +291,7 @@ def test_handlers(count: int) -> None:
         inputs = Inputs(seed=0, epoch=0)
         for number in range(count):
             state = place.shard.state
-            inputs._epoch, inputs.opener = state.epoch, bytes.fromhex(state.opener)
+            inputs._epoch, inputs.session_id = state.epoch, bytes.fromhex(state.session_id)
             if number % 500 == 499 or (
                 place.shard.spec not in SPECS and (place.shard.spec is None or number % 50 == 0)
             ):
@@ -333,7 +333,7 @@ def test_handlers(count: int) -> None:
         opened = place.shard.state.epoch + 1
         for request in (
             pb.DescribeRequest(),
-            pb.OpenSessionRequest(name="next", epoch=opened, opener=b"n" * 16),
+            pb.OpenSessionRequest(name="next", epoch=opened, session_id=b"n" * 16),
             pb.DropTableRequest(epoch=opened),
             pb.DescribeRequest(),
         ):
@@ -357,7 +357,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
         client.push_gradients(np.arange(40), np.ones((40, 2), np.float32), step=1)
         client.checkpoint("kept", step=2)
         with raw_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
-            opening = pb.OpenSessionRequest(name="owner", epoch=1_000_003, opener=b"o" * 16)
+            opening = pb.OpenSessionRequest(name="owner", epoch=1_000_003, session_id=b"o" * 16)
             WeightServerStub(channel).OpenSession(opening, timeout=10)
         yield cluster, client
     assert "Traceback" not in (directory / "shard-0.log").read_text()

@@ -52,7 +52,7 @@ class Crowd:
         client.create_table(SPEC)
         client.extend_schedule(0, np.ones(10, np.float32))
         self.epoch = client.open_session("crowd")
-        self.opener: bytes = client.call_shard(0, "Describe", pb.DescribeRequest()).opener
+        self.session_id: bytes = client.call_shard(0, "Describe", pb.DescribeRequest()).session_id
         self._channels = [versioned(grpc.insecure_channel(cluster.addresses[0], [("crowd", n)])) for n in range(8)]
         self._calls: list[Any] = []
         self._left, self._end = threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ class Crowd:
     def header(self, number: int, num_rows: int, num_blocks: int | None = None) -> pb.WriteHeader:
         return pb.WriteHeader(
             epoch=self.epoch,
-            opener=self.opener,
+            session_id=self.session_id,
             writer=number.to_bytes(16, "big"),
             sequence=1,
             num_rows=num_rows,
@@ -404,7 +404,7 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     assert began.wait(10)
     rates = pb.Rates(learning_rates=np.ones(5, np.float32).tobytes())
     header = pb.WriteHeader(
-        epoch=1, opener=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2, num_blocks=1, rates=rates
+        epoch=1, session_id=b"o" * 16, writer=b"w" * 16, sequence=1, num_rows=2, num_blocks=1, rates=rates
     )
     message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(2)), gradients=bytes(8 * SPEC.dim))
     with ThreadPoolExecutor(1) as pool:

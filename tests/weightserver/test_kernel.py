@@ -32,7 +32,7 @@ from weightserver.shard import writing
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
-OPENER = b"o" * 16
+SESSION_ID = b"o" * 16
 SIZES = (1e-42, 1e-3, 1.0, 1e9, 1e12, 1e37)
 """Of values: subnormal ones, usual ones, and some that overflow."""
 
@@ -70,7 +70,7 @@ class Filled:
         with self.shard.batch() as batch:
             self.shard.create_table(batch, spec)
         with self.shard.batch() as batch:
-            self.shard.open_session(batch, "run", 1, OPENER)
+            self.shard.open_session(batch, "run", 1, SESSION_ID)
         rows = self.some_rows()
         values = self.values(2, len(rows), size=size)
         last_step = generator.integers(0, self.horizon, len(rows), endpoint=True)
@@ -87,7 +87,7 @@ class Filled:
             make_earlier(txn, self.spec, lambda _: self.generator.random() < share, of_0_1=of_0_1)
 
     def header(self, sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, self.rates)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, self.rates)
 
     def some_rows(self) -> Int64Array:
         share = self.generator.choice([0.05, 0.5, 1.0])

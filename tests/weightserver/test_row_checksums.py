@@ -29,7 +29,7 @@ LARGE = TableSpec(num_rows=1_000, dim=128)
 """Blocks of 16 groups, the last of 3 rows."""
 BLOCK = 3
 ALL = slice(0, None)
-OPENER = b"o" * 16
+SESSION_ID = b"o" * 16
 RATES = naming(np.full(200, 0.1))
 
 
@@ -96,7 +96,7 @@ class Stored:
         with self.shard.batch() as batch:
             self.shard.create_table(batch, self.spec)
         with self.shard.batch() as batch:
-            self.shard.open_session(batch, "run", 1, OPENER)
+            self.shard.open_session(batch, "run", 1, SESSION_ID)
         for number, block in self.blocks.items():
             self[number] = block
 
@@ -123,7 +123,7 @@ class Stored:
 
     def header(self) -> WriteHeader:
         self.sequence += 1
-        return WriteHeader(1, OPENER, b"w" * 16, self.sequence, self.clock, RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, self.sequence, self.clock, RATES)
 
     def push(self, slots: Any, block: int = BLOCK, *, value: float = 1.0) -> None:
         """Each push is a step."""

@@ -51,7 +51,7 @@ from weightserver.storage.interface import NEWEST
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
-OPENER = b"o" * 16
+SESSION_ID = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
 GRADIENT = np.ones((3, 4), np.float32)
@@ -70,7 +70,7 @@ class Served:
         return self.committer.submit(operation).result(60)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
-        header = WriteHeader(epoch, OPENER, writer, sequence, step, rates=RATES)
+        header = WriteHeader(epoch, SESSION_ID, writer, sequence, step, rates=RATES)
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
@@ -86,7 +86,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER))
+    served.do(lambda batch: served.shard.open_session(batch, "first", 1, SESSION_ID))
     yield served
     served.close()
 
@@ -118,7 +118,9 @@ def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
 
 def test_sessions_fence(served: Served) -> None:
     served.push(1)
-    assert served.do(lambda batch: served.shard.open_session(batch, "first", 1, OPENER)) is None  # a repeated attempt
+    assert (
+        served.do(lambda batch: served.shard.open_session(batch, "first", 1, SESSION_ID)) is None
+    )  # a repeated attempt
     with pytest.raises(FencedError, match="not newer than epoch 1"):
         served.do(lambda batch: served.shard.open_session(batch, "thief", 1, b"p" * 16))
     served.do(lambda batch: served.shard.open_session(batch, "second", 5, b"q" * 16))
@@ -128,7 +130,7 @@ def test_sessions_fence(served: Served) -> None:
     with pytest.raises(FencedError, match="session 6 is not known"):
         served.push(2, epoch=6)
     with pytest.raises(FencedError):
-        served.shard.join_session(1, OPENER)
+        served.shard.join_session(1, SESSION_ID)
     served.shard.join_session(5, b"q" * 16)
     assert np.array_equal(served.weights(), before)
 
@@ -186,7 +188,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     blocked = served.committer.submit(block)
     assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, OPENER, b"w" * 16, sequence, 5, rates=RATES) for sequence in (1, 2, 3)]
+    headers = [WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 5, rates=RATES) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: WriteTransaction) -> None:
@@ -264,7 +266,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
     def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
 
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -309,7 +311,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
 
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
@@ -338,17 +340,17 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
     assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
 
 
-def test_an_epoch_without_an_opener_refuses_writes(served: Served, tmp_path: Path) -> None:
+def test_an_epoch_without_a_session_id_refuses_writes(served: Served, tmp_path: Path) -> None:
     """A restored shard has the epoch of its backup; a writer of that epoch may still run."""
     with served.storage.write() as txn:
-        write_state(txn, replace(read_state(txn), opener=""))
+        write_state(txn, replace(read_state(txn), session_id=""))
     served.close()
     again = Served(tmp_path)
     try:
         with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
             again.push(1)
         with pytest.raises(FencedError):
-            again.shard.join_session(1, OPENER)
+            again.shard.join_session(1, SESSION_ID)
         again.do(lambda batch: again.shard.open_session(batch, "next", 2, b"o" * 16))
         assert again.push(1, epoch=2) is True
     finally:
@@ -425,7 +427,7 @@ def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: 
 def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
     with closing(Served(tmp_path)) as served:
         served.do(lambda batch: served.shard.create_table(batch, SPEC))
-        served.do(lambda batch: served.shard.open_session(batch, "live", 1, OPENER))
+        served.do(lambda batch: served.shard.open_session(batch, "live", 1, SESSION_ID))
         served.push(1, step=2)
         # LMDB forbids opening an environment twice in one process.
         done = subprocess.run(
@@ -452,7 +454,9 @@ def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
             for mark in marks:
                 served.shard.check_acknowledged(mark)
             if number != 2:
-                served.do(lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, OPENER))
+                served.do(
+                    lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, SESSION_ID)
+                )
             marks.append(served.shard.state.mark)
             incarnation, commit = split_mark(marks[-1])
             for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
@@ -485,7 +489,7 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, step, rates=RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
 
     for number in range(1, 7):
         served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
@@ -507,7 +511,7 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
         served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
 
 
-def test_a_write_names_its_sessions_opener(served: Served) -> None:
+def test_a_write_names_its_session(served: Served) -> None:
     """Another session may have the same number on other shards, or after a restore."""
     header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, rates=RATES)
     before = served.weights()
@@ -531,7 +535,7 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be a thousand of them."""
-    header = WriteHeader(1, OPENER, b"c" * 16, 1, 0, rates=RATES)
+    header = WriteHeader(1, SESSION_ID, b"c" * 16, 1, 0, rates=RATES)
     served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
     written = []
     put_json = records.put_json
@@ -583,7 +587,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     num_swept = 0
 
     def change(method: Callable[..., object], *arguments: object) -> None:
-        header = WriteHeader(1, OPENER, b"w" * 16, next(sequence), 0, rates=RATES)
+        header = WriteHeader(1, SESSION_ID, b"w" * 16, next(sequence), 0, rates=RATES)
         served.do(lambda batch: method(batch, header, *arguments))
 
     for _ in range(150):
@@ -630,7 +634,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 
 def test_a_failed_sweep_is_repeated(served: Served) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, rates=RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
 
     sweep(served)  # what the start left to look at
     served.push(1)
@@ -655,7 +659,7 @@ def test_a_failed_sweep_is_repeated(served: Served) -> None:
 
 def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, OPENER, b"w" * 16, sequence, 0, rates=RATES)
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
 
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)

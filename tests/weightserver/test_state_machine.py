@@ -170,7 +170,7 @@ class ShardModel:
 
     state: State
     num_rows: int
-    opener: bytes = b""
+    session_id: bytes = b""
     applied: frozenset[int] = frozenset()
     """Calls that were applied, including those that a rollback has undone."""
     given_up: frozenset[int] = frozenset()
@@ -190,8 +190,8 @@ class ShardModel:
 
     @property
     def session(self) -> tuple[int, bytes]:
-        """Epoch and opener."""
-        return self.state.epoch, self.opener
+        """Epoch and session id."""
+        return self.state.epoch, self.session_id
 
     def has_settled(self, header: pb.WriteHeader) -> bool:
         """Whether that write must no longer be applied."""
@@ -675,12 +675,12 @@ class Machine(RuleBasedStateMachine):
         shard, made = self.shards[number], message.run.call
         if message.method == "OpenSession":
             if message.session != shard.session:
-                epoch, shard.opener = message.session
+                epoch, shard.session_id = message.session
                 assert epoch > shard.state.epoch, (message, "goes back to an older session")
                 shard.state = replace(shard.state, epoch=epoch)
                 if "force" in made.call.arguments:
                     self.num_timelines += 1
-                    shard.timeline = number, shard.opener
+                    shard.timeline = number, shard.session_id
                 else:
                     shard.peers = message.run.knew
         elif message.method == "ExtendTable":

@@ -117,8 +117,8 @@ def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
             )
     first_of_epoch: dict[int, pb.DescribeResponse] = {}
     for answer, name in zip(answers, names, strict=True):
-        first = first_of_epoch.setdefault(answer.epoch, answer) if answer.opener else answer
-        if answer.opener != first.opener:  # shards of one cluster are never in two sessions of one epoch
+        first = first_of_epoch.setdefault(answer.epoch, answer) if answer.session_id else answer
+        if answer.session_id != first.session_id:  # shards of one cluster are never in two sessions of one epoch
             raise ClusterError(
                 f"{name} is in another session {answer.epoch} (run {answer.run!r}) than {names[first.shard]} "
                 f"(run {first.run!r}): give the addresses of one cluster"

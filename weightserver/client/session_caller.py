@@ -22,16 +22,16 @@ def open_session(shards: Shards, answers: Answers, name: str, *, force: bool) ->
     agreement.common_identity(answers, shards.names)
     if not force:
         require_common_state(shards, answers)
-    epoch, opener = 1 + max(answer.epoch for answer in answers), os.urandom(16)
+    epoch, session_id = 1 + max(answer.epoch for answer in answers), os.urandom(16)
     request = pb.OpenSessionRequest(
         name=name,
         epoch=epoch,
-        opener=opener,
+        session_id=session_id,
         peers=[] if force else shards.marks(),
         force=force,
     )
     _call_in_order(shards, request)
-    return Session(epoch, opener, answers[0].timeline)
+    return Session(epoch, session_id, answers[0].timeline)
 
 
 def join_session(shards: Shards, answers: Answers, epoch: int) -> Session:
@@ -41,11 +41,11 @@ def join_session(shards: Shards, answers: Answers, epoch: int) -> Session:
         FencedError: the session was superseded, or was opened by no client, as after a restore.
     """
     agreement.common_identity(answers, shards.names)
-    opener = answers[0].opener
-    if not opener:
+    session_id = answers[0].session_id
+    if not session_id:
         raise FencedError(f"session {epoch} was opened by no client, as after a restore: open a new one")
-    _call_in_order(shards, pb.OpenSessionRequest(epoch=epoch, join=True, opener=opener))
-    return Session(epoch, opener, answers[0].timeline)
+    _call_in_order(shards, pb.OpenSessionRequest(epoch=epoch, join=True, session_id=session_id))
+    return Session(epoch, session_id, answers[0].timeline)
 
 
 def require_common_state(shards: Shards, answers: Answers) -> None:

@@ -30,7 +30,7 @@ class Session(NamedTuple):
     """A session that a client has opened or joined."""
 
     epoch: int
-    opener: bytes
+    session_id: bytes
     timeline: bytes
     """That of the shards at the time."""
 
@@ -148,8 +148,8 @@ class Writer:
     def header(self, number: int, **fields: Any) -> pb.WriteHeader:
         """The header of a write under its number."""
         session = self.session
-        epoch, opener = (session.epoch, session.opener) if session else (0, b"")
-        return pb.WriteHeader(epoch=epoch, opener=opener, writer=self._id, sequence=number, **fields)
+        epoch, session_id = (session.epoch, session.session_id) if session else (0, b"")
+        return pb.WriteHeader(epoch=epoch, session_id=session_id, writer=self._id, sequence=number, **fields)
 
     def _settle(self, table: int, repeated: bytes = b"") -> None:
         """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it.

@@ -140,7 +140,7 @@ def require_one_time(shards: list[SourceShard]) -> None:
         raise ValueError(f"the shards are of sessions {sorted(epochs)}, {remedy}")
     first = shards[0]
     for shard in shards:
-        if shard.state.opener != first.state.opener or shard.state.timeline != first.state.timeline:
+        if shard.state.session_id != first.state.session_id or shard.state.timeline != first.state.timeline:
             raise ValueError(
                 f"{first.directory} and {shard.directory} were not opened, rolled back or restored together, {remedy}"
             )

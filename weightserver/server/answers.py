@@ -23,7 +23,7 @@ def describe_response(shard: Shard) -> pb.DescribeResponse:
         generation=state.generation,
         server_version=__version__,
         table_identity=shard.table_identity,
-        opener=bytes.fromhex(state.opener),
+        session_id=bytes.fromhex(state.session_id),
         peers=shard.peers,
         timeline=bytes.fromhex(state.timeline),
         checkpoints=[_checkpoint(known) for known in state.checkpoints],

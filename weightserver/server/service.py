@@ -103,11 +103,11 @@ class WeightServerService:
     def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.OpenSessionResponse:
         require(request.epoch > 0, "epoch must be positive")
         require(len(request.name) <= MAX_NAME_CHARACTERS, f"name has more than {MAX_NAME_CHARACTERS} characters")
-        if request.opener or not request.join:  # joining an epoch that nobody opened needs no opener
-            require_id(request.opener, "opener")
+        if request.session_id or not request.join:  # joining an epoch that nobody opened needs no id
+            require_id(request.session_id, "session_id")
         self._shard.require_table()
         if request.join:
-            self._shard.join_session(request.epoch, request.opener)
+            self._shard.join_session(request.epoch, request.session_id)
         else:
             peers = self._peers(request.peers)
             self.calls.commit(
@@ -116,7 +116,7 @@ class WeightServerService:
                     batch,
                     request.name,
                     request.epoch,
-                    request.opener,
+                    request.session_id,
                     peers=peers,
                     force=request.force,
                 ),

@@ -71,7 +71,7 @@ def _begin(
 def write_header(header: pb.WriteHeader) -> WriteHeader:
     return WriteHeader(
         epoch=header.epoch,
-        opener=header.opener,
+        session_id=header.session_id,
         writer=header.writer,
         sequence=header.sequence,
         step=header.step,

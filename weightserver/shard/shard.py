@@ -295,21 +295,21 @@ class Shard:
         batch: WriteTransaction,
         name: str,
         epoch: int,
-        opener: bytes,
+        session_id: bytes,
         *,
         peers: list[str] | None = None,
         force: bool = False,
     ) -> None:
         """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing."""
-        state = sessions.opened(batch.state, name, epoch, opener, force=force)
+        state = sessions.opened(batch.state, name, epoch, session_id, force=force)
         if state is batch.state:
             return
         self._note_peers(batch, peers or [])
         batch.state = state
 
-    def join_session(self, epoch: int, opener: bytes) -> None:
-        """Raises FencedError unless `epoch`, opened by `opener`, is the current one."""
-        check_epoch(self._state, epoch, opener)
+    def join_session(self, epoch: int, session_id: bytes) -> None:
+        """Raises FencedError unless `epoch`, with `session_id`, is the current one."""
+        check_epoch(self._state, epoch, session_id)
 
     def push_gradients(
         self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: StoredArray

@@ -40,7 +40,7 @@ def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int
     if existing is not None and identity in (b"", found):
         return found
     state = batch.state
-    if existing is not None and (state.rows_stored or state.clock or state.opener or state.checkpoints):
+    if existing is not None and (state.rows_stored or state.clock or state.session_id or state.checkpoints):
         raise TableMismatchError(
             f"shard {shard} holds another table of the same spec, of {session_of(state)}: are all addresses of one "
             "cluster?"

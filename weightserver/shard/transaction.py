@@ -17,7 +17,7 @@ class WriteHeader:
     """Identifies a write: the session, the writer, and its number; see the wire contract."""
 
     epoch: int
-    opener: bytes
+    session_id: bytes
     writer: bytes
     sequence: int
     step: int

@@ -54,7 +54,7 @@ def admit(batch: WriteTransaction, header: WriteHeader) -> bool:
     Raises:
         FencedError: its session was superseded, or the write itself by a later one of its writer.
     """
-    check_epoch(batch.state, header.epoch, header.opener)
+    check_epoch(batch.state, header.epoch, header.session_id)
     if _writer_state(batch, header.writer).has_applied(header.sequence):
         return False
     put_record(batch.txn, "writers", header.writer, WriterState(header.sequence, applied=True).pack())

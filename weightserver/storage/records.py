@@ -47,8 +47,8 @@ class State:
     """The part of a shard that changes with every write, besides its rows."""
 
     epoch: int = 0
-    opener: str = ""
-    """Opener of the newest session; empty if no client opened it, as after a drop or a restore."""
+    session_id: str = ""
+    """Random bytes of the newest session, as hex; empty if no client opened it, as after a drop or a restore."""
     run: str = ""
     clock: int = 0
     rows_stored: int = 0

@@ -61,7 +61,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "opener", "peers", "timeline", "schedule_digest")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "session_id", "peers", "timeline", "schedule_digest")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +74,7 @@ class DescribeResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    OPENER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -90,11 +90,11 @@ class DescribeResponse(_message.Message):
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
     table_identity: bytes
-    opener: bytes
+    session_id: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     timeline: bytes
     schedule_digest: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
@@ -219,20 +219,20 @@ class DropTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "epoch", "join", "opener", "peers", "force")
+    __slots__ = ("name", "epoch", "join", "session_id", "peers", "force")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
-    OPENER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     join: bool
-    opener: bytes
+    session_id: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     force: bool
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., opener: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -269,7 +269,7 @@ class FetchResponse(_message.Message):
     def __init__(self, weight: _Optional[bytes] = ..., momentum_buffer: _Optional[bytes] = ..., last_step: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("epoch", "writer", "sequence", "step", "num_rows", "num_blocks", "table", "opener", "rates")
+    __slots__ = ("epoch", "writer", "sequence", "step", "num_rows", "num_blocks", "table", "session_id", "rates")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -277,7 +277,7 @@ class WriteHeader(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    OPENER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     writer: bytes
@@ -286,9 +286,9 @@ class WriteHeader(_message.Message):
     num_rows: int
     num_blocks: int
     table: int
-    opener: bytes
+    session_id: bytes
     rates: Rates
-    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., opener: _Optional[bytes] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., writer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., step: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_blocks: _Optional[int] = ..., table: _Optional[int] = ..., session_id: _Optional[bytes] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ...) -> None: ...
 
 class PushGradientsRequest(_message.Message):
     __slots__ = ("header", "rows", "gradients")
