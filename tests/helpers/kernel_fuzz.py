@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core import kernel
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.spec import TableSpec
 
+WRITE_ID = 2**64 - 5
 REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
 
 
@@ -37,10 +37,12 @@ class Arguments:
         blocks: list[Any] = [None if generator.random() < 0.3 else self.block(spec, int(number)) for number in numbers]
         starts = np.searchsorted(rows, np.append(numbers, 100) * spec.rows_per_block)
         starts[-1] = len(rows)
+        writes = np.full(len(numbers), WRITE_ID, np.uint64)
         slots, steps = rows % spec.rows_per_block, np.zeros(len(rows), np.int64)
         state = bool(generator.random() < 0.5)
         coefficients = generator.random((len(rows), 2, 2)).astype(np.float32) if generator.random() < 0.7 else None
-        self.look: list[Any] = [codec.layout, blocks, numbers, starts, slots, steps, kernel.checksum_address()]
+        self.look: list[Any] = [codec.layout, blocks, numbers, writes, starts, slots, steps]
+        self.look.append(kernel.checksum_address())
         self.answer: list[Any] = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
         self.answer += [(codec.precision.mixed_seed, 7), (b"ab", b"c", b"") if state else (b"ab", None, None), steps]
         self.has_state = state
@@ -48,9 +50,11 @@ class Arguments:
             codec.layout,
             blocks,
             numbers,
+            writes,
             starts,
             slots,
             codec.source,
+            7,
             codec.precision.mixed_seed,
         )
         room = np.zeros(len(numbers) * codec.num_bytes + int(generator.integers(3)), np.uint8)
@@ -61,12 +65,11 @@ class Arguments:
         self.replace: list[Any] = [changed, weight, momentum, steps]
 
     def block(self, spec: TableSpec, number: int) -> memoryview:
-        """A sealed block of either form, not aligned."""
+        """A sealed block, not aligned."""
         codec = BlockCodec(spec)
         buffer = codec.initial(number)
-        codec.seal(number, buffer)
-        stored = in_earlier_form(spec, number, buffer) if self.generator.random() < 0.3 else bytes(buffer)
-        return memoryview(b"x" + stored)[1:]
+        codec.seal(number, WRITE_ID, buffer)
+        return memoryview(b"x" + bytes(buffer))[1:]
 
     def spoil(self, arguments: list[Any]) -> None:
         """Replaces one argument by a wrong one."""

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import StorageError
-from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage
+from weightserver.core.versions import NEWEST, Version
+from weightserver.storage.interface import DATABASES, Blocks, DiskUsage
 
 
 class MemoryStorage:
@@ -27,7 +30,7 @@ class MemoryStorage:
         self._broken = False
 
     @property
-    def contents(self) -> dict[str, dict[Any, bytes]]:
+    def contents(self) -> dict[str, dict[Any, Any]]:
         """The data that the next start finds."""
         return self._on_disk.databases
 
@@ -68,17 +71,20 @@ class MemoryStorage:
         return sum(self.disk_usage().databases.values())
 
     def disk_usage(self) -> DiskUsage:
-        databases = {name: sum(map(len, values.values())) for name, values in self._committed.databases.items()}
+        databases = {
+            name: 8 * len(values) if name == "versions" else sum(map(len, values.values()))
+            for name, values in self._committed.databases.items()
+        }
         return DiskUsage(databases, free=0, volume_free=1 << 40, map_size=1 << 44)
 
 
 class MemoryTransaction:
-    """One dictionary per database; `blocks` by (block, generation)."""
+    """One dictionary per database: `versions` from (block, generation) to write id, `blocks` by (block, write id)."""
 
-    def __init__(self, databases: dict[str, dict[Any, bytes]]) -> None:
+    def __init__(self, databases: dict[str, dict[Any, Any]]) -> None:
         self.directory = MemoryStorage.directory
         self.databases = databases
-        self._blocks = databases["blocks"]
+        self._versions, self._blocks = databases["versions"], databases["blocks"]
         self.changed = False
 
     def get(self, database: str, key: bytes) -> memoryview | None:
@@ -97,42 +103,42 @@ class MemoryTransaction:
         for key, value in sorted(self.databases[database].items()):
             yield key, memoryview(value)
 
-    def block_versions(self) -> Iterator[tuple[int, int]]:
-        yield from sorted(self._blocks, key=lambda version: (version[0], -version[1]))
-
     def clear(self, database: str) -> None:
         self.changed = True
         self.databases[database].clear()
 
-    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
-        found = [generation for generation in self.generations(block) if generation <= up_to]
-        return memoryview(self._blocks[block, found[0]]) if found else None
+    def check_contents(self) -> None:
+        pass
 
-    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
-        return [self.newest_block(block, up_to=up_to) for block in blocks.tolist()]
+    def versions(self, first: int = 0) -> Iterator[Version]:
+        found = [Version(key[0], key[1], write_id) for key, write_id in self._versions.items() if key[0] >= first]
+        yield from sorted(found, key=lambda version: (version.block, -version.generation))
 
-    def next_block(self, first: int) -> int | None:
-        return min((block for block, _ in self._blocks if block >= first), default=None)
+    def content(self, version: Version) -> memoryview:
+        return memoryview(self._blocks[version.block, version.write_id])
 
-    def generations(self, block: int) -> list[int]:
-        return sorted((generation for known, generation in self._blocks if known == block), reverse=True)
+    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> Blocks:
+        generations = dict[int, int]()
+        for block, generation in self._versions:
+            if generation <= up_to:
+                generations[block] = max(generation, generations.get(block, 0))
+        found = [
+            Version(block, generations[block], self._versions[block, generations[block]])
+            if block in generations
+            else None
+            for block in blocks.tolist()
+        ]
+        write_ids = np.array([version.write_id if version else 0 for version in found], np.uint64)
+        return Blocks([self.content(version) if version else None for version in found], write_ids)
 
-    def is_changed(self, first: int) -> bool:
-        return self.next_change(first, 0) is not None
-
-    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
-        changes = sorted((written, known) for known, written in self._blocks if written)
-        return next((change for change in changes if change >= (generation, block)), None)
-
-    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None:
+    def put_block(self, version: Version, value: bytes | bytearray | memoryview) -> None:
         self.changed = True
-        self._blocks[block, generation] = bytes(value)
+        block, generation, write_id = version
+        self._blocks.pop((block, self._versions.get((block, generation))), None)
+        self._versions[block, generation] = write_id
+        self._blocks[block, write_id] = bytes(value)
 
-    def delete_block(self, block: int, generation: int) -> None:
+    def delete_block(self, version: Version) -> None:
         self.changed = True
-        del self._blocks[block, generation]
-
-    def delete_generations(self, first: int) -> None:
-        for block, generation in list(self._blocks):
-            if generation >= first:
-                self.delete_block(block, generation)
+        del self._versions[version.block, version.generation]
+        del self._blocks[version.block, version.write_id]

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
 from tests.helpers.raw_calls import raw_channel
+from tests.helpers.stored import put
 from weightserver import (
     Checkpoint,
     FencedError,
@@ -258,7 +259,7 @@ def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(200):
         with kept.write() as txn:
             for block in range(20):
-                txn.put_block(block, 0, bytearray(8_000))
+                put(txn, block, 0, bytearray(8_000))
         if number == 20:
             assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
         sizes.append(kept.disk_bytes())

@@ -15,12 +15,14 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.helpers.stored import get, put, version_of
 from weightserver import StorageError, TableSpec, __version__
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
+from weightserver.core.versions import Version
 from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
@@ -50,6 +52,9 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.1)
 
 
+WRITE_ID = 7
+
+
 def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> list[Path]:
     """Stopped shards whose rows are all written and kept as checkpoint "kept"."""
     directories = [directory / f"shard-{number}" for number in range(num_shards)]
@@ -74,8 +79,8 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
                 codec.mark_written(
                     buffer, np.arange(min(spec.rows_per_block, spec.num_rows - block * spec.rows_per_block))
                 )
-                codec.seal(block, buffer)
-                txn.put_block(block, 0, buffer)
+                codec.seal(block, WRITE_ID, buffer)
+                txn.put_block(Version(block, 0, WRITE_ID), buffer)
             write_spec(txn, spec)
             append_schedule(txn, 0, np.linspace(0.2, 0.1, 3, dtype=np.float32))
             put_record(txn, "writers", b"w" * 16, bytes(136))
@@ -172,7 +177,7 @@ def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
     source, other = make_shards(tmp_path, 2)
     storage = LmdbStorage(source)
     with storage.write() as txn:
-        txn.delete_block(4, 0)
+        txn.delete_block(version_of(txn, 4))
     storage.close()
     with pytest.raises(StorageError, match=r"shard-0 holds 1995 of the 2002 rows that were written"):
         reshard([source, other], [tmp_path / "new"])
@@ -186,14 +191,14 @@ def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) ->
     flip(source, 4096 * tree_page(source) + 10, 1 | 2)  # a leaf that calls itself a branch
     last = SPEC.num_blocks - 1
     with pytest.raises(StorageError), storage.write() as txn:
-        txn.put_block(last, 1, b"x" * 3000)
+        put(txn, last, 1, b"x" * 3000)
     with (
         pytest.raises(StorageError, match="shard-0 is damaged and takes no writes: restore it from a backup"),
         storage.write() as txn,
     ):
-        txn.put_block(0, 1, b"x" * 3000)
+        put(txn, 0, 1, b"x" * 3000)
     with storage.read() as txn:
-        assert txn.newest_block(0) is not None
+        assert get(txn, 0) is not None
     storage.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.stored import put
 from weightserver import StorageError
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.operations.inspect import inspect_directory
@@ -84,7 +85,7 @@ def test_a_snapshot_is_read_again_once_its_pages_may_be_written_over(num_writes:
             with kept.write() as txn:
                 write_state(txn, State(epoch=read_state(txn).epoch + 1))
                 for block in range(20):
-                    txn.put_block(block, 0, bytearray(8_000))
+                    put(txn, block, 0, bytearray(8_000))
 
     write(20)
     size = kept.disk_bytes()

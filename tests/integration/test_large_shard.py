@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.stored import get, put, stored
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import commit_group
@@ -69,17 +70,17 @@ def test_a_map_outgrows_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         storage = LmdbStorage(tmp_path)
         shard = Shard(storage, shard=0, num_shards=1)
 
-        def put(batch: WriteTransaction, first: int = first) -> None:
+        def write(batch: WriteTransaction, first: int = first) -> None:
             for block in range(first, first + 100):
-                batch.txn.put_block(block, 0, value)
+                put(batch.txn, block, 0, value)
 
         answer: Future[None] = Future()
-        commit_group(shard.batch, [(put, answer)])
+        commit_group(shard.batch, [(write, answer)])
         answer.result()
         assert storage.disk_usage().map_size > 2 * MEMORY_BYTES
         with storage.read() as txn:
-            assert list(txn.block_versions()) == [(block, 0) for block in range(first + 100)]
-            assert all(bytes(txn.newest_block(block) or b"") == value for block in range(first + 100))
+            assert stored(txn) == [(block, 0) for block in range(first + 100)]
+            assert all(get(txn, block) == value for block in range(first + 100))
         storage.close()
     assert (tmp_path / "data.mdb").stat().st_blocks * 512 < 100 << 20
 
@@ -129,28 +130,26 @@ def test_a_full_map_refuses_writes_and_answers_reads(tmp_path: Path, monkeypatch
         storage = LmdbStorage(tmp_path)
     shard, value = Shard(storage, shard=0, num_shards=1), b"x" * 60_000
 
-    def put(first: int, count: int) -> Future[None]:
+    def write(first: int, count: int) -> Future[None]:
         def operation(batch: WriteTransaction) -> None:
             for block in range(first, first + count):
-                batch.txn.put_block(block, 0, value)
+                put(batch.txn, block, 0, value)
 
         answers: list[Future[None]] = [Future(), Future()]
-        commit_group(
-            shard.batch, [(operation, answers[0]), (lambda batch: batch.txn.put_block(99, 0, value), answers[1])]
-        )
+        commit_group(shard.batch, [(operation, answers[0]), (lambda batch: put(batch.txn, 99, 0, value), answers[1])])
         answers[1].result()
         return answers[0]
 
-    put(0, 2).result()
+    write(0, 2).result()
     with pytest.raises(StorageError, match=r"give the process more address space \(ulimit -v\)"):
-        put(2, 90).result()
+        write(2, 90).result()
     with storage.read() as txn:
-        assert [number for number, _ in txn.block_versions()] == [0, 1, 99]
-        assert bytes(txn.newest_block(1) or b"") == value
+        assert [number for number, _ in stored(txn)] == [0, 1, 99]
+        assert get(txn, 1) == value
     storage.close()
     storage = LmdbStorage(tmp_path)
     shard = Shard(storage, shard=0, num_shards=1)
-    put(2, 90).result()
+    write(2, 90).result()
     storage.close()
 
 
@@ -215,7 +214,7 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     block_bytes = 16 * PAGE_BYTES
     with closing(LmdbStorage(data.parent, readonly=True, scattered=True)) as storage, storage.read() as txn:
         before = resident_bytes(data)
-        assert None not in txn.newest_blocks(np.arange(0, 300, 10))
+        assert None not in txn.newest_blocks(np.arange(0, 300, 10)).contents
         assert 27 * block_bytes <= resident_bytes(data) - before < 35 * block_bytes
     let_go(data)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
@@ -238,7 +237,7 @@ def test_a_large_file_is_read_ahead_of_its_check(tmp_path: Path, monkeypatch: py
     data, ended = tmp_path / "data.mdb", list[int]()
     with closing(LmdbStorage(tmp_path)) as storage, storage.write() as txn:
         for block in range(300):
-            txn.put_block(block, 0, bytes(60_000))
+            put(txn, block, 0, bytes(60_000))
     command = [sys.executable, "-m", "weightserver.storage.integrity", str(data), "keys"]
     let_go(data)
     with subprocess.Popen(command, stdin=subprocess.PIPE) as reader:

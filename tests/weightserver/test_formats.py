@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.earlier_blocks import in_earlier_form
 from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import FencedError, InvalidRequestError, StorageError
@@ -51,82 +49,64 @@ OTHER = TableSpec(
 )
 
 
-def sealed_block(spec: TableSpec = SPEC, *, largest: float = 29 / 8) -> bytearray:
+WRITE_ID = 2**40 + 9
+
+
+def sealed_block(spec: TableSpec = SPEC) -> bytearray:
     codec = BlockCodec(spec)
     block = codec.initial(2)
     views = codec.views(block)
     views.last_step[:] = np.arange(10) * 1_000_000_007
     momentum_buffer = (np.arange(30).reshape(10, 3) / 8).astype(np.float32)
-    momentum_buffer[9, 2] = largest
     views.momentum_buffer[:] = codec.precision.rounded(momentum_buffer, np.arange(20, 30), 0, MOMENTUM_BUFFER)
     assert codec.mark_written(block, np.array([0, 3, 9])) == 3
     assert codec.mark_written(block, np.array([3, 4])) == 1
-    codec.seal(2, block)
+    codec.seal(2, WRITE_ID, block)
     return block
 
 
-def checksum(*parts: bytes, seed: int) -> int:
-    for part in parts:
-        seed = xxhash.xxh3_64_intdigest(part, seed=seed)
-    return seed
-
-
 def test_block_layout() -> None:
-    """The layout that the docstring of blocks.py describes; see test_row_checksums.py for blocks of several groups."""
+    """The layout that the docstring of blocks.py describes; see test_row_checksums.py for the checksums."""
     block = bytes(sealed_block())
-    assert block.hex() == json.loads(GOLDEN.read_text())["block of format 5"]
-    assert struct.unpack_from("<HHI", block) == (5, 10, 3)
-    assert struct.unpack_from("<Q", block, 8)[0] == checksum(block[16:104], block[344:], seed=2)
+    assert block.hex() == json.loads(GOLDEN.read_text())["float32"]
+    assert struct.unpack_from("<HHI", block) == (4, 10, 3)
     assert block[16:24] == bytes([0b00011001, 0b10, 0, 0, 0, 0, 0, 0])
     assert struct.unpack_from("<10q", block, 24) == tuple(i * 1_000_000_007 for i in range(10))
     assert block[104:224] == initial_rows(SPEC, np.arange(20, 30)).tobytes()
     assert struct.unpack_from("<30f", block, 224) == tuple(i / 8 for i in range(30))
-    assert struct.unpack_from("<Q", block, 344)[0] == checksum(block[104:224], block[224:344], seed=2 * 2**16)
-    assert len(block) == 352
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "is_small"),
-    [
-        ("block", SPEC, False),  # 0.1 did not say
-        ("block of small values", SPEC, True),
-        ("block of bfloat16", HALVED, True),
-    ],
-)
-def test_blocks_of_formats_1_to_4_can_be_read(name: str, spec: TableSpec, is_small: bool) -> None:
-    """They have the same bytes up to the checksums of groups, and become blocks of the present formats."""
-    codec, stored, new = BlockCodec(spec), bytes.fromhex(json.loads(GOLDEN.read_text())[name]), sealed_block(spec)
-    codec.check(2, stored)
-    assert stored[16:] == new[16 : len(stored)]
-    assert stored == in_earlier_form(spec, 2, new, of_0_1=not is_small), "the tests' own writer"
-    assert codec.renewed(2, stored) == new
+    assert len(block) == 344 + 8
 
 
 def test_layout_of_blocks_of_bfloat16() -> None:
     block = bytes(sealed_block(HALVED))
-    assert block.hex() == json.loads(GOLDEN.read_text())["block of format 7"]
-    assert struct.unpack_from("<HHI", block) == (7, 10, 3)
-    assert struct.unpack_from("<Q", block, 8)[0] == checksum(block[16:104], block[224:], seed=2)
-    assert struct.unpack_from("<Q", block, 224)[0] == checksum(block[104:164], block[164:224], seed=2 * 2**16)
+    assert block.hex() == json.loads(GOLDEN.read_text())["bfloat16"]
+    assert struct.unpack_from("<HHI", block) == (2, 10, 3)
     assert block[16:104] == bytes(sealed_block())[16:104], "only values have other bytes"
     weight, momentum_buffer = (np.frombuffer(block, "<u2", 30, start) for start in (104, 164))
     initial = BFloat16(SPEC.seed).rounded(initial_rows(SPEC, np.arange(20, 30)), np.arange(20, 30), 0, WEIGHT)
     assert np.array_equal(weight, initial.reshape(-1))
     assert np.array_equal(momentum_buffer, (np.arange(30, dtype=np.float32) / 8).view(np.uint32) >> 16)
-    assert len(block) == 232
+    assert len(block) == 224 + 8
 
 
-def test_a_block_of_another_dtype_is_refused() -> None:
-    """Even if it is as long: its format is another."""
-    wide, halved = replace(SPEC, rows_per_block=2, dim=2), replace(SPEC, rows_per_block=2, dim=4, dtype="bfloat16")
-    blocks = [BlockCodec(spec).initial(0) for spec in (wide, halved)]
-    assert len(blocks[0]) == len(blocks[1])
-    for spec, block in zip((wide, halved), blocks, strict=True):
-        BlockCodec(spec).seal(0, block)
-    with pytest.raises(StorageError, match="has format 7, this version reads 1, 2, 5 and 6 in tables of float32"):
-        BlockCodec(wide).check(0, blocks[1])
-    with pytest.raises(StorageError, match="has format 5, this version reads 3, 4, 7 and 8 in tables of bfloat16"):
-        BlockCodec(halved).check(0, blocks[0])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (replace(SPEC, dim=4, rows_per_block=8), r"rows 16\.\.23\) holds 10 rows of 3 values of 4 bytes: it belongs"),
+        (replace(SPEC, dim=4), "has 352 bytes, not"),
+        (replace(SPEC, dim=6, dtype="bfloat16"), "holds 10 rows of 3 values of 4 bytes: it belongs to another table"),
+    ],
+)
+def test_a_block_of_another_layout_is_not_reported_as_damaged(other: TableSpec, message: str) -> None:
+    """Even if its blocks are as long."""
+    with pytest.raises(StorageError, match=message):
+        BlockCodec(other).check(2, WRITE_ID, sealed_block())
+
+
+def test_a_block_in_the_wrong_place_is_noticed() -> None:
+    with pytest.raises(StorageError, match=r"block 3 \(rows 30\.\.39\) is damaged"):
+        BlockCodec(SPEC).check(3, WRITE_ID, sealed_block())
+    BlockCodec(SPEC).check(2, WRITE_ID, sealed_block())
 
 
 def test_the_default_block_fits_sixteen_pages() -> None:
@@ -147,33 +127,6 @@ def test_a_write_reserves_memory_for_whole_blocks(dim: int, rows: int) -> None:
         needed = 4096 * (1 + -(-(BlockCodec(spec).num_bytes + 16) // 4096))
         assert needed <= blocks_bytes(spec, 1) <= needed + 4096
     assert blocks_bytes(TableSpec(num_rows=1, dim=128), 3) == 3 * 17 * 4096
-
-
-@pytest.mark.parametrize("position", [0, 2, 4, 8, 15, 16, 23, 24, 103, 104, 223, 224, 343, 344, 351])
-def test_a_flipped_bit_is_noticed(position: int) -> None:
-    block = sealed_block()
-    BlockCodec(SPEC).check(2, block)
-    block[position] ^= 1
-    with pytest.raises(StorageError, match="block 2 "):
-        BlockCodec(SPEC).check(2, block)
-
-
-def test_a_block_in_the_wrong_place_is_noticed() -> None:
-    with pytest.raises(StorageError, match=r"block 3 \(rows 30\.\.39\) is damaged"):
-        BlockCodec(SPEC).check(3, sealed_block())
-    with pytest.raises(StorageError, match="352 bytes, not"):
-        BlockCodec(TableSpec(num_rows=50, dim=4, rows_per_block=10)).check(2, sealed_block())
-
-
-def test_a_block_of_another_table_or_format_is_not_reported_as_damaged() -> None:
-    block = sealed_block()
-    other = TableSpec(num_rows=50, dim=4, rows_per_block=8)  # whose blocks are as long
-    assert BlockCodec(other).num_bytes == len(block)
-    with pytest.raises(StorageError, match=r"block 2 \(rows 16\.\.23\) holds 10 rows of 3: it belongs"):
-        BlockCodec(other).check(2, block)
-    block[0] = 3
-    with pytest.raises(StorageError, match=r"block 2 \(rows 20\.\.29\) has format 3, this version reads 1, 2, 5 and 6"):
-        BlockCodec(SPEC).check(2, block)
 
 
 increasing = st.lists(st.integers(0, 300), unique=True).map(lambda rows: np.array(sorted(rows), np.int64))

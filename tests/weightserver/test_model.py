@@ -234,7 +234,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         """After any write, a block has at most one version for each retained checkpoint, and the newest."""
         with self.storage.read() as txn:
             for block in range(-(-len(self.rows) // SPEC.rows_per_block)):
-                generations = txn.generations(block)
+                generations = [version.generation for version in txn.versions(block) if version.block == block]
                 assert all(generation <= self.shard.state.generation for generation in generations)
                 assert len(generations) <= 5  # four checkpoints at the most, and now
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stored import get, put
 from weightserver.storage import lmdb_storage, page_cache
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -32,10 +33,10 @@ def test_large_transactions_are_written_back_early(
     for num_blocks in (1, 2):
         with storage.write() as txn:
             for number in range(num_blocks):
-                txn.put_block(number, 0, bytes([num_blocks]) * 30_000)
+                put(txn, number, 0, bytes([num_blocks]) * 30_000)
         assert called.is_set() == (num_blocks == 2)
         with storage.read() as txn:
-            assert bytes(txn.newest_block(num_blocks - 1) or b"") == bytes([num_blocks]) * 30_000
+            assert get(txn, num_blocks - 1) == bytes([num_blocks]) * 30_000
     assert "writeback" not in [thread.name for thread in threading.enumerate()]
     storage.close()
 
@@ -48,7 +49,7 @@ def test_a_transaction_is_committed_without_another_thread(tmp_path: Path, monke
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     storage = LmdbStorage(tmp_path)
     with storage.write() as txn:
-        txn.put_block(0, 0, b"block")
+        put(txn, 0, 0, b"block")
     with storage.read() as txn:
-        assert bytes(txn.newest_block(0) or b"") == b"block"
+        assert get(txn, 0) == b"block"
     storage.close()

@@ -1,4 +1,4 @@
-"""Checksums of groups of rows: what a fetch proves, what a write renews, and blocks of the form before them."""
+"""Checksums of blocks: what a fetch proves, and what a write renews; by NumPy and by the kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.helpers.earlier_blocks import in_earlier_form
 from tests.helpers.kernels_built import NUMPY, build, computing_with, load
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.schedules import naming
@@ -19,6 +18,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec, rows_per_group
 from weightserver.core.errors import DamagedRecordError
 from weightserver.core.spec import TableSpec
+from weightserver.core.splitmix import mix_seed
 from weightserver.shard.reading import Rows
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -29,6 +29,7 @@ LARGE = TableSpec(num_rows=1_000, dim=128)
 """Blocks of 16 groups, the last of 3 rows."""
 BLOCK = 3
 ALL = slice(0, None)
+WRITE_ID = 2**63 + 11
 SESSION_ID = b"o" * 16
 RATES = naming(np.full(200, 0.1))
 
@@ -78,7 +79,7 @@ def sealed(spec: TableSpec, block: int = BLOCK, seed: int = 0) -> bytearray:
         values = generator.standard_normal((rows, spec.dim)).astype(np.float32)
         array[:] = codec.precision.rounded(values, np.arange(rows), 0, number)
     codec.mark_written(buffer, np.flatnonzero(generator.random(rows) < 0.9))
-    codec.seal(block, buffer)
+    codec.seal(block, WRITE_ID, buffer)
     return buffer
 
 
@@ -100,11 +101,15 @@ class Stored:
         for number, block in self.blocks.items():
             self[number] = block
 
+    def write_id(self, block: int) -> int:
+        """Names the write that stored the block."""
+        return int(self.storage.contents["versions"].setdefault((block, 0), WRITE_ID))
+
     def __getitem__(self, block: int) -> bytes:
-        return self.storage.contents["blocks"][block, 0]
+        return bytes(self.storage.contents["blocks"][block, self.write_id(block)])
 
     def __setitem__(self, block: int, stored: bytes | bytearray) -> None:
-        self.storage.contents["blocks"][block, 0] = bytes(stored)
+        self.storage.contents["blocks"][block, self.write_id(block)] = bytes(stored)
 
     def rows(self, slots: Any, block: int = BLOCK) -> Int64Array:
         return block * self.spec.rows_per_block + np.arange(self.spec.rows_per_block)[slots]
@@ -160,8 +165,8 @@ def test_what_each_checksum_covers(spec: TableSpec) -> None:
         expected = xxhash.xxh3_64_intdigest(block[weight + first : weight + stop], seed=(BLOCK << 16) + group)
         expected = xxhash.xxh3_64_intdigest(block[momentum_buffer + first : momentum_buffer + stop], seed=expected)
         assert found[group] == expected
-    assert block[0] == (5 if spec.dtype == "float32" else 7)
-    root = xxhash.xxh3_64_intdigest(block[16:weight], seed=BLOCK)
+    assert block[0] == spec.value_bytes
+    root = xxhash.xxh3_64_intdigest(block[16:weight], seed=mix_seed(mix_seed(BLOCK) ^ WRITE_ID))
     assert int.from_bytes(block[8:16], "little") == xxhash.xxh3_64_intdigest(block[end:], seed=root)
 
 
@@ -174,7 +179,7 @@ def check_flips(spec: TableSpec, positions: Any) -> None:
         changed[position] ^= int(generator.integers(1, 256))
         stored[BLOCK] = changed
         hurt = group_at(spec, position)
-        assert codec.problem(BLOCK, changed), position
+        assert codec.problem(BLOCK, WRITE_ID, changed), position
         for group, slots in enumerate(groups(spec)):
             said = stored.damaged(slots)
             if hurt is None:
@@ -236,14 +241,31 @@ def test_exchanged_parts_are_noticed(spec: TableSpec) -> None:
         assert "is damaged (checksum): " in stored.damaged(last_rows)
     stored[BLOCK] = other
     assert "is damaged (checksum): " in stored.damaged(last_rows)
-    for block_format in range(12):
-        for length in {len(one), end} - {len(one) if block_format == one[0] else 0}:
-            changed = one[:length]
-            changed[0] = block_format
-            stored[BLOCK] = changed
-            assert stored.damaged(last_rows), (block_format, length)
     stored[BLOCK] = one
     assert not stored.damaged(ALL)
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("spec", in_both(SMALL), ids=named)
+def test_a_block_of_another_write_is_refused(spec: TableSpec) -> None:
+    """All of it, or any run of its 512-byte pieces: also the same rows, stored once more."""
+    older, stored = bytes(sealed(spec)), Stored(spec, {BLOCK: bytes(sealed(spec))})
+    stored.push(ALL)
+    assert stored.write_id(BLOCK) != WRITE_ID
+    newer = stored[BLOCK]
+    again = bytearray(newer)
+    BlockCodec(spec).seal(BLOCK, WRITE_ID, again)
+    for wrong in (older, again):
+        stored[BLOCK] = wrong
+        assert "is damaged (checksum)" in stored.damaged(ALL)
+        with pytest.raises(DamagedRecordError):
+            stored.push([0])
+    pieces = range(0, len(newer), 512)
+    for first in pieces:
+        for last in pieces[first // 512 :]:
+            mixed = newer[:first] + older[first : last + 512] + newer[last + 512 :]
+            stored[BLOCK] = mixed
+            assert bool(stored.damaged(ALL)) == (mixed != newer), (first, last)
 
 
 @pytest.mark.usefixtures("computing")
@@ -253,21 +275,16 @@ def test_a_block_of_another_length_is_refused() -> None:
     for changed in (b"", whole[:7], whole[:-1], whole[:-8], whole + b"x", whole + whole):
         stored[BLOCK] = changed
         assert f"has {len(changed)} bytes, not {len(whole)}: " in stored.damaged([0])
-    stored[BLOCK] = whole[:-24]
-    assert f"is damaged: format 5 with {len(whole) - 24} bytes, not {len(whole)}: " in stored.damaged([0])
-    old = in_earlier_form(SMALL, BLOCK, whole)
-    stored[BLOCK] = old + bytes(24)
-    assert f"is damaged: format 2 with {len(whole)} bytes, not {len(old)}: " in stored.damaged([0])
 
 
 def test_a_whole_check_names_all_damaged_rows() -> None:
     codec, block = BlockCodec(LARGE), sealed(LARGE)
     for slot in (9, 12, 62):
         codec.views(block).momentum_buffer[slot, 5] += 1
-    assert codec.problem(BLOCK, block) == "is damaged (checksum) in rows 197..204, 249..251"
-    assert codec.problem(BLOCK, block, slice(8, 9)) == "is damaged (checksum) in rows 197..200"
-    assert codec.problem(BLOCK, block, np.array([0, 7, 62])) == "is damaged (checksum) in rows 249..251"
-    assert codec.problem(BLOCK, block, slice(0, 8)) == ""
+    assert codec.problem(BLOCK, WRITE_ID, block) == "is damaged (checksum) in rows 197..204, 249..251"
+    assert codec.problem(BLOCK, WRITE_ID, block, slice(8, 9)) == "is damaged (checksum) in rows 197..200"
+    assert codec.problem(BLOCK, WRITE_ID, block, np.array([0, 7, 62])) == "is damaged (checksum) in rows 249..251"
+    assert codec.problem(BLOCK, WRITE_ID, block, slice(0, 8)) == ""
 
 
 def test_a_message_names_few_ranges_and_only_rows_of_the_table() -> None:
@@ -275,15 +292,15 @@ def test_a_message_names_few_ranges_and_only_rows_of_the_table() -> None:
     spec = TableSpec(num_rows=2_100, dim=512, rows_per_block=2_048)
     codec, end = BlockCodec(spec), "and 1016 more ranges"
     block = codec.initial(0)
-    codec.seal(0, block)
+    codec.seal(0, 1, block)
     codec.views(block).weight[::2] += 1
     named = ", ".join(str(row) for row in range(0, 16, 2))
-    assert codec.problem(0, block) == f"is damaged (checksum) in rows {named} {end}"
+    assert codec.problem(0, 1, block) == f"is damaged (checksum) in rows {named} {end}"
     last = codec.initial(1)
-    codec.seal(1, last)
+    codec.seal(1, 1, last)
     codec.views(last).weight[50:60] += 1
-    assert codec.problem(1, last) == "is damaged (checksum) in rows 2098..2099"
-    assert codec.problem(1, last, slice(52, 60)) == "is damaged (checksum) in rows that the table does not have yet"
+    assert codec.problem(1, 1, last) == "is damaged (checksum) in rows 2098..2099"
+    assert codec.problem(1, 1, last, slice(52, 60)) == "is damaged (checksum) in rows that the table does not have yet"
 
 
 # ---- writes
@@ -310,69 +327,12 @@ def test_a_write_beside_damage_is_refused(spec: TableSpec) -> None:
 @pytest.mark.parametrize("spec", in_both(SMALL), ids=named)
 def test_a_write_renews_the_checksums_that_a_new_seal_has(spec: TableSpec) -> None:
     codec, generator = BlockCodec(spec), np.random.default_rng(0)
-    stored = Stored(spec, {BLOCK: bytes(sealed(spec))})
     for value in (0.5, 1e20, 1e10, 1.0):
-        stored[BLOCK] = bytes(sealed(spec))
+        stored = Stored(spec, {BLOCK: bytes(sealed(spec))})
         for size, write in ((value, stored.push), (0.5, stored.push), (value, stored.write), (0.5, stored.write)):
             for share in (0.1, 0.3, 1.0):
                 slots = np.flatnonzero(generator.random(spec.rows_per_block) < share)
                 write(slots if len(slots) else [0], value=size)
                 again = bytearray(stored[BLOCK])
-                codec.seal(BLOCK, again)
+                codec.seal(BLOCK, stored.write_id(BLOCK), again)
                 assert again == stored[BLOCK], (value, size, share)
-
-
-# ---- the earlier form
-
-
-@pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("of_0_1", [False, True])
-@pytest.mark.parametrize("spec", in_both(SMALL), ids=named)
-def test_blocks_of_the_earlier_form_are_read_and_become_new_ones(spec: TableSpec, of_0_1: bool) -> None:
-    """Beside new ones, in one fetch and one write; the values and even the bytes are those of a new block."""
-    codec = BlockCodec(spec)
-    new = {block: bytes(sealed(spec, block)) for block in range(4)}
-    old = {block: in_earlier_form(spec, block, stored, of_0_1=of_0_1) for block, stored in new.items() if block % 2}
-    assert {stored[0] for stored in old.values()} == {{5: 1, 7: 3}[codec.layout[9]] + (not of_0_1)}
-    expected, mixed = Stored(spec, new), Stored(spec, {**new, **old})
-    rows = np.arange(4 * spec.rows_per_block)
-    for some in (rows, rows[::7], rows[25:27]):
-        for step in (None, 15):
-            answers = [list(one.shard.fetch(some, step=step, state=True, rates=RATES)) for one in (expected, mixed)]
-            assert answers[0][0].serialized() == answers[1][0].serialized()
-    for block in range(4):
-        assert np.array_equal(codec.written(mixed[block]), codec.written(new[block]))
-        for one in (expected, mixed):
-            one.write([2, 9], 0.5, block)
-            one.push([9, 17, 19], block)
-        assert mixed[block] == expected[block]
-    for block, stored in old.items():
-        assert codec.renewed(block, stored) == new[block]
-        assert codec.renewed(block, memoryview(new[block])) == new[block]
-
-
-@pytest.mark.usefixtures("computing")
-def test_a_damaged_block_of_the_earlier_form_is_refused_whole() -> None:
-    old = in_earlier_form(SMALL, BLOCK, sealed(SMALL))
-    stored, generator = Stored(SMALL, {}), np.random.default_rng(0)
-    for position in [0, 1, 2, 4, 8, 15, 16, len(old) - 1, *generator.integers(0, len(old), 100).tolist()]:
-        changed = bytearray(old)
-        changed[position] ^= int(generator.integers(1, 256))
-        stored[BLOCK] = changed
-        for slots in ([0], [19], ALL):
-            assert stored.damaged(slots).startswith("block 3 (rows 60..79) "), position
-            with pytest.raises(DamagedRecordError):
-                stored.push(slots)
-        assert stored[BLOCK] == changed
-        with pytest.raises(DamagedRecordError):
-            BlockCodec(SMALL).renewed(BLOCK, changed)
-
-
-@pytest.mark.usefixtures("computing")
-def test_unchecked_reads_take_both_forms() -> None:
-    new = bytes(sealed(SMALL))
-    stored = Stored(SMALL, {BLOCK: new})
-    stored.shard._verify_reads = False
-    before = stored.fetch(ALL).serialized()
-    stored[BLOCK] = in_earlier_form(SMALL, BLOCK, new)
-    assert stored.fetch(ALL).serialized() == before

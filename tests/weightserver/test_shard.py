@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import naming
+from tests.helpers.stored import get, put, stored, version_of
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
@@ -36,6 +37,7 @@ from weightserver.core.errors import (
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import NEWEST
 from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
 from weightserver.protocol.status import ERROR_OF_STATUS
@@ -47,7 +49,6 @@ from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage import directory as owner_files
 from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
-from weightserver.storage.interface import NEWEST
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_state, write_state
 
@@ -247,17 +248,17 @@ def test_an_unexpected_error_reaches_its_caller_and_the_committer_continues(serv
 def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
     storage = LmdbStorage(tmp_path)
     with storage.write() as txn:
-        txn.put_block(3, 0, bytearray(b"old"))
-        txn.put_block(3, 70_000, bytearray(b"new"))
-        txn.put_block(3, 2, bytearray(b"between"))
-        txn.put_block(5, 9, bytearray(b"other"))
+        put(txn, 3, 0, bytearray(b"old"))
+        put(txn, 3, 70_000, bytearray(b"new"))
+        put(txn, 3, 2, bytearray(b"between"))
+        put(txn, 5, 9, bytearray(b"other"))
     with storage.read() as txn:
-        assert bytes(txn.newest_block(3) or b"") == b"new"
-        assert bytes(txn.newest_block(5) or b"") == b"other"
-        assert txn.newest_block(4) is None
-        assert txn.newest_block(2) is None
-        assert txn.newest_block(6) is None
-        keys = list(txn.block_versions())
+        assert get(txn, 3) == b"new"
+        assert get(txn, 5) == b"other"
+        assert get(txn, 4) is None
+        assert get(txn, 2) is None
+        assert get(txn, 6) is None
+        keys = stored(txn)
     assert keys == [(3, 70_000), (3, 2), (3, 0), (5, 9)]
     storage.close()
 
@@ -272,9 +273,10 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         found: dict[int, bytes] = {}
         following: int | None = first
         while following is not None:
-            blocks, following = served.shard.read_blocks(following, checkpoint=checkpoint)
-            assert not found or min(dict(blocks), default=99) > max(found)
-            found |= dict(blocks)
+            some = served.shard.read_blocks(following, checkpoint=checkpoint)
+            blocks, following = {version.block: content for version, content in some.blocks}, some.next_block
+            assert not found or min(blocks, default=99) > max(found)
+            found |= blocks
         return found
 
     served.do(lambda batch: served.shard.checkpoint(batch, header(1, 0), "empty"))
@@ -298,13 +300,13 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     served.do(lambda batch: served.shard.extend_table(batch, 200))
     far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
     served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
-    assert served.shard.read_blocks(16, checkpoint="two")[1] is None
+    assert served.shard.read_blocks(16, checkpoint="two").next_block is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:
-        damaged = bytearray(txn.newest_block(3) or b"")
+        damaged = bytearray(get(txn, 3) or b"")
         damaged[50] ^= 1
-        txn.put_block(3, 2, damaged)
+        txn.put_block(version_of(txn, 3), damaged)
     with pytest.raises(StorageError, match="block 3"):
         read("two")
 
@@ -363,19 +365,22 @@ def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None
     for generation, num_blocks, value in ((1, 300, bytes(1_500)), (3, 20, b"short")):
         with rolled_back.write() as txn:
             for block in range(num_blocks):
-                txn.put_block(block, generation, value)
+                put(txn, block, generation, value)
     with rolled_back.write() as txn:
-        txn.put_block(7, 0, bytes(3_000))
-        txn.delete_generations(1)
+        put(txn, 900, 1, bytes(50_000))
+        put(txn, 7, 0, bytes(3_000))
+        for version in list(txn.versions()):
+            if version.generation:
+                txn.delete_block(version)
     counted = (rolled_back._env.info()["last_pgno"] + 1) * 4096
     rolled_back.close()
     assert (tmp_path / "data.mdb").stat().st_size < counted
     check_pages(tmp_path / "data.mdb")
     again = LmdbStorage(tmp_path)
     with again.write() as txn:
-        assert [bytes(txn.newest_block(block) or b"") for block in (6, 7)] == [b"", bytes(3_000)]
+        assert [get(txn, block) for block in (6, 7)] == [None, bytes(3_000)]
         for block in range(500):
-            txn.put_block(block, 4, bytes(1_500))
+            put(txn, block, 4, bytes(1_500))
     again.close()
     check_pages(tmp_path / "data.mdb")
 
@@ -386,7 +391,7 @@ def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
     for first in (0, 3):
         with cut.write() as txn:
             for block in range(first, 6):
-                txn.put_block(block, 0, bytes([block]) * 20_000)
+                put(txn, block, 0, bytes([block]) * 20_000)
     cut.close()
     data, whole = tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes()
     num_refused = 0
@@ -398,7 +403,7 @@ def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
             num_refused += 1
             continue
         with found.read() as txn:
-            assert [bytes(txn.newest_block(block) or b"")[-1] for block in range(6)] == list(range(6))
+            assert [(get(txn, block) or b"")[-1] for block in range(6)] == list(range(6))
         found.close()
     assert num_refused > 10
 
@@ -550,31 +555,29 @@ def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypat
 def kept_versions(served: Served) -> dict[int, set[int]]:
     """Block -> the versions that the newest state and the checkpoints need, found one state at a time."""
     states = [NEWEST, *(kept.generation for kept in served.shard.state.checkpoints)]
-    stored: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     with served.storage.read() as txn:
-        for block, generation in txn.block_versions():
-            stored.setdefault(block, []).append(generation)
+        for block, generation in stored(txn):
+            found.setdefault(block, []).append(generation)
     return {
         block: {max(version for version in versions if version <= state) for state in states if min(versions) <= state}
-        for block, versions in stored.items()
+        for block, versions in found.items()
     }
 
 
 def all_versions(served: Served) -> dict[int, set[int]]:
     versions: dict[int, set[int]] = {}
     with served.storage.read() as txn:
-        for block, generation in txn.block_versions():
+        for block, generation in stored(txn):
             versions.setdefault(block, set()).add(generation)
-        changes = {(int.from_bytes(key[4:]), int.from_bytes(key[:4])) for key, _ in txn.items("changes")}
-    assert changes == {(block, version) for block in versions for version in versions[block] if version}
     return versions
 
 
 def sweep(served: Served, seconds: float = 1.0) -> int:
     """Sweeps until all is swept; returns the number of transactions."""
     count = 0
-    while not served.shard.is_swept:
-        served.shard.sweep(served.committer.submit, seconds)
+    while not served.shard.is_collected:
+        served.shard.collect(served.committer.submit, seconds)
         count += 1
     return count
 
@@ -619,8 +622,8 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
         elif event == "sweep":
             before, needed = all_versions(served), kept_versions(served)
             now = served.weights()
-            if chance.random() < 0.5 and not served.shard.is_swept:
-                served.shard.sweep(served.committer.submit, 0.0)  # a part
+            if chance.random() < 0.5 and not served.shard.is_collected:
+                served.shard.collect(served.committer.submit, 0.0)  # a part
                 assert all(all_versions(served)[block] >= needed[block] for block in before)
             sweep(served, seconds)
             assert all_versions(served) == needed
@@ -650,8 +653,8 @@ def test_a_failed_sweep_is_repeated(served: Served) -> None:
         return served.committer.submit(fails)
 
     with pytest.raises(OSError, match="full"):
-        served.shard.sweep(full, 1.0)
-    assert not served.shard.is_swept
+        served.shard.collect(full, 1.0)
+    assert not served.shard.is_collected
     assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
     sweep(served)
     assert all_versions(served) == {0: {1}, 8: {1}}
@@ -670,7 +673,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses(served: Served, monkeypa
     running = sweeper.Sweeper(served.shard, served.committer)
     served.do(lambda batch: served.shard.release(batch, header(4), "one"))
     ends = time.monotonic() + 60
-    while not served.shard.is_swept and time.monotonic() < ends:
+    while not served.shard.is_collected and time.monotonic() < ends:
         time.sleep(0.01)
     running.close()
     assert all_versions(served) == {0: {1}, 8: {1}}

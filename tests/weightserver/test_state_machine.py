@@ -792,7 +792,8 @@ class Machine(RuleBasedStateMachine):
         if message.method in WRITES:
             with self.cluster.directories[message.shard].storage.read() as txn:
                 for row in message.run.call.call.arguments["rows"]:
-                    versions = txn.generations(row // SPEC.rows_per_block)
+                    block = row // SPEC.rows_per_block
+                    versions = [version for version in txn.versions(block) if version.block == block]
                     assert len(versions) <= 1 + len(NAMES), (row, versions)
 
     @invariant()

@@ -45,6 +45,22 @@ typedef uint32_t __attribute__((aligned(1), may_alias)) packed_u32;
 typedef int64_t __attribute__((aligned(1), may_alias)) packed_i64;
 typedef uint64_t __attribute__((aligned(1), may_alias)) packed_u64;
 
+/* ---- random bits: see splitmix.py. Seeds are mixed already. */
+
+static inline uint64_t splitmix64(uint64_t mixed_seed, uint64_t index)
+{
+    uint64_t z = index * UINT64_C(0x9E3779B97F4A7C15) + mixed_seed;
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return z ^ (z >> 31);
+}
+
+/* mix_seed() of splitmix.py. */
+static inline uint64_t mixed(uint64_t seed)
+{
+    return splitmix64(seed, 1);
+}
+
 /* ---- blocks: see blocks.py */
 
 enum { HEADER_BYTES = 16, START_BYTES = 8 };
@@ -52,8 +68,6 @@ typedef uint64_t (*checksum_function)(const void *, size_t, uint64_t); /* XXH3_6
 
 typedef struct {
     Py_ssize_t rows, dim, value_bytes, group_rows, last_step_at, weight_at, momentum_at, groups_at, num_bytes;
-    int format, small_values;                 /* the latter of earlier blocks */
-    int earlier_format, earlier_small_values; /* of blocks that end at groups_at */
 } Layout;
 
 static Py_ssize_t num_groups(const Layout *layout)
@@ -64,10 +78,9 @@ static Py_ssize_t num_groups(const Layout *layout)
 static int parse_layout(PyObject *object, void *out)
 {
     Layout *layout = out;
-    if (!PyArg_ParseTuple(object, "nnnnnnnnniiii", &layout->rows, &layout->dim, &layout->value_bytes,
+    if (!PyArg_ParseTuple(object, "nnnnnnnnn", &layout->rows, &layout->dim, &layout->value_bytes,
                           &layout->group_rows, &layout->last_step_at, &layout->weight_at, &layout->momentum_at,
-                          &layout->groups_at, &layout->num_bytes, &layout->format, &layout->small_values,
-                          &layout->earlier_format, &layout->earlier_small_values))
+                          &layout->groups_at, &layout->num_bytes))
         return 0;
     Py_ssize_t values = layout->value_bytes * layout->dim;
     int sound = layout->rows > 0 && layout->rows < 1 << 16 && layout->dim > 0 && layout->dim < 1 << 24
@@ -169,9 +182,10 @@ fail:
     return -1;
 }
 
-static uint64_t checksum_of_root(const Layout *layout, const unsigned char *bytes, uint64_t seed,
+static uint64_t checksum_of_root(const Layout *layout, const unsigned char *bytes, uint64_t number, uint64_t write_id,
                                  checksum_function checksum)
 {
+    uint64_t seed = mixed(mixed(number) ^ write_id);
     seed = checksum(bytes + HEADER_BYTES, (size_t)(layout->weight_at - HEADER_BYTES), seed);
     return checksum(bytes + layout->groups_at, (size_t)(8 * num_groups(layout)), seed);
 }
@@ -186,48 +200,25 @@ static uint64_t checksum_of_group(const Layout *layout, const unsigned char *byt
     return checksum(bytes + layout->momentum_at + first * row_bytes, size, seed);
 }
 
-static uint64_t seed_of_root(uint64_t number, int is_small)
-{
-    return number + (is_small ? UINT64_C(1) << 63 : 0);
-}
-
-static int has_known_length(const Layout *layout, Py_ssize_t num_bytes)
-{
-    return num_bytes == layout->num_bytes || num_bytes == layout->groups_at;
-}
-
-/* Whether a block has checksums of groups: one of `has_known_length`. */
-static int has_groups(const Layout *layout, Py_ssize_t num_bytes)
-{
-    return num_bytes == layout->num_bytes;
-}
-
-/* Whether a block is intact, as far as the rows in these slots depend on it, or the first num_slots if there are none;
- * without checksums, has a known length. */
+/* Whether a block is as that write left it, as far as the rows in these slots depend on it, or the first num_slots if
+ * there are none; without checksums, has the right length. */
 static int is_sound(const Layout *layout, const unsigned char *bytes, Py_ssize_t num_bytes, uint64_t number,
-                    const packed_i64 *slots, Py_ssize_t num_slots, checksum_function checksum)
+                    uint64_t write_id, const packed_i64 *slots, Py_ssize_t num_slots, checksum_function checksum)
 {
-    if (!has_known_length(layout, num_bytes))
+    if (num_bytes != layout->num_bytes)
         return 0;
     if (checksum == NULL)
         return 1;
-    uint16_t format, rows;
+    uint16_t value_bytes, rows;
     uint32_t dim;
     uint64_t stored;
-    memcpy(&format, bytes, 2);
+    memcpy(&value_bytes, bytes, 2);
     memcpy(&rows, bytes + 2, 2);
     memcpy(&dim, bytes + 4, 4);
     memcpy(&stored, bytes + START_BYTES, 8);
-    int is_grouped = has_groups(layout, num_bytes);
-    int is_small = format == (is_grouped ? layout->small_values : layout->earlier_small_values);
-    if (!is_small && format != (is_grouped ? layout->format : layout->earlier_format))
+    if (value_bytes != layout->value_bytes || rows != layout->rows || dim != (uint64_t)layout->dim)
         return 0;
-    if (rows != layout->rows || dim != (uint64_t)layout->dim)
-        return 0;
-    uint64_t seed = seed_of_root(number, is_small);
-    if (!is_grouped)
-        return checksum(bytes + HEADER_BYTES, (size_t)(layout->groups_at - HEADER_BYTES), seed) == stored;
-    if (checksum_of_root(layout, bytes, seed, checksum) != stored)
+    if (checksum_of_root(layout, bytes, number, write_id, checksum) != stored)
         return 0;
     const packed_u64 *of_groups = (const packed_u64 *)(bytes + layout->groups_at);
     Py_ssize_t known = -1;
@@ -244,25 +235,25 @@ static int is_sound(const Layout *layout, const unsigned char *bytes, Py_ssize_t
 static PyObject *look(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *layout, *blocks, *numbers, *starts, *slots, *last_step;
+    PyObject *layout, *blocks, *numbers, *write_ids, *starts, *slots, *last_step;
     unsigned long long checksum_address;
-    if (!PyArg_ParseTuple(args, "OOOOOOK", &layout, &blocks, &numbers, &starts, &slots, &last_step, &checksum_address))
+    if (!PyArg_ParseTuple(args, "OOOOOOOK", &layout, &blocks, &numbers, &write_ids, &starts, &slots, &last_step,
+                          &checksum_address))
         return NULL;
     Touched touched;
     if (get_touched(&touched, layout, blocks, starts, slots) < 0)
         return NULL;
-    Py_buffer number, seen;
+    Py_buffer number = {0}, write_id = {0}, seen = {0};
     PyObject *result = NULL;
-    if (get_array(numbers, &number, touched.num_blocks, 8, 0, "numbers") < 0)
+    if (get_array(numbers, &number, touched.num_blocks, 8, 0, "numbers") < 0
+        || get_array(write_ids, &write_id, touched.num_blocks, 8, 0, "write_ids") < 0
+        || get_array(last_step, &seen, touched.num_rows, 8, 1, "last_step") < 0)
         goto end;
-    if (get_array(last_step, &seen, touched.num_rows, 8, 1, "last_step") < 0) {
-        PyBuffer_Release(&number);
-        goto end;
-    }
     Py_ssize_t bad = -1;
     Py_BEGIN_ALLOW_THREADS
     checksum_function checksum = (checksum_function)(uintptr_t)checksum_address;
     const packed_i64 *start = touched.starts.buf, *slot = touched.slots.buf, *names = number.buf;
+    const packed_u64 *writes = write_id.buf;
     packed_i64 *out = seen.buf;
     for (Py_ssize_t b = 0; b < touched.num_blocks; b++) {
         const Py_buffer *block = &touched.blocks[b];
@@ -272,8 +263,8 @@ static PyObject *look(PyObject *module, PyObject *args)
             continue;
         }
         Py_ssize_t num_slots = start[b + 1] - start[b];
-        if (!is_sound(&touched.layout, block->buf, block->len, (uint64_t)names[b], slot + start[b], num_slots,
-                      checksum)) {
+        if (!is_sound(&touched.layout, block->buf, block->len, (uint64_t)names[b], writes[b], slot + start[b],
+                      num_slots, checksum)) {
             bad = b;
             break;
         }
@@ -283,22 +274,16 @@ static PyObject *look(PyObject *module, PyObject *args)
             out[i] = steps[slot[i]];
     }
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&number);
-    PyBuffer_Release(&seen);
     result = PyLong_FromSsize_t(bad);
 end:
+    if (number.obj != NULL)
+        PyBuffer_Release(&number);
+    if (write_id.obj != NULL)
+        PyBuffer_Release(&write_id);
+    if (seen.obj != NULL)
+        PyBuffer_Release(&seen);
     release_touched(&touched);
     return result;
-}
-
-/* ---- random bits: see splitmix.py. Seeds are mixed already. */
-
-static inline uint64_t splitmix64(uint64_t mixed_seed, uint64_t index)
-{
-    uint64_t z = index * UINT64_C(0x9E3779B97F4A7C15) + mixed_seed;
-    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return z ^ (z >> 31);
 }
 
 /* ---- initial rows: see initial.py */
@@ -537,7 +522,7 @@ static PyObject *answer(PyObject *module, PyObject *args)
     unsigned char *own = NULL;
     Py_ssize_t num_rows = touched.num_rows, dim = touched.layout.dim, row_bytes = dim * touched.layout.value_bytes;
     for (Py_ssize_t b = 0; b < touched.num_blocks; b++)
-        if (touched.blocks[b].obj != NULL && !has_known_length(&touched.layout, touched.blocks[b].len)) {
+        if (touched.blocks[b].obj != NULL && touched.blocks[b].len != touched.layout.num_bytes) {
             PyErr_SetString(PyExc_ValueError, "a block has another size");
             goto end;
         }
@@ -649,9 +634,10 @@ static int update_row(Rates rates, const Coefficients *missed, const packed_floa
 
 typedef struct {
     Touched touched;
-    Py_buffer numbers, out;
+    Py_buffer numbers, write_ids, out;
     Initial initial;
-    unsigned long long seed; /* of rounding */
+    unsigned long long write_id; /* of the changed blocks; write_ids are those of the stored ones */
+    unsigned long long seed;     /* of rounding */
     checksum_function checksum;
     float *scratch; /* 3 rows */
     int is_push;
@@ -672,6 +658,8 @@ static void release_change(Change *change)
         PyBuffer_Release(&change->initial.quantiles);
     if (change->numbers.obj != NULL)
         PyBuffer_Release(&change->numbers);
+    if (change->write_ids.obj != NULL)
+        PyBuffer_Release(&change->write_ids);
     if (change->out.obj != NULL)
         PyBuffer_Release(&change->out);
     release_touched(&change->touched);
@@ -679,11 +667,11 @@ static void release_change(Change *change)
 
 static int get_change(PyObject *object, Change *change)
 {
-    PyObject *layout, *blocks, *numbers, *starts, *slots, *initial, *out;
+    PyObject *layout, *blocks, *numbers, *write_ids, *starts, *slots, *initial, *out;
     unsigned long long checksum_address;
     memset(change, 0, sizeof *change);
-    if (!PyArg_ParseTuple(object, "OOOOOOKKO", &layout, &blocks, &numbers, &starts, &slots, &initial, &change->seed,
-                          &checksum_address, &out))
+    if (!PyArg_ParseTuple(object, "OOOOOOOKKKO", &layout, &blocks, &numbers, &write_ids, &starts, &slots, &initial,
+                          &change->write_id, &change->seed, &checksum_address, &out))
         return -1;
     Touched *touched = &change->touched;
     if (get_touched(touched, layout, blocks, starts, slots) < 0)
@@ -693,7 +681,8 @@ static int get_change(PyObject *object, Change *change)
         PyErr_SetString(PyExc_ValueError, "blocks that are stored have checksums");
         goto fail;
     }
-    if (get_array(numbers, &change->numbers, touched->num_blocks, 8, 0, "numbers") < 0)
+    if (get_array(numbers, &change->numbers, touched->num_blocks, 8, 0, "numbers") < 0
+        || get_array(write_ids, &change->write_ids, touched->num_blocks, 8, 0, "write_ids") < 0)
         goto fail;
     if (get_initial(initial, &change->initial) < 0)
         goto fail;
@@ -769,12 +758,12 @@ static void seal_group(const Change *change, uint64_t number, Py_ssize_t group, 
 static void seal_root(const Change *change, uint64_t number, unsigned char *out)
 {
     const Layout *layout = &change->touched.layout;
-    uint16_t format = (uint16_t)layout->format, rows = (uint16_t)layout->rows;
+    uint16_t value_bytes = (uint16_t)layout->value_bytes, rows = (uint16_t)layout->rows;
     uint32_t dim = (uint32_t)layout->dim;
-    memcpy(out, &format, 2);
+    memcpy(out, &value_bytes, 2);
     memcpy(out + 2, &rows, 2);
     memcpy(out + 4, &dim, 4);
-    uint64_t checksum = checksum_of_root(layout, out, seed_of_root(number, 0), change->checksum);
+    uint64_t checksum = checksum_of_root(layout, out, number, change->write_id, change->checksum);
     memcpy(out + START_BYTES, &checksum, 8);
 }
 
@@ -787,16 +776,15 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
     const packed_i64 *start = touched->starts.buf, *slots = touched->slots.buf, *names = change->numbers.buf;
     uint64_t number = (uint64_t)names[b];
     const Py_buffer *stored = &touched->blocks[b];
-    int was_grouped = 0;
     if (stored->obj == NULL) {
         draw_block(change, number, out);
     } else {
-        if (!has_known_length(layout, stored->len))
+        if (stored->len != layout->num_bytes)
             return -1;
         memcpy(out, stored->buf, stored->len); /* checked are the bytes that will be stored */
-        if (!is_sound(layout, out, stored->len, number, NULL, layout->rows, change->checksum))
+        uint64_t write_id = ((const packed_u64 *)change->write_ids.buf)[b];
+        if (!is_sound(layout, out, stored->len, number, write_id, NULL, layout->rows, change->checksum))
             return -1;
-        was_grouped = has_groups(layout, stored->len);
     }
     Py_ssize_t row_bytes = layout->dim * layout->value_bytes, added = 0;
     unsigned char *bitmap = out + HEADER_BYTES;
@@ -817,7 +805,7 @@ static Py_ssize_t change_block(const Change *change, Py_ssize_t b, unsigned char
         added += !(bitmap[slot / 8] & bit);
         bitmap[slot / 8] |= bit;
     }
-    if (was_grouped) {
+    if (stored->obj != NULL) {
         Py_ssize_t sealed = -1;
         for (Py_ssize_t i = start[b]; i < start[b + 1]; i++) {
             Py_ssize_t group = slots[i] / layout->group_rows;

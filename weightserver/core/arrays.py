@@ -11,6 +11,7 @@ import numpy.typing as npt
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
 BFloat16Array = npt.NDArray[np.uint16]
 """The bits of bfloat16 numbers: NumPy has no such type."""
 StoredArray = Float32Array | BFloat16Array

@@ -2,7 +2,7 @@
 
 A block is one stored value of r = rows_per_block rows, everything little-endian:
 
-    offset 0     u16    format: 5, in bfloat16 7
+    offset 0     u16    bytes of a value: 4 for float32, 2 for bfloat16
     offset 2     u16    r
     offset 4     u32    D
     offset 8     u64    the root, a checksum of everything below but the values
@@ -16,17 +16,15 @@ A block is one stored value of r = rows_per_block rows, everything little-endian
 
 All checksums are XXH3-64, chained: the second part is seeded by the checksum of the first.
 
-    root         the bytes from offset 16 to the weights, seeded by the block's number; then the checksums of all groups
+    root         the bytes from offset 16 to the weights, seeded by the block and the write that made it; then the
+                 checksums of all groups
     a group's    its weights, seeded by 2^16 times the block's number plus the group's; then its momentum buffers
 
-The root and a group's checksum prove the rows of the group, with their last steps, which is what a fetch verifies. A
+The root and a group's checksum prove the rows of the group, with their last steps: that the disk returns what this
+write stored, and not an older version of the block or a block of another table that lay in the same place. Which write
+made a block is stored apart from it (see `lmdb_storage`). A fetch verifies the root and the groups that it reads. A
 write verifies the whole block, since it copies all of it, and renews the root and the checksums of the groups that it
 changes.
-
-Earlier versions wrote formats 1 and 2, in bfloat16 3 and 4, which end before the checksums of groups: at offset 8 is
-the checksum of all bytes from offset 16 on, seeded like the root. Such blocks stay readable, and a write brings them to
-the present form. Version 0.1 wrote all blocks in format 1. Earlier blocks of an even format, 6 and 8 among them, have
-no |value| beyond 2^32, and 2^63 is added to the seed of their checksum.
 
 Rows of a stored block that were never written hold their initial values. With D = 128 and r = 63 a block takes 65,168
 bytes, which with the page header of LMDB's overflow pages is 16 pages of 4 KiB. In bfloat16 so does one of 125 rows.
@@ -50,11 +48,8 @@ from weightserver.core.initial import initial_rows, source_of
 from weightserver.core.kernel import Initial
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
+from weightserver.core.splitmix import mix_seed
 
-_FORMATS = {"float32": (5, 6), "bfloat16": (7, 8)}
-_EARLIER_FORMATS = {"float32": (1, 2), "bfloat16": (3, 4)}
-"""Formats by dtype: the one that is written, and the one of earlier blocks of small values. Those of `_EARLIER_FORMATS`
-have no checksums of groups."""
 _GROUP_BYTES = 2_048
 """Of the weights of a group of rows, if it has more than one."""
 _MAX_RANGES = 8
@@ -91,12 +86,7 @@ class BlockCodec:
         rows, dim = spec.rows_per_block, spec.dim
         self.dim = dim
         self.precision = precision_of(spec)
-        self._formats, self._earlier_formats = _FORMATS[spec.dtype], _EARLIER_FORMATS[spec.dtype]
-        self._small_formats = self._formats[1], self._earlier_formats[1]
-        self._known_starts = {
-            _START.pack(number, rows, dim): number for number in (*self._formats, *self._earlier_formats)
-        }
-        """The format, by the first bytes of a block of this table."""
+        self._start = _START.pack(spec.value_bytes, rows, dim)
         self._bitmap_bytes = -(-rows // 8)
         self._bitmap = slice(_HEADER.size, _HEADER.size + self._bitmap_bytes)
         last_step = _HEADER.size + -(-self._bitmap_bytes // 8) * 8
@@ -118,7 +108,7 @@ class BlockCodec:
         """Where the weights and the momentum buffers of each group are, in bytes."""
         self.num_bytes = groups + _CHECKSUM.size * len(self._groups)
         sizes = rows, dim, spec.value_bytes, self._group_rows
-        self.layout = (*sizes, *self.offsets, groups, self.num_bytes, *self._formats, *self._earlier_formats)
+        self.layout = (*sizes, *self.offsets, groups, self.num_bytes)
         """The same for the compiled kernel."""
 
     def initial(self, block: int) -> bytearray:
@@ -170,63 +160,36 @@ class BlockCodec:
         buffer[self._bitmap] = after.to_bytes(self._bitmap_bytes, "little")
         return (before ^ after).bit_count()
 
-    def seal(self, block: int, buffer: bytearray, slots: Slots | None = None) -> None:
+    def seal(self, block: int, write_id: int, buffer: bytearray, slots: Slots | None = None) -> None:
         """Writes the checksums and the header. With `slots`, the block was sealed and intact before, and only these
         rows have changed: other groups keep their checksums."""
         contents = memoryview(buffer)
         for group in self._groups_of(slots):
             _CHECKSUM.pack_into(buffer, self._checksum_at(group), self._group_checksum(block, group, contents))
-        block_format = self._formats[0]
-        root = self._root_checksum(block, block_format, contents)
-        _HEADER.pack_into(buffer, 0, block_format, self._spec.rows_per_block, self.dim, root)
+        buffer[: _START.size] = self._start
+        _CHECKSUM.pack_into(buffer, _START.size, self._root_checksum(block, write_id, contents))
 
-    def renewed(self, block: int, stored: Buffer) -> bytearray:
-        """A sealed copy of a stored block in the present form, checked as by `check`."""
-        buffer = bytearray(stored)  # checked are the bytes that will be stored
-        self.check(block, buffer)
-        if len(buffer) < self.num_bytes:
-            buffer += bytes(self.num_bytes - len(buffer))
-            self.seal(block, buffer)
-        return buffer
-
-    def problem(self, block: int, buffer: Buffer, slots: Slots | None = None) -> str:
-        """Describes what is wrong with the bytes of a sealed block of this table; empty if nothing is.
+    def problem(self, block: int, write_id: int, buffer: Buffer, slots: Slots | None = None) -> str:
+        """Describes what is wrong with the bytes of a block that was sealed for that write; empty if nothing is.
 
         Args:
-            slots: looks at the values of these rows and their groups only, where they have a checksum of their own.
+            slots: looks at the values of these rows and their groups only.
         """
-        block_format = self._known_starts.get(bytes(buffer[: _START.size]))
-        if block_format is None or len(buffer) != self._num_bytes_of(block_format):
-            return self._foreign(buffer)
+        if len(buffer) != self.num_bytes:
+            return f"has {len(buffer)} bytes, not {self.num_bytes}"
+        if bytes(buffer[: _START.size]) != self._start:
+            value_bytes, rows, dim = _START.unpack_from(buffer)
+            return f"holds {rows} rows of {dim} values of {value_bytes} bytes: it belongs to another table"
         contents = memoryview(buffer)
-        if self._root_checksum(block, block_format, contents) != _CHECKSUM.unpack_from(buffer, _START.size)[0]:
+        if self._root_checksum(block, write_id, contents) != _CHECKSUM.unpack_from(buffer, _START.size)[0]:
             return "is damaged (checksum)"
-        if block_format in self._earlier_formats:
-            return ""
         if damaged := self._damaged_groups(block, contents, slots):
             return f"is damaged (checksum) in {self._rows_of(block, damaged)}"
         return ""
 
-    def _foreign(self, buffer: Buffer) -> str:
-        """Describes what is wrong with the length or the first bytes of a block."""
-        if len(buffer) not in (self.num_bytes, self._groups_at):
-            return f"has {len(buffer)} bytes, not {self.num_bytes}"
-        block_format, rows, dim = _START.unpack_from(buffer)
-        if block_format not in (*self._formats, *self._earlier_formats):
-            readable = "{}, {}, {} and {}".format(*self._earlier_formats, *self._formats)
-            return f"has format {block_format}, this version reads {readable} in tables of {self._spec.dtype}"
-        if (rows, dim) != (self._spec.rows_per_block, self._spec.dim):
-            return f"holds {rows} rows of {dim}: it belongs to another table"
-        return f"is damaged: format {block_format} with {len(buffer)} bytes, not {self._num_bytes_of(block_format)}"
-
-    def _num_bytes_of(self, block_format: int) -> int:
-        return self.num_bytes if block_format in self._formats else self._groups_at
-
-    def _root_checksum(self, block: int, block_format: int, contents: memoryview) -> int:
+    def _root_checksum(self, block: int, write_id: int, contents: memoryview) -> int:
         """What belongs at offset 8."""
-        seed = block + (1 << 63 if block_format in self._small_formats else 0)
-        if block_format in self._earlier_formats:
-            return xxhash.xxh3_64_intdigest(contents[_HEADER.size :], seed=seed)
+        seed = mix_seed(mix_seed(block) ^ write_id)
         seed = xxhash.xxh3_64_intdigest(contents[_HEADER.size : self.offsets[1]], seed=seed)
         return xxhash.xxh3_64_intdigest(contents[self._groups_at :], seed=seed)
 
@@ -273,9 +236,9 @@ class BlockCodec:
         more = len(ranges) - len(named)
         return f"rows {', '.join(named)}" + (f" and {more} more ranges" if more else "")
 
-    def check(self, block: int, buffer: Buffer, slots: Slots | None = None) -> None:
+    def check(self, block: int, write_id: int, buffer: Buffer, slots: Slots | None = None) -> None:
         """Raises DamagedRecordError if there is a problem; see `problem`."""
-        if problem := self.problem(block, buffer, slots):
+        if problem := self.problem(block, write_id, buffer, slots):
             raise DamagedRecordError(
                 f"{self.name(block)} {problem}: 'weightserver verify' shows which checkpoints still have it"
             )

@@ -15,19 +15,19 @@ from typing import Protocol, cast
 import numpy as np
 import xxhash
 
-from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, UInt64Array
 
 Initial = tuple[int, float, Float32Array]
 """What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
 Layout = tuple[int, ...]
 """Of a block: rows, dim, bytes of a value, rows of a group, offsets of the three arrays and of the groups' checksums,
-bytes of all, the two formats, and the two of blocks that end before the groups' checksums. The first of two is written,
-the second is that of earlier blocks of small values."""
+and bytes of all."""
 Blocks = list[memoryview | None]
 """Stored blocks; None for those that were never written."""
-Changed = tuple[Layout, Blocks, Int64Array, Int64Array, Int64Array, Initial, int, int, memoryview]
-"""Blocks to change: layout, blocks, their numbers, starts, slots, source of initial weights, mixed seed of rounding,
-address of the checksum's function, which is not 0, and where to write them, one after the other."""
+Changed = tuple[Layout, Blocks, Int64Array, UInt64Array, Int64Array, Int64Array, Initial, int, int, int, memoryview]
+"""Blocks to change: layout, blocks, their numbers and write ids, starts, slots, source of initial weights, the new
+write id, mixed seed of rounding, address of the checksum's function, which is not 0, and where to write them, one after
+the other."""
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
@@ -51,6 +51,7 @@ class Kernel(Protocol):
         layout: Layout,
         blocks: Blocks,
         numbers: Int64Array,
+        write_ids: UInt64Array,
         starts: Int64Array,
         slots: Int64Array,
         last_step: Int64Array,

@@ -1,27 +1,68 @@
-"""Selects the versions of blocks that are needed by the newest state and the retained checkpoints."""
+"""Versions of blocks: which write made each, and which are needed by the newest state and the retained checkpoints."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import xxhash
 
 from weightserver.core.checkpoints import ShardCheckpoint
 
+NEWEST = 2**32 - 1
+"""The highest generation."""
+_NAMED = struct.Struct("<QQ")
 
-def unneeded(generations: Sequence[int], checkpoints: Sequence[ShardCheckpoint]) -> list[int]:
-    """The generations of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
+
+class Version(NamedTuple):
+    """One stored state of a block."""
+
+    block: int
+    generation: int
+    write_id: int
+    """Names the write that stored it, u64; see `new_write_id`."""
+
+
+def new_write_id() -> int:
+    """A random u64 that names one attempt of a write: what an attempt left behind never passes for another's."""
+    return int.from_bytes(os.urandom(8))
+
+
+def by_block(versions: Iterable[Version]) -> Iterator[tuple[int, list[Version]]]:
+    """(block, its versions) of versions in the order of blocks."""
+    for block, found in itertools.groupby(versions, attrgetter("block")):
+        yield block, list(found)
+
+
+def newest(versions: Iterable[Version], up_to: int = NEWEST) -> Iterator[Version]:
+    """Each block's newest version of a generation ≤ `up_to`, among versions in the order of blocks, newest first."""
+    last = -1
+    for version in versions:
+        if version.block != last and version.generation <= up_to:
+            last = version.block
+            yield version
+
+
+def unneeded(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]) -> list[Version]:
+    """Those of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
     return [
         older
-        for newer, older in itertools.pairwise(generations)
-        if not any(older <= checkpoint.generation < newer for checkpoint in checkpoints)
+        for newer, older in itertools.pairwise(versions)
+        if not any(older.generation <= checkpoint.generation < newer.generation for checkpoint in checkpoints)
     ]
 
 
-def released_generations(generation: int, newest: int, checkpoints: Sequence[ShardCheckpoint]) -> range:
-    """The generations to sweep after a release of `generation`; `checkpoints` remain, and `newest` is the current one.
+def needed(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]) -> list[Version]:
+    """The others of them."""
+    left_out = unneeded(versions, checkpoints)
+    return [version for version in versions if version not in left_out]
 
-    A version becomes unneeded only when the last checkpoint between it and its block's next version is released. That
-    next version is then of one of these generations: newer than the released one, not newer than the next retained one.
-    """
-    retained = [checkpoint.generation for checkpoint in checkpoints if checkpoint.generation >= generation]
-    return range(generation + 1, min(retained, default=newest) + 1)
+
+def digest(named: Iterable[tuple[int, int]]) -> bytes:
+    """16 bytes that identify a set of (block, write id), in any order: the sum of their hashes."""
+    total = sum(xxhash.xxh3_128_intdigest(_NAMED.pack(block, write_id)) for block, write_id in named)
+    return (total % 2**128).to_bytes(16)

@@ -36,6 +36,7 @@ from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import BACKUP_PREFIX, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError
+from weightserver.core.versions import digest
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -43,7 +44,6 @@ from weightserver.protocol.codec import table_digest
 from weightserver.storage.shard_builder import BATCH_BYTES
 
 _log = logging.getLogger(__name__)
-Blocks = list[tuple[int, bytearray]]
 """Numbers of blocks and their contents."""
 
 
@@ -115,16 +115,25 @@ def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
     write(SCHEDULE, {"learning_rates": rates[: kept.clock]})
-    rows_stored = 0
+    rows_stored, named = 0, list[tuple[int, int]]()
     for blocks in reader.batches():
-        number = np.array([number for number, _ in blocks], np.int64)
-        content = np.frombuffer(b"".join(content for _, content in blocks), np.uint8).reshape(len(blocks), -1)
-        write(f"blocks-{number[0]:015d}.safetensors", {"number": number, "content": content})
-        rows_stored += sum(reader.codec.num_written(content) for _, content in blocks)
+        number = np.array([block.number for block in blocks], np.int64)
+        write_id = np.array([block.write_id for block in blocks], np.uint64)
+        content = np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(len(blocks), -1)
+        columns = {"number": number, "write_id": write_id, "content": content}
+        write(f"blocks-{number[0]:015d}.safetensors", columns)
+        rows_stored += sum(reader.codec.num_written(block.content) for block in blocks)
+        named += zip(number.tolist(), write_id.tolist(), strict=True)
+    end = reader.read_blocks(reader.info.spec.num_blocks)
     if rows_stored != kept.rows_stored:
         raise ClusterError(
             f"shard {reader.shard} sent {rows_stored} of the {kept.rows_stored} rows of the checkpoint: check its "
             "directory with 'weightserver verify'"
+        )
+    if digest(named) != end.digest:
+        raise ClusterError(
+            f"shard {reader.shard} sent other versions of blocks than it keeps of the checkpoint: check its directory "
+            "with 'weightserver verify'"
         )
     _log.info(
         "shard %(shard)d: %(rows)d rows in %(files)d files",
@@ -133,7 +142,7 @@ def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
     return {
         "clock": kept.clock,
         "rows_stored": rows_stored,
-        "lineage": reader.lineage(),
+        "lineage": list(end.lineage),
         "files": files,
     }
 
@@ -155,23 +164,23 @@ class _ShardReader:
         answer: pb.DescribeResponse = self.client.call_shard(self.shard, "Describe", pb.DescribeRequest())
         return answer
 
-    def batches(self) -> Iterator[Blocks]:
+    def batches(self) -> Iterator[list[pb.Block]]:
         """The stored blocks, checked, in ascending order, enough for a file at a time."""
         codec, num_blocks = self.codec, self.info.spec.num_blocks
-        blocks, first = Blocks(), 0
+        blocks, first = list[pb.Block](), 0
         while first < num_blocks:
-            answer = self._read_blocks(first)
-            blocks += [(block.number, codec.renewed(block.number, block.content)) for block in answer.blocks]
+            answer = self.read_blocks(first)
+            for block in answer.blocks:
+                codec.check(block.number, block.write_id, block.content)
+            blocks += answer.blocks
             first = answer.next_block or num_blocks
             if blocks and (first >= num_blocks or len(blocks) * codec.num_bytes >= BATCH_BYTES):
                 yield blocks
-                blocks = Blocks()
+                blocks = []
 
-    def lineage(self) -> list[str]:
-        """The shard's marks up to the checkpoint, which it sends after the last block."""
-        return list(self._read_blocks(self.info.spec.num_blocks).lineage)
-
-    def _read_blocks(self, first_block: int) -> pb.ReadBlocksResponse:
+    def read_blocks(self, first_block: int) -> pb.ReadBlocksResponse:
+        """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
+        checkpoint."""
         table = table_digest(self.info.spec, self.info.identity)
         request = pb.ReadBlocksRequest(checkpoint=self.checkpoint, table=table, first_block=first_block)
         answer: pb.ReadBlocksResponse = self.client.call_shard(self.shard, "ReadBlocks", request)

@@ -3,8 +3,8 @@
 manifest.json           the table, the checkpoint, and the size and SHA-256 of every file; written last
 shard-K/
   schedule.safetensors  learning_rates float32 [clock of the checkpoint]
-  blocks-N.safetensors  stored blocks from number N on: number int64 [n], content uint8 [n, block bytes], in the form of
-                        `core.blocks` with their checksums; rows never written are in no file
+  blocks-N.safetensors  stored blocks from number N on: number int64 [n], write_id uint64 [n], content uint8
+                        [n, block bytes], see `core.blocks`; rows never written are in no file
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from weightserver.common.version import FORMAT, refusal
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import Version
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.safetensors"
 
@@ -89,22 +90,23 @@ def read_backup(directory: Path) -> Backup:
     return made
 
 
-def read_blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of the blocks in a file, checked.
+def read_blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
+    """Yields the blocks in a file, checked, as versions of generation 0.
 
     Raises:
         StorageError: the file or a block is damaged.
     """
     try:
         columns = load_file(path)
-        blocks = list(zip(columns["number"].astype(np.int64).tolist(), columns["content"], strict=True))
+        named = columns["number"].astype(np.int64).tolist(), columns["write_id"].astype(np.uint64).tolist()
+        blocks = list(zip(*named, columns["content"], strict=True))
     except (SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"{path} is damaged ({error}): use another backup") from None
-    for number, content in blocks:
+    for number, write_id, content in blocks:
         block = content.tobytes()
-        if problem := codec.problem(number, block):
+        if problem := codec.problem(number, write_id, block):
             raise StorageError(f"{path}: {codec.name(number)} {problem}: use another backup")
-        yield number, block
+        yield Version(number, 0, write_id), block
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ from weightserver.common.atomic_files import (
     to_path,
     write_synced,
 )
+from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
-from weightserver.core.versions import unneeded
+from weightserver.core.versions import Version, by_block, needed
+from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import read_identity, read_state
+from weightserver.storage.records import read_identity, read_spec, read_state
 from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
 
 
@@ -43,13 +46,11 @@ def compact(source: Path, target: Path) -> None:
             identity = read_identity(txn)
             if identity is None or identity.unfinished:
                 raise StorageError(f"{source} holds no complete shard: there is nothing to copy")
-            checkpoints = read_state(txn).checkpoints
+            txn.check_contents()
         make_directory(target, mode=PRIVATE_DIRECTORY)
         copy = target / "data.mdb.partial"
         try:
-            write_synced(
-                copy, partial(storage.copy, unneeded=partial(unneeded, checkpoints=checkpoints)), mode=PRIVATE_FILE
-            )
+            write_synced(copy, partial(storage.copy, blocks=_needed_blocks), mode=PRIVATE_FILE)
             sync(target)
             leave_tombstone(source, target)
         except OSError as error:
@@ -60,6 +61,19 @@ def compact(source: Path, target: Path) -> None:
             raise
         copy.replace(target / "data.mdb")
         sync(target)
+
+
+def _needed_blocks(txn: Transaction) -> Iterator[tuple[Version, memoryview]]:
+    """The versions of blocks that the newest state or a checkpoint needs, checked."""
+    spec, checkpoints = read_spec(txn), read_state(txn).checkpoints
+    if spec is None:
+        return
+    codec = BlockCodec(spec)
+    for _, versions in by_block(txn.versions()):
+        for version in needed(versions, checkpoints):
+            content = txn.content(version)
+            codec.check(version.block, version.write_id, content)
+            yield version, content
 
 
 def _require_uncopied(source: Path, target: Path) -> None:

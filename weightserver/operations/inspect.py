@@ -75,7 +75,7 @@ def _inspect(snapshot: Snapshot) -> dict[str, Any]:
         "disk_bytes": (snapshot.directory / "data.mdb").stat().st_blocks * 512,
         "generation": state.generation,
         "checkpoints": [kept.name for kept in state.checkpoints],
-        "block_versions": snapshot.num_entries("blocks"),
+        "block_versions": snapshot.num_entries("versions"),
     }
 
 

@@ -27,6 +27,7 @@ from weightserver.core.blocks import Block, BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import Version, new_write_id
 from weightserver.operations.arguments import non_empty_name
 from weightserver.operations.reshard_sources import (
     SourceShard,
@@ -143,7 +144,7 @@ def _rows_by_block(
     shards: list[SourceShard], codec: BlockCodec, rows_per_block: int
 ) -> Iterator[tuple[int, Int64Array, Block]]:
     """Yields all written rows of the old shards, ascending, with the number of their new block and their state."""
-    for number, content in heapq.merge(*(shard.blocks(codec) for shard in shards), key=itemgetter(0)):
+    for number, content in heapq.merge(*(shard.blocks() for shard in shards), key=itemgetter(0)):
         rows, state = _written(codec, number, content)
         blocks = rows // rows_per_block
         for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(blocks)) + 1):
@@ -153,9 +154,9 @@ def _rows_by_block(
 
 def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpec, new: TableSpec) -> list[_RowsDigest]:
     """Writes all rows to the new shards that are not finished; returns a digest of the rows of each new shard."""
-    sharding, codec = Sharding(new.rows_per_block, len(builders)), BlockCodec(new)
+    sharding, codec, write_id = Sharding(new.rows_per_block, len(builders)), BlockCodec(new), new_write_id()
     digests = [_RowsDigest() for _ in builders]
-    waiting: list[list[tuple[int, bytearray]]] = [[] for _ in builders]
+    waiting: list[list[tuple[Version, bytearray]]] = [[] for _ in builders]
     rows_by_block = _rows_by_block(shards, BlockCodec(old), new.rows_per_block)
     for number, parts in itertools.groupby(rows_by_block, key=itemgetter(0)):
         block, target = codec.initial(number), sharding.shard_of_block(number)
@@ -165,8 +166,8 @@ def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpe
                 values[slots] = given
             codec.mark_written(block, slots)
             digests[target].add(rows, state)
-        codec.seal(number, block)
-        waiting[target].append((number, block))
+        codec.seal(number, write_id, block)
+        waiting[target].append((Version(number, 0, write_id), block))
         if len(waiting[target]) * codec.num_bytes * len(builders) >= BATCH_BYTES:
             _store(builders[target], waiting[target])
     for builder, blocks in zip(builders, waiting, strict=True):
@@ -174,7 +175,7 @@ def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpe
     return digests
 
 
-def _store(builder: ShardBuilder, blocks: list[tuple[int, bytearray]]) -> None:
+def _store(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
     if not builder.finished:
         builder.add(blocks)
     blocks.clear()
@@ -184,12 +185,8 @@ def _compare(builder: ShardBuilder, codec: BlockCodec, expected: _RowsDigest) ->
     """Raises StorageError unless a new shard holds the expected rows."""
     found = _RowsDigest()
     with builder.read() as txn:
-        block = txn.next_block(0)
-        while block is not None:
-            content = txn.newest_block(block)
-            assert content is not None
-            found.add(*_written(codec, block, content))
-            block = txn.next_block(block + 1)
+        for version in txn.versions():
+            found.add(*_written(codec, version.block, txn.content(version)))
     if found != expected:
         raise StorageError(
             f"{builder.directory} holds {found.num_rows} rows that are not the {expected.num_rows} of the old shards: "

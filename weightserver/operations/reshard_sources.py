@@ -17,7 +17,8 @@ from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.storage.interface import NEWEST, Transaction
+from weightserver.core.versions import NEWEST, newest
+from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
@@ -57,20 +58,18 @@ class SourceShard:
         kept = self.state.checkpoint(name)
         return replace(self, up_to=kept.generation, rows_stored=kept.rows_stored)
 
-    def blocks(self, codec: BlockCodec) -> Iterator[tuple[int, memoryview]]:
+    def blocks(self) -> Iterator[tuple[int, memoryview]]:
         """Yields the stored blocks in ascending order, checked.
 
         Raises:
             StorageError: a block is damaged; or, at the end, rows are missing.
         """
-        num_rows, block = 0, self.txn.next_block(0)
-        while block is not None:
-            content = self.txn.newest_block(block, up_to=self.up_to)
-            if content is not None:
-                codec.check(block, content)
-                num_rows += codec.num_written(content)
-                yield block, content
-            block = self.txn.next_block(block + 1)
+        codec, num_rows = BlockCodec(self.spec), 0
+        for version in newest(self.txn.versions(), self.up_to):
+            content = self.txn.content(version)
+            codec.check(version.block, version.write_id, content)
+            num_rows += codec.num_written(content)
+            yield version.block, content
         if num_rows != self.rows_stored:
             raise StorageError(
                 f"{self.directory} holds {num_rows} of the {self.rows_stored} rows that were written: restore it from "
@@ -92,6 +91,7 @@ def open_source(directory: Path, stack: ExitStack) -> SourceShard:
     spec = None if identity is None or identity.unfinished else read_spec(txn)
     if identity is None or spec is None:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one table")
+    txn.check_contents()
     state = read_state(txn)
     return SourceShard(
         directory,

@@ -10,16 +10,23 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import DamagedFileError, StorageError
+from weightserver.core.errors import DamagedFileError, DamagedRecordError, StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import by_block
 from weightserver.storage.interface import Transaction
-from weightserver.storage.lmdb_storage import LmdbStorage, block_key_parts
-from weightserver.storage.records import State, read_identity, read_records, read_schedule, read_spec, read_state
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.records import (
+    ShardIdentity,
+    State,
+    read_identity,
+    read_records,
+    read_schedule,
+    read_spec,
+    read_state,
+)
 
 
 @dataclass
@@ -53,6 +60,7 @@ def verify_directory(directory: Path) -> Verdict:
 def _verify(txn: Transaction, verdict: Verdict) -> None:
     """Checks all records. Raises StorageError at a problem that prevents further checks."""
     identity = read_identity(txn)
+    txn.check_contents()
     for database in ("meta", "writers"):
         for _ in read_records(txn, database):
             pass
@@ -63,41 +71,34 @@ def _verify(txn: Transaction, verdict: Verdict) -> None:
     spec, state = read_spec(txn), read_state(txn)
     read_schedule(txn)
     if spec is not None:
-        _verify_blocks(txn, spec, Sharding(spec.rows_per_block, identity.num_shards), identity.shard, state, verdict)
+        _verify_blocks(txn, spec, identity, state, verdict)
 
 
-def _verify_blocks(
-    txn: Transaction,
-    spec: TableSpec,
-    sharding: Sharding,
-    shard: int,
-    state: State,
-    verdict: Verdict,
-) -> None:
+def _verify_blocks(txn: Transaction, spec: TableSpec, identity: ShardIdentity, state: State, verdict: Verdict) -> None:
     codec, stored = BlockCodec(spec), Counter[str]()
-    changes = {(int.from_bytes(key[4:], "big"), int.from_bytes(key[:4], "big")) for key, _ in txn.items("changes")}
-    for block, versions in _by_block(txn):
+    sharding = Sharding(spec.rows_per_block, identity.num_shards)
+    for block, versions in by_block(txn.versions()):
         verdict.num_blocks += 1
         verdict.num_versions += len(versions)
         newer = None
-        for version, value in versions:
-            holders = _holders(state, version, newer)
-            newer = version
-            where = f"{codec.name(block)}, generation {version} ({', '.join(holders) or 'unused'})"
-            recorded = (block, version) in changes
-            changes.discard((block, version))
-            if problem := codec.problem(block, value):
+        for version in versions:
+            holders = _holders(state, version.generation, newer)
+            newer = version.generation
+            where = f"{codec.name(block)}, generation {newer} ({', '.join(holders) or 'unused'})"
+            try:
+                value = txn.content(version)
+            except DamagedRecordError:
+                verdict.problems.append(f"{where}: it is missing")
+                continue
+            if problem := codec.problem(block, version.write_id, value):
                 verdict.problems.append(f"{where}: it {problem}")
                 continue
             stored.update({holder: codec.num_written(value) for holder in holders})
             verdict.problems += [f"{where}: {problem}" for problem in _problems(codec, value, state.clock)]
-            if version > state.generation:
+            if version.generation > state.generation:
                 verdict.problems.append(f"{where}: the shard is only at generation {state.generation}")
-            if version and not recorded:
-                verdict.problems.append(f"{where}: a rollback would not find it")
-        if sharding.shard_of(np.array([block * spec.rows_per_block]))[0] != shard:
+        if sharding.shard_of_block(block) != identity.shard:
             verdict.problems.append(f"block {block}: it belongs to another shard")
-    verdict.problems += [f"block {block}, generation {version}: it is missing" for block, version in sorted(changes)]
     if not verdict.problems:  # the rows of damaged blocks are not counted
         verdict.problems += _wrong_counts(state, stored)
 
@@ -122,20 +123,6 @@ def _problems(codec: BlockCodec, value: memoryview, clock: int) -> Iterator[str]
         yield "it holds NaN or infinite values"
     if not 0 <= rows.last_step.min() <= rows.last_step.max() <= clock:
         yield f"a last_step lies outside 0..{clock}, the clock"
-
-
-def _by_block(txn: Transaction) -> Iterator[tuple[int, list[tuple[int, memoryview]]]]:
-    """Yields (block, its versions, newest first)."""
-    current, versions = -1, list[tuple[int, memoryview]]()
-    for key, value in txn.items("blocks"):
-        block, version = block_key_parts(key)
-        if block != current and versions:
-            yield current, versions
-            versions = []
-        current = block
-        versions.append((version, value))
-    if versions:
-        yield current, versions
 
 
 # ---- the command

@@ -43,9 +43,13 @@ def _checkpoint(known: ShardCheckpoint) -> pb.Checkpoint:
 
 
 def read_blocks_response(shard: Shard, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
-    blocks, next_block = shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
+    found = shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
     return pb.ReadBlocksResponse(
-        blocks=[pb.Block(number=number, content=content) for number, content in blocks],
-        next_block=next_block or 0,
-        lineage=[] if next_block else shard.lineage_of(request.checkpoint).marks,
+        blocks=[
+            pb.Block(number=version.block, content=content, write_id=version.write_id)
+            for version, content in found.blocks
+        ],
+        next_block=found.next_block or 0,
+        lineage=shard.lineage_of(request.checkpoint).marks if found.digest else [],
+        digest=found.digest,
     )

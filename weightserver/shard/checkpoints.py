@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import InvalidRequestError
-from weightserver.core.versions import released_generations
 from weightserver.storage.records import MAX_CHECKPOINTS, State
 
 
@@ -55,18 +54,17 @@ def rolled_back(state: State, kept: ShardCheckpoint, timeline: str) -> State:
         clock=kept.clock,
         rows_stored=kept.rows_stored,
         generation=kept.generation + 1,
+        written=kept.generation,
         timeline=timeline,
         checkpoints=tuple(other for other in state.checkpoints if other.generation <= kept.generation),
     )
 
 
-def released(state: State, name: str) -> tuple[State, range]:
-    """The state without that checkpoint, and the generations in which a sweep may find versions to delete."""
-    kept = find(state, name)
-    if kept is None:
-        return state, range(0)
-    remaining = tuple(other for other in state.checkpoints if other is not kept)
-    return replace(state, checkpoints=remaining), released_generations(kept.generation, state.generation, remaining)
+def released(state: State, name: str) -> State:
+    """The state without that checkpoint."""
+    if find(state, name) is None:
+        return state
+    return replace(state, checkpoints=tuple(other for other in state.checkpoints if other.name != name))
 
 
 def copied(state: State, source: ShardCheckpoint, name: str) -> State:

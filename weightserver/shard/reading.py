@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,10 @@ from weightserver.core.correction import correct, require_finite
 from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
+from weightserver.core.versions import NEWEST, Version, by_block, digest, newest
 from weightserver.protocol.codec import CHUNK_BYTES, encode_fetch_response, field_head
 from weightserver.shard.table import Table
-from weightserver.storage.interface import NEWEST, Storage, Transaction
+from weightserver.storage.interface import Blocks, Storage, Transaction
 from weightserver.storage.records import read_state
 
 READ_BYTES = 4 << 20
@@ -91,8 +93,7 @@ class RowsInBlocks:
     """Rows in a snapshot's own memory, for the compiled kernel; valid as long as the snapshot."""
 
     touched: TouchedBlocks
-    blocks: list[memoryview | None]
-    """None for blocks that were never written."""
+    blocks: Blocks
     last_step: Int64Array  # (n,)
 
     def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
@@ -118,7 +119,7 @@ class RowsInBlocks:
         heads = [field_head(number, size) for number, size in enumerate(codec.array_bytes(num_rows), start=1)]
         message = compiled.answer(
             codec.layout,
-            self.blocks,
+            self.blocks.contents,
             touched.starts,
             touched.slots,
             np.ascontiguousarray(touched.rows),
@@ -161,32 +162,41 @@ def read_rows(
     """
     blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
     if kernel.compiled() is None:
-        for run, block in zip(touched.runs(), blocks, strict=True):
+        for run, block, made_by in zip(touched.runs(), blocks.contents, blocks.write_ids.tolist(), strict=True):
             if verify and block is not None:
-                table.codec.check(run.block, block, run.slots)
+                table.codec.check(run.block, made_by, block, run.slots)
         return _copied(table, touched, blocks)
     return RowsInBlocks(touched, blocks, _look(table, touched, blocks, verify=verify))
 
 
-def _look(table: Table, touched: TouchedBlocks, blocks: kernel.Blocks, *, verify: bool) -> Int64Array:
+def _look(table: Table, touched: TouchedBlocks, blocks: Blocks, *, verify: bool) -> Int64Array:
     """The rows' last steps, by the kernel; raises as `read_rows`."""
     compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
     assert compiled is not None
     last_step = np.empty(len(touched.rows), np.int64)
-    bad = compiled.look(table.codec.layout, blocks, touched.blocks, touched.starts, touched.slots, last_step, checksum)
+    bad = compiled.look(
+        table.codec.layout,
+        blocks.contents,
+        touched.blocks,
+        blocks.write_ids,
+        touched.starts,
+        touched.slots,
+        last_step,
+        checksum,
+    )
     if bad >= 0:
-        block, number = blocks[bad], int(touched.blocks[bad])
+        block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None
-        table.codec.check(number, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
+        table.codec.check(number, made_by, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
         raise DamagedRecordError(f"{table.codec.name(number)} changed while it was read")
     return last_step
 
 
-def _copied(table: Table, touched: TouchedBlocks, blocks: list[memoryview | None]) -> RawRows:
-    """The rows of some blocks, None for those that were never written."""
+def _copied(table: Table, touched: TouchedBlocks, blocks: Blocks) -> RawRows:
+    """The rows of some blocks."""
     found = RowBuffer(table.codec, len(touched.rows))
     absent: list[slice] = []  # rows that were never written, neighbours together
-    for (_, slots, part), stored in zip(touched.runs(), blocks, strict=True):
+    for (_, slots, part), stored in zip(touched.runs(), blocks.contents, strict=True):
         if stored is None:
             start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
             absent.append(slice(start, part.stop))
@@ -210,29 +220,43 @@ def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:
         )
 
 
-def read_blocks(
-    storage: Storage, table: Table, first: int, *, num_shards: int, checkpoint: str
-) -> tuple[list[tuple[int, bytes]], int | None]:
-    """A checkpoint's stored blocks from number `first` on, ascending, about 4 MiB of them; and the number to continue
-    at, None after the last block of the table as it was at the checkpoint.
+@dataclass(frozen=True)
+class CheckpointBlocks:
+    """Some of a checkpoint's stored blocks, ascending."""
+
+    blocks: list[tuple[Version, bytes]]
+    next_block: int | None
+    """Where to continue; None after the last block of the table as it was at the checkpoint."""
+    digest: bytes = b""
+    """Of all the checkpoint's versions, see `core.versions`; only where no more blocks follow."""
+
+
+def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) -> CheckpointBlocks:
+    """A checkpoint's stored blocks from number `first` on, about 4 MiB of them.
 
     Raises:
         NoTableError: there is no such checkpoint.
-        StorageError: a block is damaged.
+        StorageError: a block is damaged, or, where no more follow, the shard has lost some.
     """
-    spec, codec = table.spec, table.codec
-    num_wanted = max(1, READ_BYTES // codec.num_bytes)
-    found: list[tuple[int, bytes]] = []
+    num_wanted, wanted, next_block = max(1, READ_BYTES // table.codec.num_bytes), list[Version](), None
     with storage.read() as txn:
         kept = read_state(txn).checkpoint(checkpoint)
-        up_to, end = kept.generation, replace(spec, num_rows=kept.num_rows).num_blocks
-        block, num_seen = txn.next_block(first), 0  # some are newer than the checkpoint
-        while block is not None and block < end and len(found) < num_wanted and num_seen < _MAX_SEEN_BLOCKS:
-            numbers = np.arange(block, min(end, block + (num_wanted - len(found)) * num_shards), num_shards)
-            for number, stored in zip(numbers.tolist(), txn.newest_blocks(numbers, up_to=up_to), strict=True):
-                if stored is not None:
-                    codec.check(number, stored)
-                    found.append((number, bytes(stored)))
-            num_seen += len(numbers)
-            block = txn.next_block(int(numbers[-1]) + 1)
-    return found, None if block is None or block >= end else block
+        end = replace(table.spec, num_rows=kept.num_rows).num_blocks
+        for seen, (block, versions) in enumerate(by_block(txn.versions(first))):
+            if block >= end:
+                break
+            if len(wanted) == num_wanted or seen == _MAX_SEEN_BLOCKS:
+                next_block = block
+                break
+            wanted += newest(versions, kept.generation)  # none if all are newer
+        blocks = txn.newest_blocks(np.array([version.block for version in wanted], np.int64), up_to=kept.generation)
+        found = list[tuple[Version, bytes]]()
+        for version, content in zip(wanted, blocks.contents, strict=True):
+            assert content is not None
+            table.codec.check(version.block, version.write_id, content)
+            found.append((version, bytes(content)))
+        if found or next_block is not None:
+            return CheckpointBlocks(found, next_block)
+        txn.check_contents()
+        known = itertools.takewhile(lambda version: version.block < end, newest(txn.versions(), kept.generation))
+        return CheckpointBlocks(found, None, digest((version.block, version.write_id) for version in known))

@@ -30,12 +30,12 @@ from weightserver.core.rates import HashedRates
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
+from weightserver.shard.collector import Submit, VersionCollector
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.reading import ReadAt, Rows
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.shard.unswept import Submit, Unswept
 from weightserver.storage.interface import DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
     ShardIdentity,
@@ -86,12 +86,13 @@ class Shard:
         """The table once the transaction that is being committed is durable."""
         self._ahead: ScheduledRates | None = None
         """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
-        self._unswept = Unswept(storage)
+        self._collector = VersionCollector(storage)
         self._peers: list[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = ShardIdentity(shard, num_shards)
             stored = read_identity(txn)
+            txn.check_contents()
             if stored is None:
                 write_identity(txn, identity)
                 write_spec(txn, None)
@@ -104,7 +105,6 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
-        self._unswept.add(range(1, self._state.generation + 1))
         if (spec := read_spec(txn)) is not None:
             table = Table.of(spec, read_table_identity(txn), read_earlier_sizes(txn))
             self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
@@ -226,10 +226,9 @@ class Shard:
         if step is not None and not now.rates.hashed.begins_with(table.rates.hashed, min(len(now.rates), step)):
             raise MissingRatesError(len(self.require_table().rates))
 
-    def read_blocks(self, first: int, *, checkpoint: str) -> tuple[list[tuple[int, bytes]], int | None]:
-        """A checkpoint's stored blocks from number `first` on, and the number to continue at; see `reading`."""
-        table = self.require_table()
-        return reading.read_blocks(self._storage, table, first, num_shards=self.num_shards, checkpoint=checkpoint)
+    def read_blocks(self, first: int, *, checkpoint: str) -> reading.CheckpointBlocks:
+        """A checkpoint's stored blocks from number `first` on; see `reading`."""
+        return reading.read_blocks(self._storage, self.require_table(), first, checkpoint=checkpoint)
 
     def lineage_of(self, checkpoint: str) -> Lineage:
         """The states that a retained checkpoint descends from. Raises NoTableError if there is no such checkpoint."""
@@ -378,7 +377,7 @@ class Shard:
         if self.shard == 0:
             checkpoint_id = known.checkpoint_id or checkpoint_id
         again = checkpoints.taken_again(batch.state, known, step, checkpoint_id, batch.mark)
-        if batch.txn.is_changed(known.generation + 1):
+        if batch.state.written > known.generation:
             raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
         batch.state = again
         return True
@@ -394,7 +393,7 @@ class Shard:
     ) -> bool:
         """Returns the rows and the clock to a checkpoint and forgets later ones; returns False for a duplicate.
 
-        Takes time in proportion to what was written since. The learning rates that were used since are forgotten.
+        Takes time in proportion to the number of stored blocks. The learning rates that were used since are forgotten.
         Epochs and writers stay.
         """
         table = batch.require_table()
@@ -402,7 +401,10 @@ class Shard:
             return False
         kept = batch.state.checkpoint(name, checkpoint_id)
         self._note_peers(batch, peers or [])
-        batch.txn.delete_generations(kept.generation + 1)
+        batch.txn.check_contents()  # a version that it does not find would stay
+        for version in list(batch.txn.versions()):
+            if version.generation > kept.generation:
+                batch.txn.delete_block(version)
         batch.state = checkpoints.rolled_back(batch.state, kept, timeline)
         if kept.clock < len(table.rates):
             batch.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
@@ -412,14 +414,15 @@ class Shard:
     def release(self, batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
         """Forgets a checkpoint, if it exists; returns False for a duplicate.
 
-        Versions that only it needed are deleted when their blocks are written again, or by `sweep`.
+        Versions that only it needed are deleted when their blocks are written again, or by `collect`.
         """
         batch.require_table()
         if not writing.admit(batch, header):
             return False
-        batch.state, generations = checkpoints.released(batch.state, name)
-        if generations:
-            batch.after_commit.append(lambda: self._unswept.add(generations))
+        state = checkpoints.released(batch.state, name)
+        if state is not batch.state:
+            batch.state = state
+            batch.after_commit.append(self._collector.start)
         return True
 
     def copy_checkpoint(
@@ -432,23 +435,20 @@ class Shard:
         batch.state = checkpoints.copied(batch.state, batch.state.checkpoint(source, checkpoint_id), name)
         return True
 
-    # ---- sweeping, in any one thread
+    # ---- collecting, in any one thread
 
     @property
-    def is_swept(self) -> bool:
-        """Whether `sweep` would find nothing to delete."""
-        return not self._unswept
+    def is_collected(self) -> bool:
+        """Whether `collect` would find nothing to delete."""
+        return self._collector.is_done
 
-    def sweep(self, submit: Submit, seconds: float) -> None:
+    def collect(self, submit: Submit, seconds: float) -> None:
         """Looks for versions that nothing needs for about `seconds`, and has them deleted; the next call continues.
-
-        It looks only at blocks that were written in the generations after a released checkpoint; after a start, at all
-        that have more than one version.
 
         Args:
             submit: has the committer run an operation.
         """
-        self._unswept.sweep(lambda: self._state.checkpoints, submit, seconds)
+        self._collector.collect(lambda: self._state.checkpoints, submit, seconds)
 
 
 def _identity_mismatch(storage: Storage, stored: ShardIdentity, wanted: ShardIdentity) -> str:

@@ -42,12 +42,12 @@ class Sweeper:
     def _run(self) -> None:
         pause, failing = _IDLE_SECONDS, False
         while not self._stopped.wait(pause):
-            if self._shard.is_swept:
+            if self._shard.is_collected:
                 pause = _IDLE_SECONDS
                 continue
             started = time.perf_counter()
             try:
-                self._shard.sweep(self._committer.submit, LOOK_SECONDS)
+                self._shard.collect(self._committer.submit, LOOK_SECONDS)
             except WeightServerError as error:
                 if not failing:
                     _log.warning("old versions of blocks cannot be deleted now: %(reason)s", {"reason": str(error)})

@@ -82,7 +82,7 @@ def drop(batch: WriteTransaction, epoch: int | None) -> bool:
         raise FencedError(
             f"the table is now that of {session_of(batch.state)}, no longer of epoch {epoch}: nothing was dropped"
         )
-    for database in ("blocks", "changes", "schedule", "writers"):
+    for database in ("versions", "blocks", "schedule", "writers"):
         batch.txn.clear(database)
     write_spec(batch.txn, None)
     write_peers(batch.txn, [])

@@ -16,11 +16,13 @@ from weightserver.core.errors import StepError
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
-from weightserver.core.versions import unneeded
+from weightserver.core.versions import Version, new_write_id
+from weightserver.shard.collector import delete_unneeded
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.storage.interface import Blocks
 from weightserver.storage.records import append_schedule, get_record, put_record
 
 _BLOCKS_AT_A_TIME = 1_000
@@ -99,15 +101,20 @@ def update_rows(batch: WriteTransaction, table: Table, rows: Int64Array, clock: 
     Args:
         clock: the number of steps whose learning rates the write uses; the shard's clock is at least this afterwards.
     """
-    rows_stored = first = 0
+    rows_stored, first, write_id = 0, 0, new_write_id()
     most = max(1, min(_BLOCKS_AT_A_TIME, _BYTES_AT_A_TIME // table.codec.num_bytes))
     room = _Room(table.codec.num_bytes)
     for many in touched_blocks(rows, table.spec.rows_per_block):
         for touched in many.split(most):
-            rows_stored += _update_blocks(batch, table, touched, first, update, room)
+            rows_stored += _update_blocks(batch, table, touched, first, update, room, write_id)
             first += len(touched.rows)
     state = batch.state
-    batch.state = replace(state, clock=max(state.clock, clock), rows_stored=state.rows_stored + rows_stored)
+    batch.state = replace(
+        state,
+        clock=max(state.clock, clock),
+        rows_stored=state.rows_stored + rows_stored,
+        written=state.generation if len(rows) else state.written,
+    )
 
 
 class _Room:
@@ -125,19 +132,25 @@ class _Room:
 
 
 def _update_blocks(
-    batch: WriteTransaction, table: Table, touched: TouchedBlocks, first: int, update: Update, room: _Room
+    batch: WriteTransaction,
+    table: Table,
+    touched: TouchedBlocks,
+    first: int,
+    update: Update,
+    room: _Room,
+    write_id: int,
 ) -> int:
     """Changes these rows, from number `first` of the request on, and stores their blocks; returns how many rows were
     never written before."""
     numbers, part = touched.blocks.tolist(), slice(first, first + len(touched.rows))
     _require_caller(batch)
     stored = batch.txn.newest_blocks(touched.blocks)
-    blocks, rows_stored = _changed_by_kernel(table, touched, stored, update, part, room) or _changed_by_numpy(
-        batch, table, touched, stored, update, part
+    blocks, rows_stored = _changed_by_kernel(table, touched, stored, update, part, room, write_id) or _changed_by_numpy(
+        batch, table, touched, stored, update, part, write_id
     )
     for number, block in zip(numbers, blocks, strict=True):
         _require_caller(batch)
-        batch.txn.put_block(number, batch.state.generation, block)
+        batch.txn.put_block(Version(number, batch.state.generation, write_id), block)
         if batch.state.generation:
             delete_unneeded(batch, number)
     return rows_stored
@@ -150,24 +163,22 @@ def _require_caller(batch: WriteTransaction) -> None:
 
 
 def _changed_by_kernel(
-    table: Table, touched: TouchedBlocks, stored: kernel.Blocks, update: Update, part: slice, room: _Room
+    table: Table, touched: TouchedBlocks, stored: Blocks, update: Update, part: slice, room: _Room, write_id: int
 ) -> tuple[list[Buffer], int] | None:
     """The changed and sealed blocks, and how many rows were never written before; None if NumPy has to decide."""
     compiled, checksum, codec = kernel.compiled(), kernel.checksum_address(), table.codec
     if compiled is None:
         return None
-    num_blocks, size = len(stored), codec.num_bytes
+    num_blocks, size = len(touched.blocks), codec.num_bytes
     last_step = np.empty(len(touched.rows), np.int64)
-    if compiled.look(codec.layout, stored, touched.blocks, touched.starts, touched.slots, last_step, 0) >= 0:
+    places = (codec.layout, stored.contents, touched.blocks, stored.write_ids, touched.starts, touched.slots)
+    if compiled.look(*places, last_step, 0) >= 0:
         return None
     out = room.of(num_blocks)
     changed = (
-        codec.layout,
-        stored,
-        touched.blocks,
-        touched.starts,
-        touched.slots,
+        *places,
         codec.source,
+        write_id,
         codec.precision.mixed_seed,
         checksum,
         out,
@@ -182,9 +193,10 @@ def _changed_by_numpy(
     batch: WriteTransaction,
     table: Table,
     touched: TouchedBlocks,
-    stored: kernel.Blocks,
+    stored: Blocks,
     update: Update,
     part: slice,
+    write_id: int,
 ) -> tuple[list[Buffer], int]:
     """The same, which every other implementation has to equal.
 
@@ -194,19 +206,20 @@ def _changed_by_numpy(
     """
     codec, rows_stored = table.codec, 0
     blocks, rows = list[bytearray](), RowBuffer(codec, len(touched.rows))
-    for run, block in zip(touched.runs(), stored, strict=True):
+    for run, block, made_by in zip(touched.runs(), stored.contents, stored.write_ids.tolist(), strict=True):
         _require_caller(batch)
         if block is None:
             blocks.append(codec.initial(run.block))
         else:
-            blocks.append(codec.renewed(run.block, block))  # all checked: bytes read wrongly would be stored for good
+            blocks.append(bytearray(block))
+            codec.check(run.block, made_by, blocks[-1])  # all of it: bytes read wrongly would be stored for good
         rows.copy(run.part, memoryview(blocks[-1]), run.slots)
     update.change(rows, part)
-    for run, block, changed in zip(touched.runs(), stored, blocks, strict=True):
+    for run, block, changed in zip(touched.runs(), stored.contents, blocks, strict=True):
         _require_caller(batch)
         rows.store(run.part, changed, run.slots)
         rows_stored += codec.mark_written(changed, touched.slots[run.part])
-        codec.seal(run.block, changed, None if block is None else run.slots)
+        codec.seal(run.block, write_id, changed, None if block is None else run.slots)
     return list[Buffer](blocks), rows_stored
 
 
@@ -287,9 +300,3 @@ class Replacement:
 
 def _contiguous(values: StoredArray, table: Table) -> StoredArray:
     return np.ascontiguousarray(values, table.codec.precision.dtype)
-
-
-def delete_unneeded(batch: WriteTransaction, block: int) -> None:
-    """Deletes the versions of a block that neither the newest state nor a checkpoint needs."""
-    for generation in unneeded(batch.txn.generations(block), batch.state.checkpoints):
-        batch.txn.delete_block(block, generation)

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Int64Array, UInt64Array
+from weightserver.core.versions import NEWEST, Version
 
-DATABASES = ("meta", "schedule", "writers", "blocks", "changes")
-NEWEST = 2**32 - 1
-"""The highest generation."""
+DATABASES = ("meta", "schedule", "writers", "versions", "blocks")
+
+
+class Blocks(NamedTuple):
+    """Stored blocks, and the writes that stored them."""
+
+    contents: list[memoryview | None]
+    """None for blocks that were never written."""
+    write_ids: UInt64Array  # (n,); 0 for those
 
 
 class Reader(Protocol):
@@ -34,17 +41,30 @@ class Transaction(Reader, Protocol):
 
     def put(self, database: str, key: bytes, value: bytes | bytearray) -> None: ...
     def delete(self, database: str, key: bytes) -> None: ...
-    def block_versions(self) -> Iterator[tuple[int, int]]: ...
     def clear(self, database: str) -> None: ...
-    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None: ...
-    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]: ...
-    def next_block(self, first: int) -> int | None: ...
-    def generations(self, block: int) -> list[int]: ...
-    def is_changed(self, first: int) -> bool: ...
-    def next_change(self, generation: int, block: int) -> tuple[int, int] | None: ...
-    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None: ...
-    def delete_block(self, block: int, generation: int) -> None: ...
-    def delete_generations(self, first: int) -> None: ...
+
+    def check_contents(self) -> None:
+        """Raises DamagedFileError unless all records and versions are those that the last transaction left. Reads them
+        all, but no block."""
+        ...
+
+    def versions(self, first: int = 0) -> Iterator[Version]:
+        """All stored versions of blocks from number `first` on, in the order of blocks, a block's newest first."""
+        ...
+
+    def content(self, version: Version) -> memoryview:
+        """A block's content. Raises DamagedRecordError if it is not there."""
+        ...
+
+    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> Blocks:
+        """The newest versions of a generation ≤ `up_to` of these blocks, int64 [n]. Raises as `content`."""
+        ...
+
+    def put_block(self, version: Version, value: bytes | bytearray | memoryview) -> None:
+        """Stores a version of a block, in place of that of the same generation if there is one."""
+        ...
+
+    def delete_block(self, version: Version) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,33 @@
-"""One shard's LMDB environment, its transactions and its key layout.
+"""One shard's LMDB environment.
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
 records the number of a transaction that data.mdb holds, from the last time that it was opened or closed.
-The environment holds five named databases; values of the first three begin with a checksum (see records.py):
-
-    meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
-               `schedule` (see schedule_change.py), and `build` if another program made the directory (see
-               shard_builder.py)
-    schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian; plus 2^63 for
-               those of a prepared change
-    writers    writer, 16 bytes -> its newest number and outcome (see core/exactly_once.py)
-    blocks     block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> block bytes (see blocks.py)
-    changes    generation u32 big-endian + block u64 big-endian -> nothing: the blocks that have a version of it
-
-Because the generation is inverted, the first key at or after a block's number is that block's newest version, and the
-first at or after (block, generation) its newest version up to that generation. `changes` leaves generation 0 out: no
-rollback deletes it.
+See `lmdb_transaction` for what is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
 
 from weightserver.common.atomic_files import PRIVATE_FILE, sync
-from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import DamagedFileError, ShardUnavailableError, StorageError
+from weightserver.core.versions import Version
 from weightserver.storage import directory as files
+from weightserver.storage.contents import Contents
 from weightserver.storage.directory import OwnerLock, translated
 from weightserver.storage.integrity import check_end, check_pages
-from weightserver.storage.interface import DATABASES, NEWEST, DiskUsage, Transaction
-from weightserver.storage.page_cache import address, begin_reading, faults_from_disk, writing_back
+from weightserver.storage.interface import DATABASES, DiskUsage, Transaction
+from weightserver.storage.lmdb_transaction import CONTENTS, Databases, LmdbTransaction, open_databases
+from weightserver.storage.page_cache import writing_back
 from weightserver.storage.tombstone import require_current
 
 _MAP_BYTES = 1 << 40
@@ -50,17 +37,8 @@ _ROOM_BYTES = 256 << 20
 _MAX_READERS = 512
 _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 """Size of LMDB's lock.mdb: a header, and one slot per reader."""
-_BLOCK = struct.Struct(">Q")
-_BLOCK_KEY = struct.Struct(">QI")
-_CHANGE = struct.Struct(">IQ")
-_FAULT_CHECK_BLOCKS = 16
-"""Blocks that are looked up, but for the first, before it is looked whether they were in memory."""
-_MOST_SPREAD = 1.35
-"""Bytes of the file that are read at most for a byte of its blocks."""
 _READING_THREADS = 16
 """Threads that read blocks from the disk ahead of their use."""
-_TRANSACTION = b"transaction"
-"""Key, in LMDB's unnamed database, of the number of the transaction that wrote last, u64 little-endian."""
 _READER_CHECK_SECONDS = 5.0
 _WRITE_BACK_BYTES = 32 << 20
 """Of a transaction's blocks. From here on the disk writes while LMDB still copies pages to the system: smaller ones are
@@ -76,141 +54,6 @@ _DAMAGE = (
 """Errors that a sound file does not cause."""
 _COPY_BYTES = 64 << 20
 """Bytes of values that `copy` writes in one transaction."""
-
-
-def _newest(blocks: lmdb.Cursor[memoryview], block: int, inverted: int) -> memoryview | None:
-    """The newest version of a block that is not newer than an inverted generation."""
-    if blocks.set_range(_BLOCK_KEY.pack(block, inverted)) and _BLOCK.unpack_from(blocks.key())[0] == block:
-        return blocks.value()
-    return None
-
-
-def block_key_parts(key: bytes | memoryview) -> tuple[int, int]:
-    """(block, generation) of a key of `blocks`."""
-    block, inverted = _BLOCK_KEY.unpack(key)
-    return block, NEWEST - inverted
-
-
-class _LmdbTransaction:
-    """A snapshot of LMDB's, or a change."""
-
-    def __init__(self, storage: LmdbStorage, txn: lmdb.Transaction[memoryview]) -> None:
-        self.directory = storage.directory
-        self._storage = storage
-        self._txn = txn
-        self._databases = storage.databases
-        self._blocks = txn.cursor(self._databases["blocks"])
-        self._changes = txn.cursor(self._databases["changes"])
-        self.changed = False
-        self.block_bytes = 0
-        """Bytes of the blocks that were put."""
-
-    def get(self, database: str, key: bytes) -> memoryview | None:
-        return self._txn.get(key, db=self._databases[database])
-
-    def look(self) -> None:
-        """Reads the ends of every database. Raises lmdb.Error if one cannot be read."""
-        for database in self._databases.values():
-            with self._txn.cursor(database) as cursor:
-                cursor.first()
-                cursor.last()
-
-    def put(self, database: str, key: bytes, value: bytes | bytearray) -> None:
-        self.changed = True
-        self._txn.put(key, value, db=self._databases[database])
-
-    def delete(self, database: str, key: bytes) -> None:
-        self.changed = True
-        self._txn.delete(key, db=self._databases[database])
-
-    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
-        for key, value in self._txn.cursor(self._databases[database]):
-            yield bytes(key), value
-
-    def block_versions(self) -> Iterator[tuple[int, int]]:
-        """(block, generation) of every stored version; reads no more than the first pages of values."""
-        with self._txn.cursor(self._databases["blocks"]) as cursor:
-            yield from map(block_key_parts, map(bytes, cursor.iternext(values=False)))
-
-    def clear(self, database: str) -> None:
-        self.changed = True
-        self._txn.drop(self._databases[database], delete=False)
-
-    def pages(self) -> dict[str, int]:
-        """Number of pages of each database."""
-        stats = {name: self._txn.stat(database) for name, database in self._databases.items()}
-        return {
-            name: stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for name, stat in stats.items()
-        }
-
-    def newest_block(self, block: int, *, up_to: int = NEWEST) -> memoryview | None:
-        """The block's newest version of a generation ≤ `up_to`."""
-        return _newest(self._blocks, block, NEWEST - up_to)
-
-    def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> list[memoryview | None]:
-        """As `newest_block` of each, ascending, int64 [n]. Once one was not in memory, the others are read ahead."""
-        cursor, inverted, found = self._blocks, NEWEST - up_to, list[memoryview | None]()
-        numbers, end, faults = blocks.tolist(), 1, faults_from_disk()
-        while len(found) < len(numbers):
-            found += [_newest(cursor, block, inverted) for block in numbers[len(found) : end]]
-            end += _FAULT_CHECK_BLOCKS
-            if faults_from_disk() > faults:
-                self._read_ahead(found[-1], numbers[len(found) :], up_to)
-                faults = faults_from_disk()
-        return found
-
-    def _read_ahead(self, known: memoryview | None, blocks: Sequence[int], up_to: int) -> None:
-        """Reads the blocks after a known one from the disk: all at once if they lie together in the file, as neighbours
-        do, else in threads, because LMDB waits for each page that it uses."""
-        last = self.newest_block(blocks[-1], up_to=up_to) if blocks else None
-        if known and last and 0 < address(last) - address(known) < _MOST_SPREAD * len(last) * len(blocks):
-            begin_reading(known, last)
-        else:
-            self._storage.touch(blocks[:-1], up_to)
-
-    def next_block(self, first: int) -> int | None:
-        """The first block from number `first` on that has a version."""
-        if not self._blocks.set_range(_BLOCK.pack(first)):
-            return None
-        return block_key_parts(bytes(self._blocks.key()))[0]
-
-    def generations(self, block: int) -> list[int]:
-        """Generations of the block's versions, newest first."""
-        prefix, found = _BLOCK.pack(block), []
-        more = self._blocks.set_range(prefix)
-        while more and self._blocks.key()[:8] == prefix:
-            found.append(block_key_parts(bytes(self._blocks.key()))[1])
-            more = self._blocks.next()
-        return found
-
-    def is_changed(self, first: int) -> bool:
-        """Whether a block has a version of generation `first` (≥ 1) or later."""
-        return self.next_change(first, 0) is not None
-
-    def next_change(self, generation: int, block: int) -> tuple[int, int] | None:
-        """The first (generation, block), from these on, of which there is a version; without generation 0."""
-        if not self._changes.set_range(_CHANGE.pack(generation, block)):
-            return None
-        return _CHANGE.unpack(self._changes.key())
-
-    def put_block(self, block: int, generation: int, value: bytes | bytearray | memoryview) -> None:
-        self.changed = True
-        self.block_bytes += len(value)
-        self._txn.put(_BLOCK_KEY.pack(block, NEWEST - generation), value, db=self._databases["blocks"])
-        if generation:
-            self._txn.put(_CHANGE.pack(generation, block), b"", db=self._databases["changes"])
-
-    def delete_block(self, block: int, generation: int) -> None:
-        self.changed = True
-        self._txn.delete(_BLOCK_KEY.pack(block, NEWEST - generation), db=self._databases["blocks"])
-        self._txn.delete(_CHANGE.pack(generation, block), db=self._databases["changes"])
-
-    def delete_generations(self, first: int) -> None:
-        """Deletes every version of generation `first` (≥ 1) and later."""
-        first_found = self._changes.set_range(_CHANGE.pack(first, 0))
-        found = [bytes(key) for key in self._changes.iternext(values=False)] if first_found else []
-        for generation, block in map(_CHANGE.unpack, found):
-            self.delete_block(block, generation)
 
 
 class LmdbStorage:
@@ -265,8 +108,9 @@ class LmdbStorage:
             opened.callback(os.close, self._data)
             if os.fstat(self._data).st_size < _used_bytes(self._env):
                 check_end(files.data_file(directory))
-            self.databases = self._open_databases(must_exist=must_exist)
-            self._require_transaction(last_transaction)
+            self._databases = self._open_databases(must_exist=must_exist)
+            self._contents = self._read_contents(last_transaction)
+            """The value that the last transaction stored."""
             self._reading = ThreadPoolExecutor(_READING_THREADS, "read-ahead")
             if not readonly:
                 sync(directory)
@@ -313,30 +157,31 @@ class LmdbStorage:
                     raise
                 map_bytes = max(least, map_bytes // 2)
 
-    def _require_transaction(self, last_transaction: int) -> None:
+    def _read_contents(self, last_transaction: int) -> bytes:
         """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
-        it is."""
+        it is, or lost those that it wrote last."""
         with self._env.begin() as txn:
-            found, written = txn.id(), txn.get(_TRANSACTION)
-        if found < last_transaction or written not in (None, _number(found)):
+            number, stored = txn.id(), txn.get(CONTENTS) or b""
+        if number < last_transaction or not Contents.is_of(stored, number):
             raise DamagedFileError(
                 f"{self.directory}: data.mdb lacks transactions that it had, as after damage of its first pages or "
                 "when an old copy was put back: restore it, or remove owner.lock to serve it as it is",
                 ["it lacks transactions that it had"],
             )
+        return stored
 
-    def _open_databases(self, *, must_exist: bool) -> dict[str, lmdb._Database]:
+    def _open_databases(self, *, must_exist: bool) -> Databases:
         """Opens the databases, and creates them in a new environment only: a missing one is not an empty one."""
         create = not self._readonly and self._env.stat()["entries"] == 0
         if create and must_exist:
             raise files.missing_data(self.directory)
         with self._env.begin(write=True) if create else contextlib.nullcontext() as txn:
             if txn is not None:
-                txn.put(_TRANSACTION, _number(txn.id()))
-            return {name: self._env.open_db(name.encode(), txn, create=create) for name in DATABASES}
+                txn.put(CONTENTS, Contents().packed(txn.id()))
+            return open_databases(self._env, self.directory, txn, create=create)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[_LmdbTransaction]:
+    def read(self) -> Iterator[LmdbTransaction]:
         """A snapshot, to be held briefly: the file grows while old snapshots exist."""
         with self._idle:
             if self._closed:
@@ -345,7 +190,7 @@ class LmdbStorage:
             self._num_reading += 1
         try:
             with self._using_lmdb(), self._env.begin(buffers=True) as txn:
-                yield _LmdbTransaction(self, txn)
+                yield LmdbTransaction(self.directory, txn, self._databases, touch=self._touch)
         finally:
             with self._idle:
                 self._num_reading -= 1
@@ -365,18 +210,34 @@ class LmdbStorage:
         with self._using_lmdb():
             try:
                 with contextlib.ExitStack() as commit, self._env.begin(write=True, buffers=True) as txn:
-                    transaction = _LmdbTransaction(self, txn)
+                    contents = self._contents_found(txn)
+                    transaction = LmdbTransaction(
+                        self.directory, txn, self._databases, touch=self._touch, contents=contents
+                    )
                     yield transaction
-                    number = txn.id()
+                    number, changed = txn.id(), contents.packed(txn.id())
                     if transaction.changed:
-                        txn.put(_TRANSACTION, _number(number))
+                        txn.put(CONTENTS, changed)
                     if transaction.block_bytes >= _WRITE_BACK_BYTES:
                         commit.enter_context(writing_back(self._data))
             except (lmdb.CorruptedError, lmdb.PageNotFoundError):
                 self._damaged = True
                 raise
         if transaction.changed:
+            self._contents = changed
             self._lock.note_transaction(number)
+
+    def _contents_found(self, txn: lmdb.Transaction) -> Contents:
+        """Raises DamagedFileError if the last transaction is not there any more."""
+        stored = bytes(txn.get(CONTENTS) or b"")
+        if stored != self._contents:
+            self._damaged = True
+            raise DamagedFileError(
+                f"{self.directory}: data.mdb lacks its last transaction, which the disk confirmed: restart the shard, "
+                "which checks its data",
+                ["it lacks its last transaction"],
+            )
+        return Contents(stored)
 
     @contextlib.contextmanager
     def _using_lmdb(self) -> Iterator[None]:
@@ -422,18 +283,17 @@ class LmdbStorage:
             self._env.reader_check()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
 
-    def touch(self, blocks: Sequence[int], up_to: int) -> None:
-        """Reads the newest versions of a generation ≤ `up_to` into memory, in several threads, each with a snapshot of
-        its own: LMDB reads a page when it is used, and waits for each."""
+    def _touch(self, keys: list[bytes]) -> None:
+        """Reads blocks with these keys into memory, in several threads, each with a snapshot of its own: LMDB reads a
+        page when it is used, and waits for each."""
 
-        def touch(some: Sequence[int]) -> None:
-            with self._env.begin(buffers=True) as txn:
-                transaction = _LmdbTransaction(self, txn)
-                for block in some:
-                    transaction.newest_block(block, up_to=up_to)
+        def touch(some: list[bytes]) -> None:
+            with self._env.begin(buffers=True) as txn, txn.cursor(self._databases["blocks"]) as cursor:
+                for key in some:
+                    cursor.set_key(key)
 
-        threads = min(_READING_THREADS, len(blocks))
-        list(self._reading.map(touch, [blocks[first::threads] for first in range(threads)]))
+        threads = min(_READING_THREADS, len(keys))
+        list(self._reading.map(touch, [keys[first::threads] for first in range(threads)]))
 
     def problem(self) -> str:
         """Why the data can no longer be used: an error that LMDB had, or a file that is gone or was replaced. Empty if
@@ -452,30 +312,16 @@ class LmdbStorage:
             return str(error)
         return ""
 
-    def copy(self, path: Path, unneeded: Callable[[list[int]], list[int]]) -> None:
-        """Writes the environment to an empty file, without free pages and without versions that nothing needs.
-
-        Args:
-            unneeded: selects, among the generations of a block's versions, newest first, those to leave out.
+    def copy(self, path: Path, blocks: Callable[[Transaction], Iterable[tuple[Version, memoryview]]]) -> None:
+        """Writes all records, and the given blocks of a snapshot, to an empty file.
 
         Raises:
-            StorageError: the copy is incomplete, or cannot be written.
+            StorageError: the copy cannot be written.
         """
-        with translated(path, (lmdb.Error,)), self._env.begin(buffers=True) as txn:
-            blocks = _LmdbTransaction(self, txn)
-            left_out = functools.lru_cache(1)(lambda block: frozenset(unneeded(blocks.generations(block))))
-
-            def is_needed(name: str, key: memoryview) -> bool:
-                if name == "blocks":
-                    block, generation = block_key_parts(key)
-                elif name == "changes":
-                    generation, block = _CHANGE.unpack(key)
-                else:
-                    return True
-                return generation not in left_out(block)
-
-            wanted = dict.fromkeys(DATABASES, 0)
-            with lmdb.open(
+        with (
+            translated(path, (lmdb.Error,)),
+            self.read() as source,
+            lmdb.open(
                 str(path),
                 subdir=False,
                 map_size=_used_bytes(self._env) + _ROOM_BYTES,
@@ -483,20 +329,22 @@ class LmdbStorage:
                 lock=False,
                 sync=False,
                 lib_version=0,
-            ) as copied:
-                for name, database in self.databases.items():
-                    into = copied.open_db(name.encode())
-                    needed = (item for item in txn.cursor(database) if is_needed(name, item[0]))
-                    for some in _batches(needed):
-                        wanted[name] += len(some)
-                        with copied.begin(write=True) as writing:
-                            writing.cursor(into).putmulti(some, append=True)
-                with copied.begin(write=True) as writing:
-                    writing.put(_TRANSACTION, _number(writing.id()))
-                found = _entries(copied)
-                copied.sync(True)
-        if found != wanted:
-            raise StorageError(f"{path} would hold {found}, not {wanted}: run 'weightserver verify {self.directory}'")
+            ) as copied,
+        ):
+            databases, contents = open_databases(copied, path, create=True), Contents()
+            for name in ("meta", "schedule", "writers"):
+                with copied.begin(write=True, buffers=True) as txn:
+                    into = LmdbTransaction(path, txn, databases, contents=contents)
+                    for key, value in source.items(name):
+                        into.put(name, key, value)
+            for some in _batches(blocks(source)):
+                with copied.begin(write=True, buffers=True) as txn:
+                    into = LmdbTransaction(path, txn, databases, contents=contents)
+                    for version, content in some:
+                        into.put_block(version, content)
+            with copied.begin(write=True) as txn:
+                txn.put(CONTENTS, contents.packed(txn.id()))
+            copied.sync(True)
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
@@ -543,30 +391,19 @@ def _address_space(least: int) -> int:
     return least + max(0, limit - taken - least) // 2
 
 
-def _number(transaction: int) -> bytes:
-    return transaction.to_bytes(8, "little")
-
-
 def _used_bytes(env: lmdb.Environment) -> int:
     """Bytes up to the last page that was ever used."""
     return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
 
 
-def _batches(items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[list[tuple[memoryview, memoryview]]]:
-    """The same items, some 64 MiB of values at a time."""
-    some, num_bytes = list[tuple[memoryview, memoryview]](), 0
-    for key, value in items:
-        some.append((key, value))
-        num_bytes += len(value)
+def _batches(blocks: Iterable[tuple[Version, memoryview]]) -> Iterator[list[tuple[Version, memoryview]]]:
+    """The same blocks, some 64 MiB of them at a time."""
+    some, num_bytes = list[tuple[Version, memoryview]](), 0
+    for version, content in blocks:
+        some.append((version, content))
+        num_bytes += len(content)
         if num_bytes >= _COPY_BYTES:
             yield some
             some, num_bytes = [], 0
     if some:
         yield some
-
-
-def _entries(env: lmdb.Environment) -> dict[str, int]:
-    """Number of entries of each database."""
-    with env.begin() as txn:
-        databases = {name: env.open_db(name.encode(), txn, create=False) for name in DATABASES}
-        return {name: int(txn.stat(database)["entries"]) for name, database in databases.items()}

@@ -53,6 +53,8 @@ class State:
     clock: int = 0
     rows_stored: int = 0
     generation: int = 0
+    written: int = 0
+    """The newest generation in which rows may have been written."""
     incarnation: str = ""
     """Names the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0

@@ -17,6 +17,7 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import Version
 from weightserver.storage.interface import DATABASES, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -88,18 +89,18 @@ class ShardBuilder(Closing):
         self.finished = identity is not None and not identity.unfinished
         if self.finished and get_json(txn, "origin") == self._origin:
             return
-        if self.finished or (identity is None and txn.next_block(0) is not None):
+        if self.finished:
             raise StorageError(f"{self.directory} holds a shard's data: give another directory")
         for database in DATABASES:
             txn.clear(database)
         write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
         put_json(txn, "origin", self._origin)
 
-    def add(self, blocks: Iterable[tuple[int, bytearray | bytes]]) -> None:
+    def add(self, blocks: Iterable[tuple[Version, bytearray | bytes]]) -> None:
         """Stores sealed blocks, in ascending order over all calls, in one transaction."""
         with self._storage.write() as txn:
-            for number, content in blocks:
-                txn.put_block(number, 0, content)
+            for version, content in blocks:
+                txn.put_block(version, content)
 
     def read(self) -> AbstractContextManager[Transaction]:
         """A snapshot of what is stored."""
@@ -112,6 +113,7 @@ class ShardBuilder(Closing):
             StorageError: a block is damaged or belongs to another shard, or the number of rows is not `rows_stored`.
         """
         with self._storage.write() as txn:
+            txn.check_contents()
             num_found = self._check_blocks(txn, table.spec)
             if num_found != rows_stored:
                 raise StorageError(
@@ -129,15 +131,12 @@ class ShardBuilder(Closing):
         """Checks every block; returns the number of rows that were ever written."""
         codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, self._num_shards)
         num_written = 0
-        block = txn.next_block(0)
-        while block is not None:
-            content = txn.newest_block(block)
-            assert content is not None
-            codec.check(block, content)
-            if sharding.shard_of_block(block) != self.shard:
-                raise StorageError(f"{self.directory}: block {block} belongs to another shard")
+        for version in txn.versions():
+            content = txn.content(version)
+            codec.check(version.block, version.write_id, content)
+            if sharding.shard_of_block(version.block) != self.shard:
+                raise StorageError(f"{self.directory}: block {version.block} belongs to another shard")
             num_written += codec.num_written(content)
-            block = txn.next_block(block + 1)
         return num_written
 
     def close(self) -> None:

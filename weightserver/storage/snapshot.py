@@ -17,6 +17,7 @@ import lmdb
 from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file, require_data
 from weightserver.storage.interface import DATABASES
+from weightserver.storage.lmdb_transaction import open_databases
 
 Result = TypeVar("Result")
 _PATIENCE_SECONDS = 10.0
@@ -30,7 +31,7 @@ class Snapshot:
     def __init__(self, directory: Path, environment: lmdb.Environment, txn: lmdb.Transaction) -> None:
         self.directory = directory
         self._txn = txn
-        self._databases = {name: environment.open_db(name.encode(), txn, create=False) for name in DATABASES}
+        self._databases = open_databases(environment, directory, txn)
 
     def num_entries(self, database: str) -> int:
         return int(self._txn.stat(self._databases[database])["entries"])

@@ -13,8 +13,10 @@ import pytest
 
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.operations import NUM_STORED, SPEC, Table, Weightserver, assert_one_line, dies, targets_in
+from tests.helpers.stored import get, put, stored
 from weightserver import LocalCluster, StorageError
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.versions import Version
 from weightserver.operations import reshard as resharding
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.verify import verify_directory
@@ -123,9 +125,9 @@ def test_a_killed_reshard_can_be_repeated(
     if place.endswith("finish"):  # one of those that are finished is used already
         changed = LmdbStorage(targets[0])
         with changed.write() as txn:
-            content = bytearray(txn.newest_block(0) or b"")
+            content = bytearray(get(txn, 0) or b"")
             content[-1] ^= 1
-            txn.put_block(0, 1, content)
+            put(txn, 0, 1, content)
         changed.close()
     status, said, error = weightserver(*command, "--checkpoint", "one")
     assert status == 0, error
@@ -134,7 +136,7 @@ def test_a_killed_reshard_can_be_repeated(
     assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
     if place.endswith("finish"):
         with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
-            assert txn.generations(0) == [1, 0]
+            assert stored(txn)[:2] == [(0, 1), (0, 0)]
 
 
 @pytest.mark.guard
@@ -156,15 +158,15 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
     sources, _, _ = tables(2)
     add = ShardBuilder.add
 
-    def without(builder: ShardBuilder, blocks: list[tuple[int, bytearray]]) -> None:
-        add(builder, [found for found in blocks if found[0] != 4])
+    def without(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
+        add(builder, [found for found in blocks if found[0].block != 4])
 
-    def changed(builder: ShardBuilder, blocks: list[tuple[int, bytearray]]) -> None:
+    def changed(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
         codec = BlockCodec(SPEC)
-        for number, block in blocks:
-            if number == 4:
+        for version, block in blocks:
+            if version.block == 4:
                 codec.views(block).momentum_buffer[2, 3] += 1
-                codec.seal(4, block)
+                codec.seal(4, version.write_id, block)
         add(builder, blocks)
 
     for name, fault in (("without", without), ("changed", changed)):

@@ -149,22 +149,26 @@ class ReadBlocksRequest(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "next_block", "lineage")
+    __slots__ = ("blocks", "next_block", "lineage", "digest")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEXT_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     next_block: int
     lineage: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ..., lineage: _Optional[_Iterable[str]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., next_block: _Optional[int] = ..., lineage: _Optional[_Iterable[str]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("number", "content")
+    __slots__ = ("number", "content", "write_id")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ID_FIELD_NUMBER: _ClassVar[int]
     number: int
     content: bytes
-    def __init__(self, number: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
+    write_id: int
+    def __init__(self, number: _Optional[int] = ..., content: _Optional[bytes] = ..., write_id: _Optional[int] = ...) -> None: ...
 
 class ReadScheduleRequest(_message.Message):
     __slots__ = ("start_step",)

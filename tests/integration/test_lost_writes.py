@@ -1,0 +1,351 @@
+"""A disk that loses writes which it had confirmed: pages of the last commit are put back as they were before it.
+
+Every wrong row is refused when it is fetched or, at the latest, by the next start, `verify`, `backup`, `compact` and
+`reshard`. What is noticed when, guarantees.md says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.schedules import naming
+from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver.core.arrays import Int64Array
+from weightserver.operations.backup import backup
+from weightserver.operations.compact import compact
+from weightserver.operations.reshard import reshard
+from weightserver.operations.verify import verify_directory
+from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
+from weightserver.storage.lmdb_storage import LmdbStorage
+
+PAGE = 4_096
+SPEC = TableSpec(num_rows=160, dim=64, rows_per_block=20)
+"""Eight blocks of 10.5 KB, so that each has three pages of its own."""
+OPENER = b"o" * 16
+CHANCE = np.random.default_rng(0)
+RANDOM = [np.sort(CHANCE.choice(160, 50, replace=False)) for _ in range(9)]
+PATTERNS: dict[str, Callable[[int], Int64Array]] = {
+    "all blocks": lambda step: np.arange(160),
+    "the same two": lambda step: np.array([3, 70]),
+    "a random third": lambda step: RANDOM[step],
+    "a window": lambda step: np.arange(15 * step, 15 * step + 40),
+}
+NUM_WRITES = 9
+RATES = naming(np.full(50, 0.1))
+
+
+def page_of(content: bytes, page: int) -> bytes:
+    return content[page * PAGE : (page + 1) * PAGE]
+
+
+def put_page(data: Path, page: int, content: bytes) -> None:
+    with data.open("r+b") as file:
+        file.seek(page * PAGE)
+        file.write(content)
+
+
+class Trained:
+    """A shard that is written to: its state before and after the last commit, and what that one left."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.storage = directory, LmdbStorage(directory)
+        self.shard = Shard(self.storage, shard=0, num_shards=1)
+        self.sequence, self.epoch = 0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new table, of the same layout as the one before."""
+        with self.shard.batch() as batch:
+            self.shard.create_table(batch, SPEC)
+        self.epoch = self.shard.state.epoch + 1
+        with self.shard.batch() as batch:
+            self.shard.open_session(batch, "run", self.epoch, OPENER)
+
+    def header(self, step: int = 0) -> WriteHeader:
+        self.sequence += 1
+        return WriteHeader(self.epoch, OPENER, b"w" * 16, self.sequence, step, RATES)
+
+    def push(self, rows: Int64Array, step: int) -> None:
+        gradients = np.full((len(rows), SPEC.dim), 1 + self.sequence, np.float32)
+        with self.shard.batch() as batch:
+            self.shard.push_gradients(batch, self.header(step), rows, gradients)
+
+    def checkpoint(self, name: str) -> None:
+        with self.shard.batch() as batch:
+            self.shard.checkpoint(batch, self.header(), name)
+
+    @property
+    def data(self) -> Path:
+        return self.directory / "data.mdb"
+
+
+@dataclass
+class Lost:
+    """The last commit of a shard that still runs, and its pages."""
+
+    trained: Trained
+    before: bytes
+    after: bytes
+    pages: list[int]
+    """Numbers of those that it wrote, without LMDB's first two."""
+
+    @classmethod
+    def by(cls, trained: Trained, commit: Callable[[], None]) -> Lost:
+        before = trained.data.read_bytes()
+        commit()
+        after = trained.data.read_bytes()
+        before = before.ljust(len(after), b"\0")
+        pages = [page for page in range(2, len(after) // PAGE) if page_of(before, page) != page_of(after, page)]
+        return cls(trained, before, after, pages)
+
+    def without(self, lost: list[int]) -> bytes:
+        """The file's content if the disk lost these pages."""
+        content = bytearray(self.after)
+        for page in lost:
+            content[page * PAGE : (page + 1) * PAGE] = page_of(self.before, page)
+        return bytes(content)
+
+    @property
+    def of_blocks(self) -> list[int]:
+        """The pages of large values. Only the first has a header, with their number at 12."""
+        found, at = list[int](), 0
+        while at < len(self.after) // PAGE:
+            header = self.after[at * PAGE : at * PAGE + 16]
+            is_large = int.from_bytes(header[10:12], "little") == 4
+            count = int.from_bytes(header[12:16], "little") if is_large else 1
+            found += range(at, at + count) if is_large else ()
+            at += count
+        return [page for page in self.pages if page in found]
+
+    def subsets(self, num_random: int) -> Iterator[list[int]]:
+        """Every single page; all; those of blocks, each alone and together; all others; and some at random."""
+        yield from ([page] for page in self.pages)
+        yield self.pages
+        yield self.of_blocks
+        yield [page for page in self.pages if page not in self.of_blocks]
+        chance = np.random.default_rng(1)
+        for _ in range(num_random):
+            share = chance.choice([0.1, 0.5, 0.9])
+            yield [page for page in self.pages if chance.random() < share]
+
+
+def rows_of(shard: Shard, checkpoint: str | None = None) -> list[Any]:
+    """What a fetch of each block answers, or that it is refused."""
+    found = list[Any]()
+    for block in range(SPEC.num_blocks):
+        rows = np.arange(block * SPEC.rows_per_block, (block + 1) * SPEC.rows_per_block)
+        try:
+            (chunk,) = shard.fetch(rows, step=None, state=True, checkpoint=checkpoint)
+        except StorageError:
+            found.append(None)
+        else:
+            found.append(chunk.serialized())
+    return found
+
+
+def states(shard: Shard) -> list[list[Any]]:
+    return [rows_of(shard, name) for name in (None, *(kept.name for kept in shard.state.checkpoints))]
+
+
+def contents(directory: Path) -> list[Any]:
+    """Everything that is stored."""
+    with closing(LmdbStorage(directory, readonly=True)) as storage, storage.read() as txn:
+        names = ("meta", "schedule", "writers", "versions", "blocks")
+        return [[(key, bytes(value)) for key, value in txn.items(name)] for name in names]
+
+
+def damaged(directory: Path, content: bytes, lock: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "data.mdb").write_bytes(content)
+    (directory / "owner.lock").write_bytes(lock)
+    return directory
+
+
+def check(lost: Lost, place: Path, subsets: Iterator[list[int]], *, copies: bool) -> tuple[int, int]:
+    """Loses each of these pages, while the shard runs and before a restart; returns in how many cases something else
+    was stored than before, and in how many a running shard answered wrong rows.
+
+    Args:
+        copies: try to copy the damage too.
+    """
+    truth, lock = states(lost.trained.shard), (lost.trained.directory / "owner.lock").read_bytes()
+    everything = contents(damaged(place / "whole", lost.after, lock))
+    num_changed = num_wrong = 0
+    for number, pages in enumerate(subsets):
+        content = lost.without(pages)
+        directory = damaged(place / "damaged", content, lock)
+        try:
+            found = contents(directory)
+        except StorageError:
+            found = []  # LMDB cannot read it
+        problems = verify_directory(directory).problems
+        if found == everything:
+            continue
+        assert problems, (pages, "verify finds nothing")
+        num_changed += 1
+        try:
+            with closing(LmdbStorage(directory)) as storage:
+                served = states(Shard(storage, shard=0, num_shards=1))
+            for state, right in zip(served, truth, strict=True):
+                assert all(one in (None, other) for one, other in zip(state, right, strict=True)), pages
+            assert any(None in state for state in served), (pages, "a start that notices nothing")
+        except StorageError:
+            pass  # it does not start
+        if copies:
+            with pytest.raises(StorageError):
+                compact(directory, place / f"compacted-{number}")
+            with pytest.raises(StorageError):
+                reshard([directory], [place / f"resharded-{number}"], current=True)
+        if set(pages) <= set(lost.of_blocks):
+            num_wrong += wrong_while_running(lost, content, truth)
+    return num_changed, num_wrong
+
+
+def wrong_while_running(lost: Lost, content: bytes, truth: list[list[Any]]) -> bool:
+    """Whether the shard, which has the file mapped, answers wrong rows."""
+    descriptor = os.open(lost.trained.data, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, content, 0)
+        served = states(lost.trained.shard)
+    finally:
+        os.pwrite(descriptor, lost.after, 0)
+        os.close(descriptor)
+    pairs = (pair for state, right in zip(served, truth, strict=True) for pair in zip(state, right, strict=True))
+    return any(one not in (None, other) for one, other in pairs)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    made = Trained(tmp_path / "shard-0")
+    yield made
+    made.storage.close()
+
+
+def last_push(trained: Trained, pattern: str, checkpoint_at: int | None) -> Lost:
+    choose = PATTERNS[pattern]
+    for step in range(NUM_WRITES - 1):
+        trained.push(choose(step), step)
+        if step == checkpoint_at:
+            trained.checkpoint("kept")
+    return Lost.by(trained, lambda: trained.push(choose(NUM_WRITES - 1), NUM_WRITES - 1))
+
+
+@pytest.mark.parametrize("checkpoint_at", [None, 4], ids=["", "checkpoint"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_lost_page_is_silent(pattern: str, checkpoint_at: int | None, trained: Trained, tmp_path: Path) -> None:
+    lost = last_push(trained, pattern, checkpoint_at)
+    num_blocks = len(set((PATTERNS[pattern](NUM_WRITES - 1) // SPEC.rows_per_block).tolist()))
+    assert len(lost.of_blocks) == 3 * num_blocks
+    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(12), copies=False)
+    assert num_changed >= len(lost.of_blocks) + 2
+    assert num_wrong == 0
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("pattern", ["the same two"])
+def test_no_subset_of_lost_pages_is_silent(pattern: str, trained: Trained, tmp_path: Path) -> None:
+    """All of them, of a commit of one block."""
+    for step in range(NUM_WRITES - 1):
+        trained.push(PATTERNS[pattern](step), step)
+    lost = Lost.by(trained, lambda: trained.push(np.array([3]), NUM_WRITES - 1))
+    assert len(lost.pages) <= 11
+    subsets = (list(some) for count in range(len(lost.pages) + 1) for some in itertools.combinations(lost.pages, count))
+    num_changed, num_wrong = check(lost, tmp_path, subsets, copies=False)
+    assert (num_changed > 2 ** (len(lost.pages) - 1), num_wrong) == (True, 0)
+
+
+@pytest.mark.parametrize("pattern", ["the same two", pytest.param("all blocks", marks=pytest.mark.guard)])
+def test_no_operation_copies_a_loss(pattern: str, trained: Trained, tmp_path: Path) -> None:
+    lost = last_push(trained, pattern, None)
+    check(lost, tmp_path, lost.subsets(2), copies=True)
+
+
+def test_rows_of_a_dropped_table_never_come_back(trained: Trained, tmp_path: Path) -> None:
+    """Another run's rows, of the same layout, lie where the new table's are stored."""
+    for _ in range(3):
+        for step in range(2):
+            trained.push(np.arange(160), step)
+        with trained.shard.batch() as batch:
+            trained.shard.drop_table(batch)
+        trained.begin()
+    lost = Lost.by(trained, lambda: trained.push(np.arange(160), 0))
+    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(10), copies=False)
+    assert (num_changed > len(lost.of_blocks), num_wrong) == (True, 0)
+
+
+@pytest.mark.parametrize("commit", ["checkpoint", "release", "rollback", "session", "drop", "create"])
+def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp_path: Path) -> None:
+    for step in range(3):
+        trained.push(np.arange(160), step)
+        trained.checkpoint(f"checkpoint {step}")
+    shard = trained.shard
+
+    def change() -> None:
+        with shard.batch() as batch:
+            if commit == "checkpoint":
+                shard.checkpoint(batch, trained.header(), "last")
+            elif commit == "release":
+                shard.release(batch, trained.header(), "checkpoint 1")
+            elif commit == "rollback":
+                shard.rollback(batch, trained.header(), "checkpoint 0")
+            elif commit == "session":
+                shard.open_session(batch, "next", shard.state.epoch + 1, b"p" * 16)
+            elif commit == "drop":
+                shard.drop_table(batch)
+            else:
+                shard.create_table(batch, SPEC)
+
+    if commit == "create":
+        with shard.batch() as batch:
+            shard.drop_table(batch)
+    lost = Lost.by(trained, change)
+    if commit in ("drop", "create"):  # no rows can be read
+        lock = (trained.directory / "owner.lock").read_bytes()
+        everything = contents(damaged(tmp_path / "whole", lost.after, lock))
+        for pages in lost.subsets(10):
+            directory = damaged(tmp_path / "damaged", lost.without(pages), lock)
+            problems = verify_directory(directory).problems
+            assert problems or contents(directory) == everything, pages
+    else:
+        check(lost, tmp_path, lost.subsets(10), copies=False)
+
+
+@pytest.mark.guard  # seconds
+def test_a_backup_copies_no_loss(tmp_path: Path) -> None:
+    """From a shard that runs while its disk loses a page."""
+    with LocalCluster(1, tmp_path / "cluster") as cluster, WeightClient(cluster.addresses, retry_seconds=5) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.full(50, 0.1))
+        client.open_session("run")
+        data = tmp_path / "cluster/shard-0/data.mdb"
+        for step in range(NUM_WRITES):
+            before = data.read_bytes()
+            client.push_gradients(np.arange(160), np.ones((160, SPEC.dim), np.float32), step=step)
+        client.checkpoint("kept", step=NUM_WRITES)
+        after = data.read_bytes()
+        before = before.ljust(len(after), b"\0")
+        right = backup(client, tmp_path / "whole", checkpoint="kept").shards
+        num_refused = 0
+        for page in range(2, len(after) // PAGE):
+            now = page_of(data.read_bytes(), page)
+            if page_of(before, page) == page_of(after, page) or now != page_of(after, page):
+                continue  # the last commits did not write it, or another one has written it since
+            put_page(data, page, page_of(before, page))
+            try:
+                assert backup(client, tmp_path / f"backup-{page}", checkpoint="kept").shards == right, page
+            except WeightServerError:
+                num_refused += 1
+            put_page(data, page, now)
+        assert num_refused > 20
+        client.checkpoint("again", step=NUM_WRITES)
+        assert backup(client, tmp_path / "backup").rows_stored == 160
