@@ -284,9 +284,15 @@ def torch_versions() -> Iterator[str]:
     found = re.search(r"Available versions: (.*)", shown)
     seen = {minor(ours)}
     for version in re.findall(r"[\d.]+(?=,|$)", found[1] if found else ""):
-        if minor(version) not in seen and minor(version) >= minor(least):
+        if minor(version) not in seen and minor(version) >= minor(least) and is_offered(version):
             seen.add(minor(version))
             yield version
+
+
+def is_offered(version: str) -> bool:
+    """Whether pip would install that torch here: its settings may exclude versions that the index has."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", f"torch=={version}"]
+    return subprocess.run(pip, capture_output=True, check=False).returncode == 0
 
 
 def minor(version: str) -> tuple[int, int]:
