@@ -255,17 +255,22 @@ def test_a_paused_shard_does_not_cut_off_its_callers(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_a_flood_is_refused_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
-    """Calls beyond the shard's places are refused before anything is done, and patient clients repeat theirs."""
-    one = np.ones((1, SPEC.dim), np.float32)
+    """Calls beyond the shard's places are refused before anything is done, and patient clients repeat theirs. Those of
+    one client would take turns."""
+    one, num_clients = np.ones((1, SPEC.dim), np.float32), 40
     with (
         crowd_at(tmp_path, kind=CrowdedShard) as crowd,
-        WeightClient(crowd.cluster.addresses, retry_seconds=0) as impatient,
-        ThreadPoolExecutor(64) as pool,
+        ExitStack() as stack,
+        ThreadPoolExecutor(num_clients) as pool,
     ):
-        impatient.open_session("crowd", join=crowd.epoch)
-        pushes = [
-            pool.submit((crowd.client, impatient)[row % 2].push_gradients, [row], one, step=0) for row in range(400)
+        clients = [
+            stack.enter_context(WeightClient(crowd.cluster.addresses, retry_seconds=(60, 0)[number % 2]))
+            for number in range(num_clients)
         ]
+        for client in clients:
+            client.extend_schedule(0, np.ones(10, np.float32))
+            client.open_session("crowd", join=crowd.epoch)
+        pushes = [pool.submit(clients[row % num_clients].push_gradients, [row], one, step=0) for row in range(400)]
         errors = [push.exception(120) for push in pushes]
         applied = -crowd.client.fetch(np.arange(400), step=1)[:, 0]
     assert not any(errors[::2])
