@@ -26,6 +26,7 @@ from weightserver.core.errors import (
     DataLossError,
     FencedError,
     InvalidRequestError,
+    MissingRatesError,
     NoTableError,
     OverloadedError,
     ShardUnavailableError,
@@ -145,6 +146,25 @@ def test_dropping_fences_and_forgets(served: Served) -> None:
     served.do(lambda batch: served.shard.create_table(batch, SPEC))
     assert np.array_equal(served.weights(), initial_rows(SPEC, np.arange(100)))
     assert len(served.shard.used_rates) == 0
+
+
+def test_a_fetch_ends_when_others_learning_rates_are_used_meanwhile(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would have moved by two schedules; one by the learning rates of the fetch does not disturb it."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
+    served.push(1)
+    fetches = [served.shard.fetch(np.arange(100), step=10, state=False, rates=RATES) for _ in range(2)]
+    for chunks in fetches:
+        next(chunks)
+    served.push(2, step=1)
+    assert len(list(fetches[0])) > 2
+    header = WriteHeader(1, SESSION_ID, b"w" * 16, 3, 2, rates=naming([0.5, 0.5, 0.25]))
+    served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    with pytest.raises(MissingRatesError, match="it has 3"):
+        list(fetches[1])
+    with pytest.raises(TableMismatchError, match=r"the learning rate of step 2 is 0\.25 and was used, not 0\.5"):
+        next(served.shard.fetch(np.arange(100), step=10, state=False, rates=RATES))
 
 
 def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(

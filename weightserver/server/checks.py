@@ -33,6 +33,8 @@ def check_name(name: str) -> None:
 def given_rates(rates: pb.Rates) -> GivenRates:
     """The learning rates that a request names."""
     require(rates.start >= 0, f"start must not be negative, got {rates.start}")
+    if not rates.learning_rates:
+        return GivenRates(rates.start, rates.digest)
     learning_rates = float32_from_bytes(rates.learning_rates, "learning_rates") + np.float32(0)  # no −0
     require((learning_rates >= 0).all(), "learning rates must be finite and not negative")
     return GivenRates(rates.start, rates.digest, learning_rates)

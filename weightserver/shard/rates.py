@@ -96,6 +96,8 @@ class ScheduledRates:
                     "describe() to use those, or roll back to a checkpoint before they were used"
                 )
             raise MissingRatesError(len(self))
+        if not len(given.learning_rates):
+            return holder
         known = self.hashed.values[given.start :]  # which the request repeats
         if (differs := first_difference(known, given.learning_rates)) is not None:
             raise TableMismatchError(
