@@ -56,63 +56,73 @@ class ReadAt:
         return read_state(txn).checkpoint(self.checkpoint, self.checkpoint_id).generation
 
 
-@dataclass
-class RawRows:
-    """Rows as they are stored."""
-
-    buffer: RowBuffer
-
-    def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
-        """The weights before update `step`, or as they are stored; with `state` all of the rows. Changes the buffer.
-
-        Raises:
-            StepError: a row has seen that update, or is infinite or NaN when corrected to it.
-        """
-        if step is not None:
-            self._correct(table, step, rows, state=state)
-        buffer = self.buffer
-        return Rows(buffer.weight, buffer.momentum_buffer, buffer.last_step) if state else Rows(buffer.weight)
-
-    def _correct(self, table: Table, step: int, rows: Int64Array, *, state: bool) -> None:
-        """Brings the rows to their state before update `step`, rounded as that state would be stored."""
-        buffer, precision = self.buffer, table.codec.precision
-        _require_unseen(step, rows, buffer.last_step)
-        if table.spec.correction:
-            weight, momentum_buffer = precision.widened(buffer.weight), precision.widened(buffer.momentum_buffer)
-            coefficients = table.schedule.coefficients(buffer.last_step, step)
-            correct(weight, momentum_buffer, coefficients, weight_only=not state)
-            require_finite(rows, step - 1, *([weight, momentum_buffer] if state else [weight]))
-            buffer.weight = precision.rounded(weight, rows, step, WEIGHT)
-            if state:
-                buffer.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
-        buffer.last_step[:] = step
-
-
 @dataclass(frozen=True)
-class RowsInBlocks:
-    """Rows in a snapshot's own memory, for the compiled kernel; valid as long as the snapshot."""
+class StoredRows:
+    """Rows in a snapshot's own memory; valid as long as the snapshot."""
 
     touched: TouchedBlocks
     blocks: Blocks
     last_step: Int64Array  # (n,)
 
     def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
-        """As `RawRows.answer`."""
+        """The weights before update `step`, or as they are stored; with `state` all of the rows.
+
+        Raises:
+            StepError: a row has seen that update, or is infinite or NaN when corrected to it.
+        """
         last_step, coefficients = self.last_step, None
         if step is not None:
             _require_unseen(step, rows, last_step)
             if table.spec.correction:
                 coefficients = table.schedule.coefficients(last_step, step)
             last_step = np.full_like(last_step, step)
-        found = self._message(table, step or 0, coefficients, last_step, state=state)
+        found = None
+        if kernel.compiled() is not None:
+            found = self._message(table, step or 0, coefficients, last_step, state=state)
         if found is None:  # NumPy says which row is infinite or NaN
-            found = _copied(table, self.touched, self.blocks).answer(table, step, rows, state=state)
+            found = self._computed(table, step or 0, rows, coefficients, last_step, state=state)
+        return found
+
+    def _computed(
+        self,
+        table: Table,
+        step: int,
+        rows: Int64Array,
+        coefficients: Float32Array | None,
+        last_step: Int64Array,
+        *,
+        state: bool,
+    ) -> Rows:
+        """The answer by NumPy: the definition."""
+        found, precision = self._copied(table), table.codec.precision
+        if coefficients is not None:
+            weight, momentum_buffer = precision.widened(found.weight), precision.widened(found.momentum_buffer)
+            correct(weight, momentum_buffer, coefficients, weight_only=not state)
+            require_finite(rows, step - 1, *([weight, momentum_buffer] if state else [weight]))
+            found.weight = precision.rounded(weight, rows, step, WEIGHT)
+            if state:
+                found.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
+        return Rows(found.weight, found.momentum_buffer, last_step) if state else Rows(found.weight)
+
+    def _copied(self, table: Table) -> RowBuffer:
+        """The rows as they are stored."""
+        found = RowBuffer(table.codec, len(self.touched.rows))
+        absent: list[slice] = []  # rows that were never written, neighbours together
+        for (_, slots, part), stored in zip(self.touched.runs(), self.blocks.contents, strict=True):
+            if stored is None:
+                start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
+                absent.append(slice(start, part.stop))
+            else:
+                found.copy(part, stored, slots)
+        for part in absent:
+            found.weight[part] = table.codec.initial_weight(self.touched.rows[part])
+            found.momentum_buffer[part] = 0
         return found
 
     def _message(
         self, table: Table, step: int, coefficients: Float32Array | None, last_step: Int64Array, *, state: bool
     ) -> Rows | None:
-        """The answer; None if a corrected row is infinite or NaN."""
+        """The answer by the kernel; None if a corrected row is infinite or NaN."""
         compiled, codec, touched = kernel.compiled(), table.codec, self.touched
         assert compiled is not None
         num_rows = len(touched.rows)
@@ -149,9 +159,7 @@ def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:
     return touched_blocks(rows, spec.rows_per_block, max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)))
 
 
-def read_rows(
-    txn: Transaction, table: Table, at: ReadAt, touched: TouchedBlocks, *, verify: bool
-) -> RowsInBlocks | RawRows:
+def read_rows(txn: Transaction, table: Table, at: ReadAt, touched: TouchedBlocks, *, verify: bool) -> StoredRows:
     """Reads the rows of one chunk.
 
     Args:
@@ -161,51 +169,22 @@ def read_rows(
         DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
     blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
-    if kernel.compiled() is None:
+    compiled, codec, last_step = kernel.compiled(), table.codec, np.zeros(len(touched.rows), np.int64)
+    if compiled is None:
         for run, block, made_by in zip(touched.runs(), blocks.contents, blocks.write_ids.tolist(), strict=True):
-            if verify and block is not None:
-                table.codec.check(run.block, made_by, block, run.slots)
-        return _copied(table, touched, blocks)
-    return RowsInBlocks(touched, blocks, _look(table, touched, blocks, verify=verify))
-
-
-def _look(table: Table, touched: TouchedBlocks, blocks: Blocks, *, verify: bool) -> Int64Array:
-    """The rows' last steps, by the kernel; raises as `read_rows`."""
-    compiled, checksum = kernel.compiled(), kernel.checksum_address() if verify else 0
-    assert compiled is not None
-    last_step = np.empty(len(touched.rows), np.int64)
-    bad = compiled.look(
-        table.codec.layout,
-        blocks.contents,
-        touched.blocks,
-        blocks.write_ids,
-        touched.starts,
-        touched.slots,
-        last_step,
-        checksum,
-    )
+            if block is not None:
+                if verify:
+                    codec.check(run.block, made_by, block, run.slots)
+                last_step[run.part] = codec.views(block).last_step[run.slots]
+        return StoredRows(touched, blocks, last_step)
+    places = (codec.layout, blocks.contents, touched.blocks, blocks.write_ids, touched.starts, touched.slots)
+    bad = compiled.look(*places, last_step, kernel.checksum_address() if verify else 0)
     if bad >= 0:
         block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None
-        table.codec.check(number, made_by, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
-        raise DamagedRecordError(f"{table.codec.name(number)} changed while it was read")
-    return last_step
-
-
-def _copied(table: Table, touched: TouchedBlocks, blocks: Blocks) -> RawRows:
-    """The rows of some blocks."""
-    found = RowBuffer(table.codec, len(touched.rows))
-    absent: list[slice] = []  # rows that were never written, neighbours together
-    for (_, slots, part), stored in zip(touched.runs(), blocks.contents, strict=True):
-        if stored is None:
-            start = absent.pop().start if absent and absent[-1].stop == part.start else part.start
-            absent.append(slice(start, part.stop))
-        else:
-            found.copy(part, stored, slots)
-    for part in absent:
-        found.weight[part] = table.codec.initial_weight(touched.rows[part])
-        found.momentum_buffer[part] = 0
-    return RawRows(found)
+        codec.check(number, made_by, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
+        raise DamagedRecordError(f"{codec.name(number)} changed while it was read")
+    return StoredRows(touched, blocks, last_step)
 
 
 def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:
