@@ -441,6 +441,7 @@ def seconds_to_end_under_load(directory: Path, *, grace_seconds: float) -> float
     def count(number: int, address: str, epoch: int) -> None:
         with WeightClient([address], timeout_seconds=60, retry_seconds=0) as client:
             client.open_session("crowd", join=epoch)
+            client.extend_schedule(0, np.ones(10, np.float32))
             row = np.array([1000 * number])
             while True:
                 try:

@@ -99,9 +99,9 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(5, 0.1))
         rows = np.arange(SPEC.num_rows)
-        expected = client.fetch(rows, step=1)
+        expected = client.fetch_state(rows).weight
         with raw_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
-            answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), step=1), timeout=100)
+            answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), raw=True), timeout=100)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in (tmp_path / "shard-0.log").read_text())
@@ -138,7 +138,7 @@ def test_a_shard_that_may_not_drain_still_ends_well(tmp_path: Path) -> None:
                 def fetch_until_it_ends(client: WeightClient = client) -> type[Exception]:
                     while True:
                         try:
-                            client.fetch(np.arange(SPEC.num_rows), step=2)
+                            client.fetch(np.arange(SPEC.num_rows), step=1)
                         except WeightServerError as error:
                             return type(error)
 
