@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver import (
+    ClusterError,
     FencedError,
     NoTableError,
     OverloadedError,
@@ -29,8 +30,8 @@ from weightserver import (
     TableSpec,
 )
 
-UNKNOWN_OUTCOME = (ShardUnavailableError, OverloadedError)
-"""Errors of calls that may have taken effect, and may be made again."""
+UNKNOWN_OUTCOME = (ShardUnavailableError, OverloadedError, ClusterError)
+"""Errors of calls that may have taken effect, or wait for another call of their client, and may be made again."""
 _REFUSALS = (FencedError, NoTableError, StepError)
 _VALUES = ("gradients", "weight", "momentum_buffer")
 

@@ -358,6 +358,8 @@ class Trial:
         """Prepares the table for all writers."""
         self._epoch = create(self._first)
         self._join(writers[1:])
+        for client in (*writers[1:], observer):
+            client.extend_schedule(0, RATES[:FIRST_HORIZON])
 
     def run(self) -> None:
         for number, turn in enumerate(self._load.rounds):
@@ -446,8 +448,9 @@ class Trial:
     def extend(self) -> None:
         """Extends the schedule, first with other rates, which are replaced before they are used."""
         rates = RATES[self._horizon : self._horizon + EXTENSION]
-        self._first.extend_schedule(self._horizon, 2 * rates)
-        self._first.extend_schedule(self._horizon, rates)
+        for client in (*self._writers, self._observer):
+            client.extend_schedule(self._horizon, 2 * rates)
+            client.extend_schedule(self._horizon, rates)
         self._horizon += len(rates)
 
     def replace(self) -> None:

@@ -69,6 +69,7 @@ class Clients:
         self._step = 0
         """Returns a step close to those of the pushes."""
         self._checkpoints: list[str] = []
+        self._given_up: set[tuple[str, int]] = set()
         self._epoch = self._open_session()
 
     @contextlib.contextmanager
@@ -99,7 +100,11 @@ class Clients:
         return random.Random(f"{self._seed} {name}")
 
     def _client(self, addresses: Sequence[str], retry_seconds: float = PATIENT_SECONDS) -> WeightClient:
-        return WeightClient(addresses, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=retry_seconds)
+        client = WeightClient(addresses, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=retry_seconds)
+        while True:
+            with contextlib.suppress(*UNKNOWN_OUTCOME):
+                client.extend_schedule(0, RATES)
+                return client
 
     def _near(self, draw: random.Random, *offsets: int) -> int:
         """Returns a step close to those of the other clients."""
@@ -127,7 +132,7 @@ class Clients:
                 return True
 
     def _write_in(self, name: str, client: WeightClient, epoch: int, draw: random.Random) -> None:
-        fenced = given_up = 0
+        fenced = 0
         while fenced < 2 and not self._stop.is_set():
             call = self._some_write(name, client, epoch, draw)
             try:
@@ -135,9 +140,11 @@ class Clients:
                     with contextlib.suppress(*UNKNOWN_OUTCOME):
                         call.run()
                         break
-                    if not given_up and draw.random() < 0.5:
-                        given_up += 1  # with an unknown outcome
-                        break
+                    if self._stop.is_set():
+                        return
+                    if (name, epoch) not in self._given_up and draw.random() < 0.5:
+                        self._given_up.add((name, epoch))
+                        return  # its outcome stays unknown, and another client goes on
             except FencedError:
                 fenced += 1
             except StepError:
