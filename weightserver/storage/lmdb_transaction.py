@@ -144,15 +144,18 @@ class LmdbTransaction:
 
     def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> Blocks:
         """See `Transaction.newest_blocks`. Once one was not in memory, the others are read ahead."""
-        keys, found = [self._newest_key(block, NEWEST - up_to) for block in blocks.tolist()], list[memoryview | None]()
+        keys, found = self._newest_keys(blocks.tolist(), up_to), list[memoryview | None]()
+        seek, value = self._blocks.set_key, self._blocks.value
         end, faults = 1, faults_from_disk()
         while len(found) < len(keys):
-            found += [self._content(key) if key else None for key in keys[len(found) : end]]
+            found += [
+                None if not key else value() if seek(key) else self._content(key) for key in keys[len(found) : end]
+            ]
             end += _FAULT_CHECK_BLOCKS
             if faults_from_disk() > faults:
                 self._read_ahead(found[-1], [key for key in keys[len(found) :] if key])
                 faults = faults_from_disk()
-        write_ids = b"".join(key[_BLOCK.size :] if key else _NO_ID for key in keys)
+        write_ids = b"".join([key[_BLOCK.size :] if key else _NO_ID for key in keys])
         return Blocks(found, np.frombuffer(write_ids, "<u8"))
 
     def _read_ahead(self, known: memoryview | None, keys: list[bytes]) -> None:
@@ -164,13 +167,14 @@ class LmdbTransaction:
         else:
             self._touch(keys[:-1])
 
-    def _newest_key(self, block: int, inverted: int) -> bytes:
-        """The key in `blocks` of the newest version from an inverted generation on; empty if there is none."""
-        cursor, wanted = self._versions, _VERSION_KEY.pack(block, inverted)
-        prefix = wanted[: _BLOCK.size]
-        if not cursor.set_range(wanted) or cursor.key()[: _BLOCK.size] != prefix:
-            return b""
-        return prefix + bytes(cursor.value())
+    def _newest_keys(self, blocks: list[int], up_to: int) -> list[bytes]:
+        """The keys in `blocks` of the newest versions of a generation ≤ `up_to`; empty for blocks that have none."""
+        seek, key, write_id = self._versions.set_range, self._versions.key, self._versions.value
+        prefixes, inverted = map(_BLOCK.pack, blocks), (NEWEST - up_to).to_bytes(4)
+        return [
+            prefix + write_id() if seek(prefix + inverted) and bytes(key()).startswith(prefix) else b""
+            for prefix in prefixes
+        ]
 
     def _content(self, key: bytes) -> memoryview:
         if not self._blocks.set_key(key):
