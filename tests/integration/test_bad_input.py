@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.watching import once_within
+from tests.helpers.comparing import same
 from weightserver import (
     ClusterError,
     FencedError,
@@ -37,7 +36,7 @@ from weightserver.protocol.codec import spec_to_proto
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
 ONES = np.ones((2, 4), np.float32)
 NAN = np.array([[1, 1, 1, 1], [1, np.nan, 1, 1]], np.float32)
-INFINITE = np.array([[1, 1, 1, 1], [1, np.inf, 1, 1]], np.float32)
+INF = np.array([[1, 1, 1, 1], [1, np.inf, 1, 1]], np.float32)
 HUGE = np.full((2, 4), 3e38, np.float32)
 LOST_ROWS = r"shard {} holds rows of a table that shard {} lacks: is a disk not mounted, .* restore all shards from one"
 
@@ -46,11 +45,7 @@ HALF: Any = 0.5
 BEYOND = "needs the learning rates of 21 steps, but this client and the shards know those of 20: extend the schedule"
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # what the client sees by itself
-    "rows of two dimensions": (
-        lambda c: c.fetch([[1]], step=0),
-        ValueError,
-        r"rows must have shape \[n\], got \[1, 1\]",
-    ),
+    "rows of two dimensions": (lambda c: c.fetch([[1]], step=0), ValueError, r"shape \[n\], got \[1, 1\]"),
     "rows that are no integers": (lambda c: c.fetch([1.5], step=0), TypeError, r"rows must be integers, got .*float64"),
     "an unknown row": (lambda c: c.fetch([1, 100], step=0), ValueError, r"row 100 does not exist: .* rows 0\.\.99"),
     "a negative row": (lambda c: c.push_gradients([-1, 0], ONES, step=0), ValueError, r"row -1 does not exist"),
@@ -61,36 +56,19 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         r"gradients must have shape \[3, 4\], got \[2, 4\]",
     ),
-    "a gradient of another width": (
-        lambda c: c.push_gradients([1, 2], ONES[:, :3], step=0),
-        ValueError,
-        r"gradients must have shape \[2, 4\], got \[2, 3\]",
-    ),
     "a gradient in float64": (
         lambda c: c.push_gradients([1, 2], ONES.astype(np.float64), step=0),
         TypeError,
         r"gradients must be float32, got float64: convert it first",
     ),
-    "NaN in a gradient": (
-        lambda c: c.push_gradients([1, 2], NAN, step=0),
-        ValueError,
-        r"gradients .* got nan at \[1, 1\]",
-    ),
-    "infinity in a gradient": (
-        lambda c: c.push_gradients([1, 2], INFINITE, step=0),
-        ValueError,
-        r"got inf at \[1, 1\]",
-    ),
+    "NaN in a gradient": (lambda c: c.push_gradients([1, 2], NAN, step=0), ValueError, r"got nan at \[1, 1\]"),
+    "infinity in a gradient": (lambda c: c.push_gradients([1, 2], INF, step=0), ValueError, r"got inf at \[1, 1\]"),
     "NaN in a weight": (
         lambda c: c.write_state([1, 2], NAN, ONES, 0),
         ValueError,
-        r"weight must be finite, .* nothing was sent",
+        r"weight must be finite, .* nothing",
     ),
-    "NaN in a momentum": (
-        lambda c: c.write_state([1, 2], ONES, NAN, 0),
-        ValueError,
-        r"momentum_buffer must be finite",
-    ),
+    "NaN in a momentum": (lambda c: c.write_state([1, 2], ONES, NAN, 0), ValueError, r"momentum_buffer must be finite"),
     "repeats that overflow": (
         lambda c: c.push_gradients([7, 7], HUGE, step=9),
         ValueError,
@@ -104,72 +82,43 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         r"last_step must be an integer or have shape \[2\], got \[3\]",
     ),
     "a negative learning rate": (lambda c: c.extend_schedule(20, [0, -0.1]), ValueError, r"got -0\.1 at index 1"),
-    "an infinite learning rate": (
-        lambda c: c.extend_schedule(20, [np.inf]),
-        ValueError,
-        r"must be finite .* got inf at index 0",
-    ),
-    "a learning rate for nothing": (
-        lambda c: c.extend_schedule(20, 0.1),
-        ValueError,
-        r"must have shape \[n\], got \[\]",
-    ),
+    "an infinite learning rate": (lambda c: c.extend_schedule(20, [np.inf]), ValueError, r"must be finite .* got inf"),
+    "a learning rate for nothing": (lambda c: c.extend_schedule(20, 0.1), ValueError, r"shape \[n\], got \[\]"),
     "a session without a name": (lambda c: c.open_session(""), ValueError, r"name must be a non-empty text"),
     "a place for other rows": (
         lambda c: c.fetch([1], step=0, out=np.empty((2, 4), np.float32)),
         ValueError,
         r"out must be a contiguous float32 array of shape \[1, 4\], got float32 of shape \[2, 4\]: or omit it",
     ),
-    # what a shard refuses
+    # what a shard refuses, in the client's classes
     "a fetch beyond the schedule": (lambda c: c.fetch([1], step=21), StepError, BEYOND),
     "a push beyond the schedule": (lambda c: c.push_gradients([1, 2], ONES, step=20), StepError, BEYOND),
-    "a state beyond the schedule": (
-        lambda c: c.write_state([1, 2], ONES, ONES, 21),
-        StepError,
-        BEYOND,
-    ),
     "a fetch from a row's past": (lambda c: c.fetch([50], step=6), StepError, r"row 50 has seen 8 updates"),
-    "a state older than the row": (
-        lambda c: c.write_state([50, 51], ONES, ONES, 7),
-        StepError,
-        r"row 50 has seen 8 updates, the state to write only 7",
-    ),
-    "a gradient that overflows": (
-        lambda c: c.push_gradients([50, 51], HUGE, step=19),
-        StepError,
-        r"row 50 would be infinite or NaN after update 19",
-    ),
-    "a gap in the schedule": (
-        lambda c: c.extend_schedule(22, [0.1]),
-        StepError,
-        r"ends at 20: step 22 would leave a gap",
-    ),
+    "a state older than the row": (lambda c: c.write_state([50, 51], ONES, ONES, 7), StepError, r"row 50 has seen 8"),
+    "a gap in the schedule": (lambda c: c.extend_schedule(22, [0.1]), StepError, r"ends at 20: step 22 would leave"),
     "another rate for a step that was used": (
         lambda c: c.extend_schedule(6, np.full(4, 0.7)),
         TableMismatchError,
         r"learning rate of step 6 .* was used: only steps from 8 on may be rewritten",
     ),
     "another table": (
-        lambda c: c.create_table(TableSpec(num_rows=100, dim=5, rows_per_block=3)),
+        lambda c: c.create_table(replace(SPEC, dim=5)),
         TableMismatchError,
         r"shard 0 holds another table, .*dim=4.*: use its spec, or other shards",
     ),
-    "a join of an unknown epoch": (
-        lambda c: c.open_session("x", join=999_999),
-        FencedError,
-        r"999999 is not known",
-    ),
+    "a join of an unknown epoch": (lambda c: c.open_session("x", join=999_999), FencedError, r"999999 is not known"),
 }
 
 
-@pytest.fixture
-def table(client: WeightClient) -> WeightClient:
-    """Makes a schedule of 20 rates, the last a large one; rows 50 and 51 have seen 8 updates."""
-    client.create_table(SPEC)
-    client.extend_schedule(0, np.append(np.full(19, 0.5), 4.0))
-    client.open_session("test")
-    client.push_gradients([50, 51], ONES, step=7)
-    return client
+@pytest.fixture(scope="module")
+def table() -> Iterator[WeightClient]:
+    """Has a schedule of 20 rates, the last a large one; rows 50 and 51 have seen 8 updates."""
+    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        client.extend_schedule(0, np.append(np.full(19, 0.5), 4.0))
+        client.open_session("test")
+        client.push_gradients([50, 51], ONES, step=7)
+        yield client
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
@@ -178,18 +127,11 @@ def test_refused_and_nothing_changed(table: WeightClient, call: Call, error: typ
     with pytest.raises(error, match=message) as raised:
         call(table)
     assert "\n" not in str(raised.value)
-    after = table.fetch_state(np.arange(100))
-    assert np.array_equal(before.weight, after.weight)
-    assert np.array_equal(before.last_step, after.last_step)
+    assert same(table.fetch_state(np.arange(100)), before)
     now = table.describe()
-    assert (info.clock, info.rows_stored, info.horizon, info.epoch) == (
-        now.clock,
-        now.rows_stored,
-        now.horizon,
-        now.epoch,
-    )
-    table.push_gradients([50, 51], ONES, step=8)  # the writer can continue
-    assert table.describe().clock == 9
+    for name in ("spec", "clock", "rows_stored", "horizon", "epoch"):
+        assert getattr(now, name) == getattr(info, name), name
+    table.push_gradients([60, 61], ONES, step=7)  # the writer can continue
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_WRITE_ROWS", 3), ("MAX_WRITE_BYTES", 3 * (8 + 16))])
@@ -212,9 +154,7 @@ SPECS = {
     "no columns": ({"dim": 0}, r"dim must lie in 1\.\.65536, got 0"),
     "momentum of one": ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1\.0"),
     "negative decay": ({"weight_decay": -1e-4}, r"weight_decay must lie in \[0, ∞\), got -0\.0001"),
-    "decay that is no number": ({"weight_decay": float("nan")}, r"weight_decay must lie"),
     "huge init_std": ({"init_std": 10**400}, r"init_std must lie in \[0, 1e30\), got inf"),
-    "infinite init_std": ({"init_std": float("inf")}, r"init_std must lie"),
     "negative seed": ({"seed": -1}, r"seed must lie"),
     "rows_per_block": ({"rows_per_block": 0}, r"rows_per_block must lie in 1\.\.2048, got 0"),
     "blocks too large": ({"dim": 65_536, "rows_per_block": 2_048}, r"choose a smaller rows_per_block"),
@@ -252,7 +192,11 @@ def test_without_a_table_or_a_session(client: WeightClient, cluster: LocalCluste
             client.push_gradients([1, 2], ONES, step=0)
 
 
-@pytest.mark.parametrize("changes", [{"dim": 8}, {"dim": 2}, {"dim": 3}, {"rows_per_block": 4}, {"num_rows": 50}])
+OTHERS = [{"dim": 8}, {"dim": 2}, {"rows_per_block": 4}, {"num_rows": 50}, {"num_rows": 200, "seed": 1}]
+"""The last has rows of the same length, with other values."""
+
+
+@pytest.mark.parametrize("changes", OTHERS)
 def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalCluster, changes: dict[str, int]) -> None:
     """The client never returns a row in the wrong place, nor raises an error of NumPy's."""
     with WeightClient(cluster.addresses) as old:
@@ -261,8 +205,8 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
         old.open_session("old")
         old.fetch(np.arange(100), step=0)
         client.drop_table()
-        settings: dict[str, Any] = {"num_rows": 100, "dim": 4, "rows_per_block": 3}
-        client.create_table(TableSpec(**settings | changes))
+        other = replace(SPEC, **changes)  # type: ignore[arg-type]
+        client.create_table(other)
         client.extend_schedule(0, np.full(20, 0.5))
         for call in (lambda: old.fetch(np.arange(100), step=0), lambda: old.fetch_state(np.arange(100))):
             with pytest.raises(WeightServerError, match=r"shard . at ") as raised:
@@ -271,6 +215,9 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
         with pytest.raises(WeightServerError):
             old.push_gradients(np.arange(2), ONES, step=0)
         assert client.describe().rows_stored == 0
+        assert old.describe().spec == other
+        client.open_session("new")
+        assert np.array_equal(old.fetch([49], step=0), client.fetch([49], step=0))
 
 
 @pytest.mark.guard  # seconds
@@ -296,8 +243,6 @@ def test_addresses_that_are_not_one_cluster_are_refused(cluster: LocalCluster) -
     for addresses in ([], "127.0.0.1:1", ["nonsense"], ["127.0.0.1:99999"]):
         with pytest.raises(ValueError, match="address"):
             WeightClient(addresses)
-    with pytest.raises(ValueError, match=r"10\.0\.0\.1:5 is not on this machine: give credentials, or insecure=True"):
-        WeightClient(["10.0.0.1:5"])
     with pytest.raises(ValueError, match="timeout_seconds must be positive"):
         WeightClient([first], timeout_seconds=0)
 
@@ -308,23 +253,6 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
     client.close()
     with pytest.raises(ValueError, match="the client is closed: make a new one"):
         client.describe()
-
-
-def test_an_open_client_notices_a_replaced_table(client: WeightClient, cluster: LocalCluster) -> None:
-    client.create_table(SPEC)
-    client.extend_schedule(0, [0.5])
-    with WeightClient(cluster.addresses) as other:
-        other.fetch([1], step=0)
-        client.drop_table()
-        client.create_table(replace(SPEC, num_rows=200, seed=1))  # rows of the same length, with other values
-        client.extend_schedule(0, [0.5])
-        client.open_session("new")
-        with pytest.raises(
-            TableMismatchError, match=r"the table was replaced, it is now .*seed=1.*: call describe\(\)"
-        ):
-            other.fetch([1], step=0)
-        assert other.describe().spec.seed == 1
-        assert np.array_equal(other.fetch([150], step=0), client.fetch([150], step=0))
 
 
 @pytest.mark.guard
@@ -392,23 +320,6 @@ def test_shards_with_different_tables_are_refused(tmp_path: Path) -> None:
             client.create_table(SPEC)
 
 
-@pytest.mark.guard
-def test_a_silent_server_delays_callers_at_most_for_their_budget() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(50)
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-
-        def describe_at_once(_: int) -> float:
-            with WeightClient([address], timeout_seconds=1, retry_seconds=1) as client, ThreadPoolExecutor(8) as pool:
-                started = time.monotonic()
-                calls = [pool.submit(client.describe) for _ in range(8)]
-                assert all(isinstance(call.exception(), ShardUnavailableError) for call in calls)
-                return time.monotonic() - started
-
-        once_within(6, describe_at_once)
-
-
 # ---- the command line
 
 
@@ -431,61 +342,40 @@ def assert_fails(message: str, *arguments: str | Path) -> None:
 
 @pytest.mark.guard
 def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -> None:
-    first, served = cluster.addresses[0], cluster.directory / "shard-0"
-    free = ("--listen", "127.0.0.1:0")
-    assert_fails(
-        f"cannot listen on {first}: Address already in use; is another server",
-        "serve",
-        "--data-dir",
-        tmp_path / "a",
-        "--listen",
-        first,
-    )
-    assert_fails("is served by another process: stop that one", "serve", "--data-dir", served, *free)
-    assert_fails(
-        "can be reached from other machines: give --tls-cert and --tls-key and --token-file .* --insecure",
-        "serve",
-        "--data-dir",
-        tmp_path / "b",
-        "--listen",
-        "0.0.0.0:0",
-    )
-    assert_fails(
-        r"--shard must lie in 0\.\.num_shards-1, got 2 of 2", "serve", "--data-dir", tmp_path / "c", "--shard", "2",
-        "--num-shards", "2",
-    )  # fmt: skip
-    metrics_port = cluster.metrics_addresses[0].rpartition(":")[2]
-    assert_fails(
-        f"cannot serve metrics on port {metrics_port}", "serve", "--init", "--data-dir", tmp_path / "d", *free,
-        "--metrics-port", metrics_port,
-    )  # fmt: skip
-    for option, value, message in (
-        *(("--grace-seconds", value, r"--grace-seconds must lie in 0\.\.3600, got") for value in ("nan", "1e18", "-1")),
-        (
-            "--listen",
-            "::1:0",
-            r"'::1:0' is not an address: write host:port, such as 127\.0\.0\.1:50051 or \[::1\]:50051",
-        ),
-    ):
-        assert_fails(message, "serve", "--data-dir", tmp_path / "e", *free, f"{option}={value}")
+    address, served = cluster.addresses[0], cluster.directory / "shard-0"
+    new, metrics_port = tmp_path / "new", cluster.metrics_addresses[0].rpartition(":")[2]
     (tmp_path / "file").write_text("")
-    assert_fails("file is a file: give a directory", "serve", "--data-dir", tmp_path / "file", *free)
+    with LocalCluster(2, tmp_path / "two"):
+        held = tmp_path / "two/shard-0"
+    cases: list[tuple[list[str | Path], str]] = [
+        (["--data-dir", new, "--listen", address], f"cannot listen on {address}: Address already in use; is another"),
+        (["--data-dir", served], "is served by another process: stop that one"),
+        (["--data-dir", new, "--listen", "0.0.0.0:0"], "give --tls-cert and --tls-key and --token-file .* --insecure"),
+        (
+            ["--data-dir", new, "--shard", "2", "--num-shards", "2"],
+            r"--shard must lie in 0\.\.num_shards-1, got 2 of 2",
+        ),
+        (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
+        (["--data-dir", new, "--grace-seconds=nan"], r"--grace-seconds must lie in 0\.\.3600, got"),
+        (["--data-dir", new, "--listen=::1:0"], r"'::1:0' is not an address: write host:port, such as 127"),
+        (["--data-dir", tmp_path / "file"], "file is a file: give a directory"),
+        (["--data-dir", held, "--num-shards", "3"], "holds shard 0 of 2, not shard 0 of 3"),
+        (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),
+    ]
+    for options, message in cases:
+        assert_fails(message, "serve", "--listen", "127.0.0.1:0", *options)
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         ("export 127.0.0.1:9 --output ? --rows 5:1", "'5:1' is not of the form FIRST:END, such as 0:1000"),
-        ("export 127.0.0.1:9 --output ? --rows=-5:1", "'-5:1' is not of the form FIRST:END"),
         ("export 127.0.0.1:9 --output ? --step=-1", "step must not be negative"),
         ("export 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
         ("backup 127.0.0.1:9 --output .", "is a mounted disk or the current directory: give a new directory in it"),
-        ("extend 127.0.0.1:9 --num-rows=-5", r"num_rows must lie in 1\.\.\d+, got -5"),
         ("extend 127.0.0.1:9 --num-rows 0", r"num_rows must lie in 1\.\.\d+, got 0"),
         ("export 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
-        ("backup 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
         ("rollback  127.0.0.1:9", "argument name: the name is empty"),
-        ("release  127.0.0.1:9", "argument name: the name is empty"),
         ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
     ],
 )
@@ -533,18 +423,6 @@ def test_an_empty_path_is_not_the_current_directory(
         main([argument.replace("?", "") for argument in command.split()])
     assert "the path is empty: is a variable not set? The current directory is ." in capsys.readouterr().err
     assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
-
-
-@pytest.mark.guard
-def test_serve_refuses_the_data_of_another_shard(tmp_path: Path) -> None:
-    with LocalCluster(2, tmp_path):
-        pass
-    free = ("--listen", "127.0.0.1:0")
-    data = tmp_path / "shard-0"
-    assert_fails(
-        "holds shard 0 of 2, not shard 1 of 2", "serve", "--data-dir", data, "--shard", "1", "--num-shards", "2", *free
-    )
-    assert_fails("holds shard 0 of 2, not shard 0 of 3", "serve", "--data-dir", data, "--num-shards", "3", *free)
 
 
 @pytest.mark.guard

@@ -18,10 +18,8 @@ from weightserver import (
     ClusterError,
     FencedError,
     LocalCluster,
-    NoTableError,
     RowState,
     ShardUnavailableError,
-    TableMismatchError,
     TableSpec,
     WeightClient,
 )
@@ -126,20 +124,6 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
     assert same(client.fetch_state(ALL), grown)
     client.push_gradients([200], np.ones((1, SPEC.dim), np.float32), step=GROWN_AT - 5)
     assert same(client.fetch_state([200]), late)
-
-
-def test_extend_table_rejects_invalid_sizes(client: WeightClient) -> None:
-    with pytest.raises(NoTableError, match="shard 0 holds no table"):
-        client.extend_table(10)
-    client.create_table(SPEC)
-    for wrong, message in ((99, "has 100 rows and can only become larger, not 99"), (2**48 + 1, "num_rows must lie")):
-        with pytest.raises(ValueError, match=message):
-            client.extend_table(wrong)
-    with pytest.raises(TypeError, match="num_rows must be an integer"):
-        client.extend_table(263.0)  # type: ignore[arg-type]
-    with pytest.raises(TableMismatchError, match=r"shard 0 has 100 rows, not 263: extend_table\(263\) makes it larger"):
-        client.create_table(LARGER)
-    assert client.describe().spec == SPEC
 
 
 def test_a_superseded_session_extends_nothing(client: WeightClient, cluster: LocalCluster) -> None:

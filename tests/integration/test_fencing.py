@@ -44,7 +44,10 @@ def ranks(client: WeightClient, cluster: LocalCluster) -> Iterator[list[WeightCl
 def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: LocalCluster) -> None:
     for rank in ranks:
         rank.push_gradients(ROWS, ONES, step=0)
+    ranks[0].checkpoint("theirs", step=1)
     with WeightClient(cluster.addresses) as newer:
+        with pytest.raises(FencedError, match="no session is open"):
+            newer.rollback("theirs")
         newer.open_session("new")
         before = newer.fetch_state(ROWS)
         for rank in ranks:
@@ -52,12 +55,14 @@ def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: L
                 lambda rank=rank: rank.push_gradients(ROWS, ONES, step=1),
                 lambda rank=rank: rank.write_state(ROWS, ONES, ONES, 5),
                 lambda rank=rank: rank.checkpoint("mine", step=1),
+                lambda rank=rank: rank.rollback("theirs"),
+                lambda rank=rank: rank.release("theirs"),
                 lambda rank=rank: rank.open_session("old", join=newer.describe().epoch - 1),
             ):
                 with pytest.raises(FencedError, match=r"superseded by epoch \d+ \(run 'new'\)"):
                     call()
         assert same(newer.fetch_state(ROWS), before)
-        assert newer.checkpoints() == []
+        assert [kept.name for kept in newer.checkpoints()] == ["theirs"]
 
 
 def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], cluster: LocalCluster) -> None:

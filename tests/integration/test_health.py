@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -82,7 +83,11 @@ def test_a_shard_whose_volume_is_nearly_full_is_not_ready(tmp_path: Path, monkey
 @pytest.mark.guard
 def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) -> None:
     """The other rows are served, so the shard's health stays SERVING."""
-    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=2) as client:
+    options = ["--log-format", "json", "--slow-request-seconds", "60"]
+    with (
+        LocalCluster(1, tmp_path, serve_options=options) as cluster,
+        WeightClient(cluster.addresses, retry_seconds=2) as client,
+    ):
         counter = cluster.metrics_addresses[0], "weightserver_damaged_reads_total"
         client.create_table(TableSpec(num_rows=100, dim=32, rows_per_block=50))
         client.extend_schedule(0, np.full(10, 0.1, np.float32))
@@ -100,6 +105,10 @@ def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) ->
                 call(ROWS[:1], step=1)
             assert "\n" not in str(caught.value)
             assert metric(*counter) == calls
+            lines = map(json.loads, (tmp_path / "shard-0.log").read_text().splitlines())
+            *_, told = (line for line in lines if line["level"] == "warning")
+            assert "damaged" in told["event"]
+            assert f"its log tells more of request {told['request']}" in str(caught.value)
         assert client.fetch(ROWS[50:100], step=1).shape == (50, 32)
         client.push_gradients(ROWS[50:100], ONES[50:100], step=1)
         assert asked(cluster) == (0, "SERVING")

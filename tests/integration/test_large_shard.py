@@ -59,32 +59,6 @@ def lengthen(directory: Path, num_bytes: int) -> None:
         file.truncate(num_bytes)
 
 
-def test_a_map_outgrows_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes through the layer that all writes of a server use, and again after a restart."""
-    monkeypatch.setattr(lmdb_storage, "check_pages", lambda data: None)
-    monkeypatch.setattr(lmdb_storage, "_MAP_BYTES", MEMORY_BYTES // 2)
-    LmdbStorage(tmp_path).close()
-    lengthen(tmp_path, MEMORY_BYTES)
-    value = b"x" * 60_000
-    for first in (0, 100):
-        storage = LmdbStorage(tmp_path)
-        shard = Shard(storage, shard=0, num_shards=1)
-
-        def write(batch: WriteTransaction, first: int = first) -> None:
-            for block in range(first, first + 100):
-                put(batch.txn, block, 0, value)
-
-        answer: Future[None] = Future()
-        commit_group(shard.batch, [(write, answer)])
-        answer.result()
-        assert storage.disk_usage().map_size > 2 * MEMORY_BYTES
-        with storage.read() as txn:
-            assert stored(txn) == [(block, 0) for block in range(first + 100)]
-            assert all(get(txn, block) == value for block in range(first + 100))
-        storage.close()
-    assert (tmp_path / "data.mdb").stat().st_blocks * 512 < 100 << 20
-
-
 def test_a_map_takes_the_address_space_that_is_left(tmp_path: Path) -> None:
     """Half of it, if `ulimit -v` sets a limit; a file that does not fit is refused in one line."""
     storage = LmdbStorage(tmp_path)

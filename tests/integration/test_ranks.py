@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing
 
 from tests.helpers.gpus import Gpus
+from tests.helpers.small_run import losses
 from trainer.config import TrainConfig
 from trainer.distributed import process_group
 from trainer.run.opening import start_servers
@@ -59,14 +60,9 @@ def replay(
 ) -> None:
     """Trains one rank's share of the rows on its slice of features, which are functions of the image and the step."""
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     window_size, window_stride, capacity = SCHEDULES[schedule]
     rates = learning_rates(num_steps=steps, base=0.5, warmup_steps=steps // 10)
     visits = VisitSchedule(num_rows=NUM_ROWS, window_size=window_size, window_stride=window_stride, seed=5)
@@ -77,7 +73,7 @@ def replay(
     with process_group(torch.device(device_name)) as ranks, WeightClient(addresses) as client:
         device = ranks.device
         rows = open_store(store, client, rates, capacity, rank, world_size, device)
-        losses, feature_gradients, held = [], [], 0
+        step_losses, feature_gradients, held = [], [], 0
         shares = announced(lambda step: recent.active(step).share(sharding, rank), rows, range(steps))
         for step, active in enumerate(shares):
             batch = torch.from_numpy(visits.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE))
@@ -90,7 +86,7 @@ def replay(
             assert weight.grad is not None
             assert features.grad is not None
             rows.apply_gradients(active.rows, weight.grad, step=step)
-            losses.append(loss.item())
+            step_losses.append(loss.item())
             feature_gradients.append(features.grad.cpu().numpy() / world_size)  # what averaging over ranks makes of it
             held = max(held, rows.counters.resident_rows)
         rows.flush()
@@ -99,7 +95,7 @@ def replay(
         state = rows.read_state(mine, step=steps)
         np.savez(
             f"{out}-{rank}.npz",
-            losses=losses,
+            losses=step_losses,
             feature_gradients=feature_gradients,
             rows=mine,
             weight=state.weight,
@@ -238,38 +234,6 @@ def test_all_stores_and_schedules_over_ranks_train_like_one(cluster: LocalCluste
     assert_equal_over_ranks(cluster, tmp_path, cases, steps=2_000)
 
 
-@pytest.mark.slow
-def test_ranks_that_lose_one_end_with_a_line(tmp_path: Path) -> None:
-    """The port of rank 1's metrics is in use; rank 0 waits for it in vain."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] - 1
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "trainer",
-        ]
-        launch += [
-            "synthetic",
-            "--num-images",
-            "500",
-            "--num-negatives",
-            "64",
-            "--window-size",
-            "96",
-            "--window-stride",
-        ]
-        launch += ["24", "--batch-size", "16", "--output", str(tmp_path / "run"), "--metrics-port", str(port)]
-        result = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode != 0
-    assert f"trainer: cannot serve metrics on port {port + 1} (Address already in use)" in result.stderr
-    assert "RuntimeError" not in result.stderr
-
-
 def launch(num_ranks: int, output: Path, *more: str, kill_after_steps: int | None = None) -> None:
     """Starts a run as users do, including weight servers; optionally kills torchrun and all ranks with -9.
 
@@ -300,41 +264,34 @@ def num_steps(output: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "resumed_on", "options"),
     [
-        pytest.param(2, 1, [], id="2 ranks, then 1", marks=pytest.mark.slow),
-        pytest.param(3, None, [], id="3 ranks", marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            1,
-            ["--label-smoothing", "0.1", "--final-temperature", "0.4", "--row-momentum", "0.5"],
-            id="2 ranks with options of our own, then 1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(1, 3, ["--small-crops", "2", "--small-crop-size", "12"], id="1, then 3", marks=pytest.mark.slow),
+        pytest.param(2, 1, "", id="2 ranks, then 1"),
+        pytest.param(3, None, "", id="3 ranks"),
+        pytest.param(2, 1, "--label-smoothing 0.1 --final-temperature 0.4 --row-momentum 0.5", id="2 with our options"),
+        pytest.param(1, 3, "--small-crops 2 --small-crop-size 12", id="1, then 3"),
     ],
 )
 def test_a_whole_run_is_the_same_on_any_number_of_ranks(
-    num_ranks: int, resumed_on: int | None, options: list[str], tmp_path: Path
+    num_ranks: int, resumed_on: int | None, options: str, tmp_path: Path
 ) -> None:
     """Even if it is killed and resumes with another number of ranks."""
     alone, together = tmp_path / "alone", tmp_path / "together"
-    launch(1, alone, *options)
+    launch(1, alone, *options.split())
     if resumed_on is None:
-        launch(num_ranks, together, *options)
+        launch(num_ranks, together, *options.split())
     else:
-        launch(num_ranks, together, *options, "--checkpoint-every", "19", kill_after_steps=25)
-        launch(resumed_on, together, *options, "--resume")
-    losses = []
+        launch(num_ranks, together, *options.split(), "--checkpoint-every", "19", kill_after_steps=25)
+        launch(resumed_on, together, *options.split(), "--resume")
     for output in (alone, together):
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        losses.append(np.array([record["loss"] for record in records]))
         assert {record["active_rows"] for record in records} == {64}
         assert all(1 <= record["active_rows_share"] < 1.5 for record in records)
         with LocalCluster(2, output / "servers") as cluster, WeightClient(cluster.addresses) as client:
             assert client.describe().clock == 50  # every rank's rows reached the servers
-    one, many = losses
+    one, many = (np.array(losses(output)) for output in (alone, together))
     assert one[-5:].mean() < one[:5].mean() - 0.05, "nothing was learned: this shows nothing"
     assert np.abs(many / one - 1).max() <= 1e-4
 
@@ -344,31 +301,23 @@ def test_a_run_of_shared_classes_is_the_same_on_two_ranks(tmp_path: Path) -> Non
     """With recent and sampled negatives, and a margin."""
     np.save(tmp_path / "labels.npy", np.random.default_rng(0).permutation(np.arange(500) % 80))
     options = ["--labels", str(tmp_path / "labels.npy"), "--negatives", "both", "--margin", "arcface"]
-    losses = []
     for num_ranks in (1, 2):
         launch(num_ranks, tmp_path / str(num_ranks), *options)
-        records = (tmp_path / str(num_ranks) / "metrics.jsonl").read_text().splitlines()
-        losses.append(np.array([json.loads(record)["loss"] for record in records]))
-    assert len(losses[0]) == 50
-    assert np.abs(losses[1] / losses[0] - 1).max() <= 1e-4
+    one, two = (np.array(losses(tmp_path / name)) for name in "12")
+    assert len(one) == 50
+    assert np.abs(two / one - 1).max() <= 1e-4
 
 
 @pytest.mark.slow
 def test_mixed_batches_are_the_same_after_a_resume_on_as_many_ranks(tmp_path: Path) -> None:
     """The other image is one of the same rank's, so it depends on the number of ranks, but on nothing else."""
-    losses = {}
+    found, options = {}, ["--cutmix", "0.7", "--checkpoint-every", "19"]
     for name in ("whole", "killed", "alone"):
-        launch(
-            1 if name == "alone" else 2, tmp_path / name, "--cutmix", "0.7", "--checkpoint-every", "19", **killed(name)
-        )
+        kill_after_steps = 25 if name == "killed" else None
+        launch(1 if name == "alone" else 2, tmp_path / name, *options, kill_after_steps=kill_after_steps)
         if name == "killed":
-            launch(2, tmp_path / name, "--cutmix", "0.7", "--checkpoint-every", "19", "--resume")
-        records = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = np.array([json.loads(record)["loss"] for record in records])
-    assert np.abs(losses["killed"] / losses["whole"] - 1).max() <= 1e-4
-    assert np.abs(losses["alone"] / losses["whole"] - 1).max() > 1e-3
-    assert abs(losses["alone"].mean() / losses["whole"].mean() - 1) < 0.05, "the same but for the partners"
-
-
-def killed(name: str) -> dict[str, int]:
-    return {"kill_after_steps": 25} if name == "killed" else {}
+            launch(2, tmp_path / name, *options, "--resume")
+        found[name] = np.array(losses(tmp_path / name))
+    assert np.abs(found["killed"] / found["whole"] - 1).max() <= 1e-4
+    assert np.abs(found["alone"] / found["whole"] - 1).max() > 1e-3
+    assert abs(found["alone"].mean() / found["whole"].mean() - 1) < 0.05, "the same but for the partners"

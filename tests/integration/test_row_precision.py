@@ -16,7 +16,7 @@ from tests.helpers.comparing import same
 from tests.helpers.rounding_model import RoundedRows
 from tests.helpers.row_model import schedule
 from tests.helpers.watching import page
-from weightserver import LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
+from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.core.precision import ROUNDING_ERROR
 from weightserver.operations.inspect import inspect_directory
@@ -209,13 +209,3 @@ def test_messages_take_half_the_bytes(client: WeightClient, cluster: LocalCluste
         num_bytes.append(moved() - before)
         client.drop_table()
     assert num_bytes == pytest.approx([4 * values.nbytes, 2 * values.nbytes], rel=1e-3)
-
-
-def test_a_table_of_another_dtype_is_another_table(client: WeightClient) -> None:
-    begin(client)
-    with pytest.raises(TableMismatchError, match=r"holds another table, .*dtype='bfloat16'"):
-        client.create_table(replace(SPEC, dtype="float32"))
-    client.drop_table()
-    client.create_table(replace(SPEC, dtype="float32"))
-    with pytest.raises(TableMismatchError, match="holds another table"):
-        client.create_table(SPEC)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import naming, used_by
-from weightserver.core.errors import NoTableError, StepError, TableMismatchError
+from weightserver.core.errors import NoTableError, TableMismatchError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
-from weightserver.shard import rates as shard_rates
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -159,13 +158,3 @@ def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
     once = groups.weight()
     assert [groups.committer.submit(second).result(60) for _ in range(2)] == [True, False]
     assert groups.weight() < once
-
-
-def test_a_schedule_has_a_maximum_length(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_rates, "MAX_STEPS", 4)
-    fits, too_long = groups.push(3, *[1.0] * 4), groups.push(3, *[1.0] * 5)
-    groups.commit(groups.create, groups.open_session, fits)
-    (refused,) = groups.commit(too_long)
-    with pytest.raises(StepError, match="a schedule has at most 4 steps, not 5: give fewer"):
-        refused.result()
-    assert len(groups.shard.used_rates) == 4

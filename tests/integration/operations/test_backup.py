@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
-from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.shard import reading
@@ -213,50 +211,6 @@ def test_a_killed_backup_can_be_repeated(
     for shard in range(2):
         restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
-
-
-def test_only_one_of_two_backups_into_one_directory_continues(
-    weightserver: Weightserver,
-    cluster: LocalCluster,
-    client: WeightClient,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make_table(client)
-    arguments, copy_shard, others = (
-        ["backup", *cluster.addresses, "--output", tmp_path / "new"],
-        backups._copy_shard,
-        [],
-    )
-
-    def copy_beside_another(*arguments_of_shard: Any) -> Any:
-        others.append(weightserver(*arguments))
-        return copy_shard(*arguments_of_shard)
-
-    monkeypatch.setattr(backups, "_copy_shard", copy_beside_another)
-    assert weightserver(*arguments)[0] == 0
-    assert len(others) == 2
-    for other in others:
-        assert_one_line(other, "is being written by another process: wait for it to end")
-    assert read_backup(tmp_path / "new").rows_stored > 0
-
-
-def test_exports_have_the_mode_of_new_files_and_backups_are_private(client: WeightClient, tmp_path: Path) -> None:
-    make_table(client)
-    before = os.umask(0o027)
-    try:
-        backup(client, tmp_path / "backup")
-        export_rows(client, tmp_path / "rows")
-    finally:
-        os.umask(before)
-
-    def modes(name: str) -> dict[str, int]:
-        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
-        kinds = [(("directory" if path.is_dir() else "file"), oct(path.stat().st_mode & 0o777)) for path in paths]
-        return {" ".join(kind): kinds.count(kind) for kind in kinds}
-
-    assert modes("backup") == {"directory 0o700": 3, "file 0o600": 5}
-    assert modes("rows") == {"directory 0o750": 1, "file 0o640": 1}
 
 
 def test_backup_rejects_invalid_arguments(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.helpers.operations import ROWS, Weightserver, assert_one_line, dies, make_table
@@ -72,6 +73,7 @@ def test_an_export_of_several_files_is_complete_or_absent(
         ("--step=-1", "step must not be negative"),
         ("--step=101", "this needs the learning rates of 101 steps, but this client and the shards know those of 4"),
         ("--step=1", "has seen 4 updates, its state before update 1 is gone"),
+        ("--rows=990:1001", "rows 990:1001 do not exist: the table has rows 0:1000"),
         ("--checkpoint=three", "there is no checkpoint 'three' on all shards, only ['one', 'two']"),
     ],
 )
@@ -94,8 +96,12 @@ def test_an_export_into_the_target_of_a_link(
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("disk")
     command = ["export", *cluster.addresses, "--output"]
-    assert weightserver(*command, tmp_path / "link")[0] == 0
-    assert len(list((tmp_path / "disk").iterdir())) == 1
+    written = (0, f"wrote 1 files to {tmp_path}/link\n", "")
+    assert weightserver(*command, tmp_path / "link", "--rows", "3:8") == written
+    (path,) = (tmp_path / "disk").iterdir()
+    with safe_open(path, "np") as file:
+        assert file.metadata()["step"] == "4"
+        assert np.array_equal(file.get_tensor("weight"), client.fetch(ROWS[3:8], step=4))
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
     monkeypatch.chdir(tmp_path)
     assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")

@@ -111,43 +111,39 @@ def test_a_map_of_other_images_is_refused() -> None:
         ClassOrder(np.array([0, 1, 1]), 0, num_images=4)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "input contained no data"),
-        ("1\nx\n", r"'x' .* row 1"),
-        ("1\n2.5\n", "2.5"),
-        ("1,2\n3,4\n", r"shape \[2, 2\]: give one integer for each image"),
-        (None, "not found"),
-    ],
-)
-def test_files_without_labels_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
-    path = tmp_path / "labels.txt"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=message) as raised:
-        read_labels(path)
-    assert "labels.txt" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_objects_are_never_unpickled(tmp_path: Path) -> None:
-    np.save(tmp_path / "labels.npy", np.array([{}, 1], object), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"labels.npy \(.*give a .npy file of integers"):
-        read_labels(tmp_path / "labels.npy")
-
-
-def test_a_path_may_be_text(tmp_path: Path) -> None:
-    (tmp_path / "labels.txt").write_text("0\n1\n")
-    assert read_labels(str(tmp_path / "labels.txt")).tolist() == [0, 1]
-
-
-def test_an_archive_is_no_class_map(tmp_path: Path) -> None:
-    """Whatever its name."""
-    with (tmp_path / "labels.npy").open("wb") as file:
+def archive(path: Path) -> None:
+    with path.open("wb") as file:
         np.savez(file, labels=np.zeros(3, np.int64))
-    with pytest.raises(ValueError, match=r"labels.npy \(.*magic string.*give a .npy file of integers"):
-        read_labels(tmp_path / "labels.npy")
+
+
+FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "empty": ("labels.txt", lambda path: path.write_text(""), "input contained no data"),
+    "a letter": ("labels.txt", lambda path: path.write_text("1\nx\n"), r"'x' .* row 1"),
+    "a fraction": ("labels.txt", lambda path: path.write_text("1\n2.5\n"), "2.5"),
+    "two columns": ("labels.txt", lambda path: path.write_text("1,2\n3,4\n"), r"shape \[2, 2\]: give one integer for"),
+    "missing": ("labels.txt", lambda path: None, "not found"),
+    "objects, which are never unpickled": (
+        "labels.npy",
+        lambda path: np.save(path, np.array([{}, 1], object), allow_pickle=True),
+        r"labels.npy \(.*give a .npy file of integers",
+    ),
+    "an archive, whatever its name": (
+        "labels.npy",
+        archive,
+        r"labels.npy \(.*magic string.*give a .npy file of integers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "make", "message"), FILES.values(), ids=FILES.keys())
+def test_files_without_labels_are_refused(
+    tmp_path: Path, name: str, make: Callable[[Path], object], message: str
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=message) as raised:
+        read_labels(tmp_path / name)
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_seed_of_numpy_is_a_seed() -> None:

@@ -98,18 +98,6 @@ def test_all_rows_at_once_equal_the_formula(kind: MarginKind, num_own: int, labe
     assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind, label_smoothing=label_smoothing)
 
 
-@pytest.mark.usefixtures("in_chunks")
-@pytest.mark.parametrize("kind", MARGINS)
-def test_gradients_equal_finite_differences(kind: MarginKind) -> None:
-    features, weight = inputs(3, 10, dtype=torch.float64)
-    labels, margin = labels_of(3, 10, 2), margin_of(kind, None)
-
-    def loss_of(z: Tensor, w: Tensor) -> Tensor:
-        return cosine_softmax_loss(z, w, labels, temperature=0.2, margin=margin)
-
-    assert torch.autograd.gradcheck(loss_of, (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
-
-
 def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5(monkeypatch: pytest.MonkeyPatch) -> None:
     """Error model: a logit's D + 4 roundings are independent, each at most u = 2⁻²⁴ of 1/τ, so that it errs by e =
     √(D+4)·u/τ, 7e-7, in the root mean square, and a probability by √2·e of itself; a sum of n products adds at most
@@ -195,16 +183,30 @@ def test_gradients_that_nobody_needs_are_left_out() -> None:
     assert torch.equal(both[1], of_weight[1])
 
 
-@pytest.mark.usefixtures("in_chunks")
-def test_padding_and_labels_of_rows_that_do_not_exist() -> None:
+@pytest.mark.parametrize("few_values", [0, 1_000])
+@pytest.mark.parametrize("kind", MARGINS)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_padding_is_no_class(
+    in_chunks: None, kind: MarginKind, few_values: int, label_smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
+    monkeypatch.setattr(condensed, "_FEW_VALUES", few_values)
     features, weight = inputs(6, 9)
     padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, 5)).requires_grad_()
-    labels = labels_of(6, 9, 3)
-    cosine_softmax_loss(features.detach(), weight, labels, temperature=0.2).backward()
-    cosine_softmax_loss(features, padded, labels, temperature=0.2, num_rows=9).backward()
+    labels, margin = labels_of(6, 9, 3), margin_of(kind, None)
+    given: dict[str, Any] = {"temperature": 0.2, "margin": margin, "label_smoothing": label_smoothing}
+    expected = cosine_softmax_loss(features.detach(), weight, labels, **given)
+    loss = cosine_softmax_loss(features, padded, labels, num_rows=9, **given)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected.backward()
+    loss.backward()
     assert weight.grad is not None
     assert padded.grad is not None
-    assert torch.equal(padded.grad[:9], weight.grad)
+    torch.testing.assert_close(padded.grad[:9], weight.grad)
     assert not padded.grad[9:].any()
+
+
+@pytest.mark.usefixtures("in_chunks")
+def test_labels_of_rows_that_do_not_exist_are_refused() -> None:
     with pytest.raises(IndexError, match="label 9 is out of bounds: there are 9 rows"):
-        cosine_softmax_loss(features, weight, torch.arange(4, 10), temperature=0.2)
+        cosine_softmax_loss(*inputs(6, 9), torch.arange(4, 10), temperature=0.2)

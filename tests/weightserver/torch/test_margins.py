@@ -122,25 +122,6 @@ def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: 
         Margin(kind, size)
 
 
-@pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_padding_is_no_class_on_one_rank_either(kind: MarginKind, labels: Tensor, label_smoothing: float) -> None:
-    """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
-    features, weight = inputs()
-    padded = torch.cat([weight.detach(), torch.zeros(4, 5)]).requires_grad_()
-    settings = {"temperature": 0.2, "margin": margin_of(kind, None), "label_smoothing": label_smoothing}
-    loss_of = partial(cosine_softmax_loss, labels=labels, **settings)  # type: ignore[arg-type]
-    expected = loss_of(features.detach(), weight)
-    loss = loss_of(features, padded, num_rows=9)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    loss.backward()
-    expected.backward()
-    assert padded.grad is not None
-    assert weight.grad is not None
-    torch.testing.assert_close(padded.grad[:9], weight.grad)
-    assert not padded.grad[9:].any()
-
-
 def compute(rank: int, world_size: int, port: int, out: str) -> None:
     """Losses and gradients of all cases on one of several ranks: rows are dealt in turn, images in slices.
 
