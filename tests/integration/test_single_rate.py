@@ -42,6 +42,7 @@ def test_rows_follow_the_papers_closed_form(num_shards: int, tmp_path: Path) -> 
         epoch = client.open_session("one")
         with WeightClient(cluster.addresses) as other:
             other.open_session("one", join=epoch)
+            other.extend_schedule(0, rates)
             for step in range(num_steps):
                 often = generator.choice(40, 8, replace=False)
                 seldom = 40 + generator.choice(150, 2, replace=False)  # 190.. are never pushed
