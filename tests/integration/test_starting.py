@@ -53,6 +53,7 @@ def rows_stored(cluster: LocalCluster) -> int:
 # ---- empty directories
 
 
+@pytest.mark.guard  # seconds
 def test_an_empty_directory_takes_init(tmp_path: Path) -> None:
     advice = "is its disk mounted? Give --init to begin a new, empty shard here"
     assert refused(tmp_path / "missing") == f"{tmp_path}/missing is missing: {advice}"

@@ -181,7 +181,7 @@ def test_remote_and_resident_rows_train_like_dense_ones(
         pytest.param(40, 40, 100, 200, 4, id="K > W = S", marks=pytest.mark.slow),
         pytest.param(290, 7, 60, NUM_ROWS, 4, id="windows wrap around at N"),
         pytest.param(NUM_ROWS, NUM_ROWS, 60, 92, 4, id="epoch order, few resident", marks=pytest.mark.guard),
-        pytest.param(NUM_ROWS, NUM_ROWS, NUM_ROWS, NUM_ROWS, 4, id="K = W = N"),
+        pytest.param(NUM_ROWS, NUM_ROWS, NUM_ROWS, NUM_ROWS, 4, id="K = W = N", marks=pytest.mark.guard),
     ],
 )
 def test_timing_changes_no_bit(

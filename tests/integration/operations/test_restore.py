@@ -134,6 +134,7 @@ def test_a_killed_restore_can_be_repeated(
     assert same(rows_in(targets), kept)
 
 
+@pytest.mark.guard  # seconds
 def test_restore_rejects_invalid_arguments_and_damaged_backups(
     weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:

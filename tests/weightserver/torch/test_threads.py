@@ -58,6 +58,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     assert process.exitcode == 4
 
 
+@pytest.mark.guard  # seconds, for another process that imports torch
 def test_work_after_the_main_thread_has_ended() -> None:
     code = (
         "import threading, torch; torch.set_num_threads(3); from weightserver.torch.threads import in_threads as run;"
