@@ -18,6 +18,8 @@ ROWS = np.arange(SPEC.num_rows)
 
 NUM_STORED, STEPS = 334, 100
 
+RATES = np.linspace(0.2, 0.1, STEPS, dtype=np.float32)
+
 Weightserver = Callable[..., tuple[int | str | None, str, str]]
 
 Table = tuple[list[Path], RowState, RowState]
@@ -26,7 +28,6 @@ Table = tuple[list[Path], RowState, RowState]
 def make_table(client: WeightClient) -> RowState:
     """Makes checkpoint `one` of NUM_STORED rows, then `two`, then more writes; returns the rows of `one`."""
     client.create_table(SPEC)
-    client.extend_schedule(0, np.linspace(0.2, 0.1, STEPS, dtype=np.float32))
     client.open_session("run")
     push(client, 0, ROWS[:700:3])
     push(client, 1, ROWS[:300:2])
@@ -39,6 +40,7 @@ def make_table(client: WeightClient) -> RowState:
 
 
 def push(client: WeightClient, step: int, rows: np.ndarray) -> None:
+    client.extend_schedule(0, RATES)
     gradients = np.random.default_rng(step).standard_normal((len(rows), SPEC.dim)).astype(np.float32)
     client.push_gradients(rows, gradients, step=step)
 

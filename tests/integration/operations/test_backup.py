@@ -80,7 +80,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert verify_directory(tmp_path / f"new/shard-{shard}").problems == []
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         info = client.describe()
-        assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, STEPS)
+        assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, 2)
         assert info.rows_stored == NUM_STORED
         assert [(known, known.checkpoint_id.hex()) for known in client.checkpoints()] == [
             (Checkpoint("one", 2), made.identity)
