@@ -64,6 +64,7 @@ def main() -> None:
         epoch = first.open_session("interrupted")
     while (now := time.monotonic()) < end or (alarm.num_interrupts <= 100 and now < end + 100):
         client = WeightClient(addresses, timeout_seconds=60, retry_seconds=60)
+        client.extend_schedule(0, np.ones(HORIZON, np.float32))
         alarm.interrupt("open", lambda client=client: client.open_session("interrupted", join=epoch))
         for number in range(CALLS_PER_CLIENT):
             step, name = num_pushes, f"at {num_pushes}"

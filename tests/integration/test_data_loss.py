@@ -553,6 +553,7 @@ def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) 
     with LocalCluster(2, place.directory) as first, LocalCluster(2, tmp_path / "copy") as second:
         for cluster in first, second:
             with WeightClient(cluster.addresses) as client:
+                client.extend_schedule(0, np.ones(10, np.float32))
                 client.open_session("run")
                 client.push_gradients(ROWS, ONES, step=0)
         with WeightClient([first.addresses[0], second.addresses[1]]) as mixed:
