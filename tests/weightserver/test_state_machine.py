@@ -259,8 +259,8 @@ class Made:
     beside: list[Made] = field(default_factory=list)
     """In a rollback: repetitions under way when it was called. If it is not refused, none of them had taken up its
     numbers yet, and each is a new write after it."""
-    failed_at: int = 0
-    """The number of rollbacks, and of directories put back, when it failed."""
+    failed_at: int | None = None
+    """The number of rollbacks, and of directories put back, when it first failed."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -526,7 +526,7 @@ class Machine(RuleBasedStateMachine):
 
     def make_anew(self, repeated: Made) -> None:
         """A rollback came before the repetition had taken up its numbers."""
-        repeated.call, repeated.failed_at = replace(repeated.call, number=self.next_number()), 0
+        repeated.call, repeated.failed_at = replace(repeated.call, number=self.next_number()), None
 
     def remember(self, made: Made, told: BaseException | None) -> None:
         """Records the outcome of a call."""
@@ -534,7 +534,8 @@ class Machine(RuleBasedStateMachine):
         if kind in WRITES.values():
             if told:
                 writer.failed.append(made)
-                made.failed_at = self.num_timelines
+                if made.failed_at is None:
+                    made.failed_at = self.num_timelines
         elif kind == "rollback":
             writer.rolling_back = told is not None
             if not told:
@@ -641,14 +642,18 @@ class Machine(RuleBasedStateMachine):
         longest = max((shard.used for shard in self.shards), key=len)
         return all(longest[: len(shard.used)] == shard.used for shard in self.shards)
 
+    def was_replaced(self, made: Made) -> bool:
+        """Whether the shards' rows were replaced since the call failed."""
+        return made.failed_at is not None and made.failed_at < self.num_timelines
+
     def must_repeat(self, made: Made) -> bool:
         """Whether an earlier write is on some of its shards only, or the shards' rows were replaced since it failed."""
-        if made.call.kind in WRITES.values() and made.failed_at < self.num_timelines:
+        if self.was_replaced(made):
             return True
         for failed in made.writer.failed:
             shards = set(map(self.shard_of, failed.call.arguments["rows"]))
             applied = {failed.call.number in self.shards[shard].applied for shard in shards}
-            if len(applied) > 1 or failed.failed_at < self.num_timelines:
+            if len(applied) > 1 or self.was_replaced(failed):
                 return True
         return False
 

@@ -31,7 +31,10 @@ def open_session(shards: Shards, answers: Answers, name: str, *, force: bool) ->
         force=force,
     )
     _call_in_order(shards, request)
-    return Session(epoch, session_id, answers[0].timeline)
+    timeline = answers[0].timeline
+    if force:  # each shard has drawn one of its own
+        timeline = shards.connections()[0].call("Describe", pb.DescribeRequest()).timeline
+    return Session(epoch, session_id, timeline)
 
 
 def join_session(shards: Shards, answers: Answers, epoch: int) -> Session:

@@ -11,6 +11,7 @@ An interrupt of the caller leaves the other calls running. They make no further 
 from __future__ import annotations
 
 import contextlib
+import threading
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
@@ -35,18 +36,24 @@ class _Caller:
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
-def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, upload: bool = False) -> list[Any]:
     """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
-    they raised. Any other error of a call is raised here."""
+    they raised. Any other error of a call is raised here.
+
+    Args:
+        upload: whether the calls send streams: gRPC reads those in another thread, which ends the process if a signal
+            interrupts the call meanwhile. So the main thread, the only one that signals interrupt, makes none itself.
+    """
+    first = int(not upload or threading.current_thread() is not threading.main_thread())
     caller, answers, every = _Caller(), Answers(), list(arguments)
     found: dict[int, Any] = {}
     try:
-        for number in range(1, len(every)):
+        for number in range(first, len(every)):
             try:
                 start_new_thread(_answer, (caller, answers, number, call, every[number]))
             except RuntimeError:  # there are too many threads
                 found[number] = _outcome(call, every[number])
-        if every:
+        if every and first:
             found[0] = _outcome(call, every[0])
         while len(found) < len(every):
             number, outcome = answers.get()

@@ -158,7 +158,7 @@ def write_rows(
 
         rates.are_sent()
         with BorrowedArrays() as borrowed:
-            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those))
+            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those), upload=True)
         if is_not_applied(outcomes):
             rates.were_refused()
         elif not any(isinstance(outcome, BaseException) for outcome in outcomes):
