@@ -193,6 +193,7 @@ def test_rows_anywhere_read_no_more_than_their_blocks(tmp_path: Path) -> None:
     let_go(data)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         client.open_session("run")
+        client.extend_schedule(0, np.zeros(1))
         blocks = np.random.default_rng(1).choice(spec.num_blocks, 40, replace=False)
         rows = np.sort(blocks * spec.rows_per_block + 5)
         before = resident_bytes(data)

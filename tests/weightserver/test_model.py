@@ -79,6 +79,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         header = self.header(step)
         assert self.push(header, rows, gradients) is True
         self.sent.append((header, rows, gradients))
+        self.newest = header.sequence
         for row, gradient in zip(rows, gradients.astype(np.float64), strict=True):
             self.rows[row] = MODEL.pushed(self.rows[row], step, gradient)
         self.written |= set(rows)
@@ -102,7 +103,12 @@ class ShardAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(which=st.integers(0, 2**16))
     def send_one_again(self, which: int) -> None:
-        assert self.push(*self.sent[which % len(self.sent)]) is False
+        header, rows, gradients = self.sent[which % len(self.sent)]
+        if header.sequence == self.newest:
+            assert self.push(header, rows, gradients) is False
+            return
+        with pytest.raises(FencedError, match=f"write {header.sequence} of this writer is settled"):
+            self.push(header, rows, gradients)
 
     @rule(rows=some_rows, ahead=st.integers(-3, 5), seed=seeds)
     def write_state(self, rows: list[int], ahead: int, seed: int) -> None:
@@ -118,6 +124,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
                 write.result(60)
             return
         assert write.result(60) is True
+        self.newest = header.sequence
         for row, *state in zip(rows, *np.stack([weight, momentum]).astype(np.float64), last_step.tolist(), strict=True):
             self.rows[row] = Row(*state)
         self.written |= set(rows)
@@ -136,7 +143,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         self.committer.submit(lambda batch: self.shard.open_session(batch, "run", self.epoch, WRITER)).result(60)
         with pytest.raises(FencedError):
             self.push(fenced, [0], np.ones((1, SPEC.dim), np.float32))
-        self.sequence, self.sent = 0, []
+        self.sent = []
 
     @rule()
     def restart(self) -> None:
@@ -151,6 +158,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
         change = getattr(self.shard, method)
         done: bool = self.committer.submit(lambda batch: change(batch, header, name)).result(60)
         assert self.committer.submit(lambda batch: change(batch, header, name)).result(60) is False, "done twice"
+        self.newest = header.sequence
         return done
 
     @precondition(lambda self: len(self.checkpoints) < 4)
@@ -189,7 +197,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
     def drop_and_create(self) -> None:
         self.committer.submit(self.shard.drop_table).result(60)
         self.epoch += 2  # dropping took one
-        self.sequence, self.sent = 0, []
+        self.sent = []
         self.create()
 
     def read(
