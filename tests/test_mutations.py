@@ -44,7 +44,7 @@ def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 25
     assert {
         "weightserver/shard/shard.py",
-        "weightserver/client/transfer.py",
+        "weightserver/client/writer.py",
         "weightserver/storage/lmdb_storage.py",
         "trainer/run/checkpoint.py",
     } <= {mutation["file"] for mutation in MUTATIONS.values()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +65,22 @@ def test_a_shard_uses_what_a_request_names(
     expected = Schedule.of_table(SPEC, floats(mine)).coefficients(last_step, len(mine))
     assert np.array_equal(found.schedule.coefficients(last_step, len(mine)), expected)
     assert shard.hashed.values.tolist() == used, "the shard's own changed"
+
+
+@pytest.mark.parametrize("other", [{"momentum": 0.5}, {"weight_decay": 0.1}, {"correction": "paper"}])
+def test_learning_rates_in_memory_of_another_table_are_not_used(other: dict[str, Any]) -> None:
+    """A fetch of a table that was dropped brought the same learning rates; rows now move by the new table's SGD."""
+    rates, last_step = floats([0.5, 0.25, 0.5, 0.125]), np.arange(5)
+    dropped = ScheduledRates.of(replace(SPEC, **other), rates)
+    given = named_by(rates.tolist(), 0)
+    for named in (given, GivenRates(4, HashedRates(rates).digest(4))):
+        shard = ScheduledRates.of(SPEC, floats([]))
+        if named.start:
+            with pytest.raises(MissingRatesError):
+                shard.named(named, dropped)
+            continue
+        found = shard.named(named, dropped).schedule.coefficients(last_step, 4)
+        assert np.array_equal(found, Schedule.of_table(SPEC, rates).coefficients(last_step, 4))
 
 
 @settings(max_examples=100, deadline=None)

@@ -65,6 +65,11 @@ class Schedule:
             single_rate=spec.correction == "paper",
         )
 
+    def moves_as(self, other: Schedule) -> bool:
+        """Whether both move rows alike under the same learning rates."""
+        mine, theirs = ((each.momentum, each.weight_decay, each.single_rate) for each in (self, other))
+        return mine == theirs
+
     @property
     def horizon(self) -> int:
         """Number of learning rates known."""

@@ -74,7 +74,13 @@ class ScheduledRates:
         return self.by(self.schedule.followed_by(learning_rates), self.hashed)
 
     def begins_with(self, other: ScheduledRates) -> bool:
-        return len(self) >= len(other) and self.hashed.begins_with(other.hashed, len(other))
+        """Whether these are the other ones and perhaps more, and move rows alike: of a table that was dropped they may
+        be the same learning rates, with another momentum."""
+        return (
+            len(self) >= len(other)
+            and self.schedule.moves_as(other.schedule)
+            and self.hashed.begins_with(other.hashed, len(other))
+        )
 
     def named(self, given: GivenRates, ahead: ScheduledRates | None) -> ScheduledRates:
         """The learning rates that a request names, and perhaps more.

@@ -319,8 +319,8 @@ class LmdbStorage:
             StorageError: the copy cannot be written.
         """
         with (
-            translated(path, (lmdb.Error,)),
             self.read() as source,
+            translated(path, (lmdb.Error,)),  # within, or the source would be blamed
             lmdb.open(
                 str(path),
                 subdir=False,

