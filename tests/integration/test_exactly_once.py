@@ -359,7 +359,7 @@ class Trial:
         self._epoch = create(self._first)
         self._join(writers[1:])
         for client in (*writers[1:], observer):
-            client.extend_schedule(0, RATES[:FIRST_HORIZON])
+            self._until_done(lambda client=client: client.extend_schedule(0, RATES[:FIRST_HORIZON]))
 
     def run(self) -> None:
         for number, turn in enumerate(self._load.rounds):
@@ -440,7 +440,8 @@ class Trial:
         """Rolls back to one of the checkpoints; later writes will arrive again."""
         names = list(self._saved)
         chosen = int(self._workload.generator.integers(len(names)))
-        self._first.rollback(names[chosen])
+        for client in self._writers:  # each forgets what failed before
+            self._until_done(lambda client=client: client.rollback(names[chosen]))
         self._oracle = self._saved[names[chosen]].kept()
         for later in names[chosen + 1 :]:
             del self._saved[later]
@@ -449,8 +450,8 @@ class Trial:
         """Extends the schedule, first with other rates, which are replaced before they are used."""
         rates = RATES[self._horizon : self._horizon + EXTENSION]
         for client in (*self._writers, self._observer):
-            client.extend_schedule(self._horizon, 2 * rates)
-            client.extend_schedule(self._horizon, rates)
+            for some in (2 * rates, rates):  # asks the shards first, after a rollback
+                self._until_done(lambda client=client, some=some: client.extend_schedule(self._horizon, some))
         self._horizon += len(rates)
 
     def replace(self) -> None:

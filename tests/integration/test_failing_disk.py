@@ -71,6 +71,7 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
     push(client, 1)
     disk.fail(META, 2, errno.EIO, lands=True)  # and LMDB cannot put the old page back
     with WeightClient(cluster.addresses, retry_seconds=60) as patient, ThreadPoolExecutor(1) as pool:
+        patient.extend_schedule(0, np.ones(1000, np.float32))
         patient.open_session("run", join=1)
         waiting = pool.submit(push, patient, 2)
         assert cluster.processes[0].wait(10) == 1

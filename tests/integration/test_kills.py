@@ -63,7 +63,7 @@ class Supervisor:
     def _run(self) -> None:
         for number, point in enumerate(self._points):
             shard = number % len(self._cluster.processes)
-            self._cluster.arm(shard, point, self._random.randint(3, 12))
+            self._cluster.arm(shard, point, self._random.randint(2, 6))
             self._cluster.restart(shard)
             process = self._cluster.processes[shard]
             while process.poll() is None:

@@ -123,6 +123,8 @@ def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
         WatchedProxy(shard.addresses[0], seconds_per_message=0.2) as proxy,
         WeightClient([proxy.address], timeout_seconds=0.7, retry_seconds=30) as client,
     ):
+        for one in (client, direct):
+            one.extend_schedule(0, np.full(10, 0.1, np.float32))
         assert np.array_equal(client.fetch(ROWS, step=3), direct.fetch(ROWS, step=3))
         proxy.check(ROWS, lost=2 * ROWS_PER_MESSAGE)
         assert len(proxy.asked) > 3

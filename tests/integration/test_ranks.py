@@ -72,6 +72,8 @@ def replay(
     noise = torch.Generator().manual_seed(2)
     with process_group(torch.device(device_name)) as ranks, WeightClient(addresses) as client:
         device = ranks.device
+        if store != "dense":
+            client.extend_schedule(0, rates)
         rows = open_store(store, client, rates, capacity, rank, world_size, device)
         step_losses, feature_gradients, held = [], [], 0
         shares = announced(lambda step: recent.active(step).share(sharding, rank), rows, range(steps))

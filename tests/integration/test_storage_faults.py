@@ -148,6 +148,7 @@ def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
 def test_an_old_copy_is_noticed(data: Path) -> None:
     old = shutil.copyfile(data / "data.mdb", data.parent / "old.mdb")
     with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
+        client.extend_schedule(0, np.full(20, 0.1))
         client.open_session("run")
         client.push_gradients(ROWS, values(4), step=5)
     shutil.copyfile(old, data / "data.mdb")
