@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -100,6 +102,28 @@ def test_a_duplicate_is_answered_and_not_applied(served: Served) -> None:
     assert np.array_equal(served.weights(), once)
     assert served.push(1, writer=b"v" * 16) is True  # another writer's numbers are its own
     assert not np.array_equal(served.weights(), once)
+
+
+def test_a_note_that_cannot_be_written_undoes_no_commit(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is durable by then. A shard that took it for undone would write the next one over a checkpoint."""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    served.push(1, step=0)
+    weights = served.weights()
+    header = WriteHeader(1, SESSION_ID, b"w" * 16, 2, 1, rates=RATES)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        assert served.do(lambda batch: served.shard.checkpoint(batch, header, "kept", b"i" * 16)) is True
+    assert served.push(3, step=1) is True
+    served.close()
+    again = Served(tmp_path)
+    chunks = list(again.shard.fetch(np.arange(100, dtype=np.int64), step=None, state=False, checkpoint="kept"))
+    assert np.array_equal(np.concatenate([chunk.weight for chunk in chunks]), weights)
+    again.close()
 
 
 def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:

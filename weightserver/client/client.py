@@ -149,6 +149,7 @@ class WeightClient(Closing):
         """Takes note of the table that the shards hold; the learning rates of another one are forgotten."""
         if self._cache.known is not None and table.identity != self._cache.known.identity:
             self._schedule.forget()
+            self._writer = Writer(self._shards)
         self._cache.known = table
         return table
 
@@ -165,7 +166,7 @@ class WeightClient(Closing):
     def learning_rates(self, *, shard: int | None = None) -> Float32Array:
         """The learning rates that this client knows, float32 [horizon]: those that the shards have used, and those
         that it was given for later steps. With `shard`, those that this shard has used."""
-        return self._schedule.rates if shard is None else self._schedule.used_by(shard)
+        return self._schedule.rates.copy() if shard is None else self._schedule.used_by(shard)
 
     def extend_schedule(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
         """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.

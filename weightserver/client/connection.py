@@ -315,9 +315,11 @@ class ShardConnection:
     def _raise_permanent(self, failure: Failure, call: Call, retries: Retries) -> None:
         """Raises the error of a failure that no retry would heal; returns after any other."""
         if failure.status is grpc.StatusCode.UNIMPLEMENTED:
-            raise ClusterError(
+            unknown = ClusterError(
                 f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
             )
+            unknown.not_applied &= not retries.in_doubt
+            raise unknown
         if not failure.is_retried:
             details = failure.details
             if failure.status in (status_of(WeightServerError), status_of(StorageError)):
@@ -327,7 +329,9 @@ class ShardConnection:
             refusal.not_applied &= not retries.in_doubt
             raise refusal
         if reason := tls_failure(self.address, failure.status, failure.details, tls=self._tls):
-            raise AuthenticationError(f"{self.name} cannot be called: {reason}")
+            refused = AuthenticationError(f"{self.name} cannot be called: {reason}")
+            refused.not_applied = False  # a connection that broke looks alike, and the shard may have had the call
+            raise refused
 
     def _unanswered(self, failure: Failure, retries: Retries) -> WeightServerError:
         """The error after the last attempt."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,10 @@ from weightserver.core.errors import ClusterError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 Result = TypeVar("Result")
+_OF_ANOTHER_TIME = (
+    "an earlier write of this client failed, and another client has rolled back or restored the rows since: it may be "
+    "part of them or not, so roll back to a checkpoint"
+)
 Send = Callable[[int, Collection[int]], list[Any]]
 """Sends a write by its number to some shards; returns the answer or error of each."""
 
@@ -64,12 +68,12 @@ class Writer:
     def __init__(self, shards: Shards) -> None:
         self.session: Session | None = None
         self._shards = shards
-        self._id = os.urandom(16)
+        self._id, self._process = os.urandom(16), os.getpid()
         self._turn = Lock()
         self._number = 0
         self._unsettled: _Unsettled | None = None
-        self._untold: set[bytes] = set()
-        """Digests of writes that were applied although their calls failed."""
+        self._untold: dict[bytes, bytes] = {}
+        """Digests of writes that were applied although their calls failed, and the timelines that they are part of."""
         self._unfinished_rollback = ""
 
     def write(self, digest: bytes, shards: Collection[int], table: int, send: Send) -> None:
@@ -87,12 +91,14 @@ class Writer:
                 self._write(made, shards, table, send)
         except BaseException:
             if made.is_applied:  # an interrupt before the caller was told
-                self._untold.add(digest)
+                self._untold[digest] = self._timeline
             raise
 
     def _write(self, made: _Made, shards: Collection[int], table: int, send: Send) -> None:
         digest, unsettled = made.digest, self._unsettled
         self._require_one_state()
+        if self._untold.get(digest, self._timeline) != self._timeline:
+            raise ClusterError(_OF_ANOTHER_TIME)
         if digest not in self._untold and (unsettled is None or unsettled.digest != digest or unsettled.is_sealed):
             self._settle(table, digest)
         unsettled = self._unsettled
@@ -100,7 +106,7 @@ class Writer:
             made.is_applied = True
             if unsettled is not None and unsettled.digest == digest:
                 self._unsettled = None
-            self._untold.discard(digest)
+            del self._untold[digest]
             return
         is_new = unsettled is None
         if unsettled is None:
@@ -161,13 +167,13 @@ class Writer:
         write.is_sealed = True
         missing = [shard for shard, answer in self._seal(write, table) if not answer.applied]
         if not missing:
-            self._untold.add(write.digest)
+            self._untold[write.digest] = self._timeline
             self._unsettled = None
         elif len(missing) == len(write.shards) and not write.is_partial:
             self._unsettled = None
         else:
             number = self._next_number()
-            self._unsettled = _Unsettled(write.digest, number, missing, write.timeline, is_partial=True)
+            self._unsettled = replace(write, number=number, shards=missing, is_partial=True, is_sealed=False)
             if write.digest != repeated:
                 raise ClusterError(
                     f"an earlier write of this client failed on shard {', '.join(map(str, missing))} and was applied "
@@ -189,12 +195,11 @@ class Writer:
                 "write"
             )
         if self._unsettled is not None and self._unsettled.timeline != self._timeline:
-            raise ClusterError(
-                "an earlier write of this client failed, and another client has rolled back or restored the rows "
-                "since: it may be part of them or not, so roll back to a checkpoint"
-            )
+            raise ClusterError(_OF_ANOTHER_TIME)
 
     def _next_number(self) -> int:
+        if os.getpid() != self._process:  # two processes would give one number to two writes
+            raise ValueError("this client was made in another process: make one in each process that writes")
         self._number += 1
         return self._number
 

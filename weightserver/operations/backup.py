@@ -34,7 +34,7 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import BACKUP_PREFIX, chosen_checkpoint
+from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, chosen_checkpoint
 from weightserver.core.errors import ClusterError, NoTableError
 from weightserver.core.versions import digest
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
@@ -76,7 +76,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
                 version=__version__,
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 shards=tuple(
-                    _copy_shard(_ShardReader(client, shard, held_as, info), new / f"shard-{shard}")
+                    _copy_shard(_ShardReader(client, shard, held_as, info), new / f"shard-{shard}", chosen)
                     for shard in range(len(info.shards))
                 ),
                 table_identity=info.identity.hex(),
@@ -100,13 +100,23 @@ def _release(client: WeightClient, name: str) -> None:
         client.release(name)
 
 
-def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
+def _kept(reader: _ShardReader, answer: pb.DescribeResponse, chosen: Checkpoint) -> pb.Checkpoint:
+    """The chosen checkpoint as a shard keeps it.
+
+    Raises:
+        NoTableError: it does not, or a backup of the same name elsewhere has put another one in its place.
+    """
+    for kept in answer.checkpoints:
+        if (kept.name, kept.identity) == (reader.checkpoint, chosen.checkpoint_id):
+            return kept
+    raise NoTableError(f"shard {reader.shard} no longer keeps the checkpoint: repeat the command")
+
+
+def _copy_shard(reader: _ShardReader, directory: Path, chosen: Checkpoint) -> dict[str, Any]:
     """Writes a shard's files; returns the shard's entry in `Backup.shards`."""
     directory.mkdir(PRIVATE_DIRECTORY)
     answer, rates = reader.describe(), reader.client.learning_rates(shard=reader.shard)
-    kept = next((kept for kept in answer.checkpoints if kept.name == reader.checkpoint), None)
-    if kept is None:
-        raise NoTableError(f"shard {reader.shard} no longer keeps the checkpoint: repeat the command")
+    kept = _kept(reader, answer, chosen)
     files = dict[str, dict[str, Any]]()
 
     def write(name: str, columns: dict[str, Any]) -> None:
@@ -125,6 +135,7 @@ def _copy_shard(reader: _ShardReader, directory: Path) -> dict[str, Any]:
         rows_stored += sum(reader.codec.num_written(block.content) for block in blocks)
         named += zip(number.tolist(), write_id.tolist(), strict=True)
     end = reader.read_blocks(reader.info.spec.num_blocks)
+    _kept(reader, reader.describe(), chosen)
     if rows_stored != kept.rows_stored:
         raise ClusterError(
             f"shard {reader.shard} sent {rows_stored} of the {kept.rows_stored} rows of the checkpoint: check its "

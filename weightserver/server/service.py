@@ -140,6 +140,7 @@ class WeightServerService:
             checkpoint=request.checkpoint or None,
             checkpoint_id=request.identity,
             rates=given_rates(request.rates),
+            table_digest=request.table,  # again: it may have been replaced while the call waited for memory
             clock=clock,
         )
         self._metrics.requested("fetch", len(rows))

@@ -173,6 +173,7 @@ class Shard:
         checkpoint: str | None = None,
         checkpoint_id: bytes = b"",
         rates: GivenRates | None = None,
+        table_digest: int = 0,
         clock: StageClock | None = None,
     ) -> Iterator[Rows]:
         """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None, in chunks of about 1 MiB.
@@ -191,6 +192,7 @@ class Shard:
             MissingRatesError: the shard lacks some that the request does not bring, or others are being used meanwhile.
         """
         table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
+        table.check_digest(table_digest)
         if step is not None:
             table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):
@@ -218,12 +220,15 @@ class Shard:
 
         Raises:
             TableMismatchError: the table was dropped since it was looked up.
-            MissingRatesError: a write has used other ones since, or is about to.
+            MissingRatesError: a write has used other ones since, or is about to, or a rollback has forgotten some.
         """
         now = self._next_table  # a commit that the rows may be of, although it is not reported yet
         if now is None or now.identity != table.identity:
             raise TableMismatchError("the table was dropped while its rows were read: call describe() and start over")
-        if step is not None and not now.rates.hashed.begins_with(table.rates.hashed, min(len(now.rates), step)):
+        if step is None:
+            return
+        is_rolled_back = now.num_rollbacks != table.num_rollbacks  # it may have forgotten rates of these rows
+        if is_rolled_back or not now.rates.hashed.begins_with(table.rates.hashed, min(len(now.rates), step)):
             raise MissingRatesError(len(self.require_table().rates))
 
     def read_blocks(self, first: int, *, checkpoint: str) -> reading.CheckpointBlocks:
@@ -406,6 +411,7 @@ class Shard:
             if version.generation > kept.generation:
                 batch.txn.delete_block(version)
         batch.state = checkpoints.rolled_back(batch.state, kept, timeline)
+        table = batch.table = replace(table, num_rollbacks=table.num_rollbacks + 1)
         if kept.clock < len(table.rates):
             batch.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
             truncate_schedule(batch.txn, batch.table.rates.hashed.values)

@@ -29,6 +29,8 @@ class Table:
     """16 random bytes of the call that created it."""
     earlier_sizes: tuple[int, ...] = ()
     """num_rows before each extension."""
+    num_rollbacks: int = 0
+    """Since the shard started."""
 
     @classmethod
     def of(cls, spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:

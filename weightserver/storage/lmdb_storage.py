@@ -8,6 +8,7 @@ See `lmdb_transaction` for what is in it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import threading
@@ -54,6 +55,9 @@ _DAMAGE = (
 """Errors that a sound file does not cause."""
 _COPY_BYTES = 64 << 20
 """Bytes of values that `copy` writes in one transaction."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class LmdbStorage:
@@ -225,18 +229,21 @@ class LmdbStorage:
                 raise
         if transaction.changed:
             self._contents = changed
-            self._lock.note_transaction(number)
+            try:
+                self._lock.note_transaction(number)
+            except OSError as error:  # the change is durable: whoever made it must not take it for undone
+                _log.warning("%(path)s cannot be written: %(reason)s", {"path": "owner.lock", "reason": str(error)})
 
     def _contents_found(self, txn: lmdb.Transaction) -> Contents:
         """Raises DamagedFileError if the last transaction is not there any more."""
         stored = bytes(txn.get(CONTENTS) or b"")
         if stored != self._contents:
             self._damaged = True
-            raise DamagedFileError(
+            self._failure = (
                 f"{self.directory}: data.mdb lacks its last transaction, which the disk confirmed: restart the shard, "
-                "which checks its data",
-                ["it lacks its last transaction"],
+                "which checks its data"
             )
+            raise DamagedFileError(self._failure, ["it lacks its last transaction"])
         return Contents(stored)
 
     @contextlib.contextmanager
