@@ -442,6 +442,7 @@ class Trial:
         chosen = int(self._workload.generator.integers(len(names)))
         for client in self._writers:  # each forgets what failed before
             self._until_done(lambda client=client: client.rollback(names[chosen]))
+        self._join(self._writers)  # each learns of the rollbacks of the others
         self._oracle = self._saved[names[chosen]].kept()
         for later in names[chosen + 1 :]:
             del self._saved[later]
