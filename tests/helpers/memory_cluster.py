@@ -52,7 +52,7 @@ from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
-from weightserver.shard.group_commit import CancellableFuture, Operation, commit_group
+from weightserver.shard.group_commit import CancellableFuture, commit_group
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
 
@@ -321,8 +321,8 @@ class _Context:
 class _CommittedWhenAsked(CancellableFuture[Any]):
     """A future whose operation is committed when a caller waits for it."""
 
-    def __init__(self, commit: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(self, operation: Callable[[WriteTransaction], Any], commit: Callable[[], None]) -> None:
+        super().__init__(operation)
         self._commit = commit
 
     def result(self, timeout: float | None = None) -> Any:
@@ -346,7 +346,7 @@ class Process:
         self._storage, self._note = storage, note
         self._arriving: deque[Message] = deque()
         self._handling: list[Message] = []
-        self._group: list[tuple[Message, Operation]] = []
+        self._group: list[CancellableFuture[Any]] = []
         self._done: list[tuple[Message, Any]] = []
         memory = RequestMemory(1 << 40)  # contexts end no call, so none gives anything back
         service = WeightServerService(self.shard, self, _metrics(shard, num_shards), memory)  # type: ignore[arg-type]
@@ -386,15 +386,15 @@ class Process:
 
     def submit(self, operation: Callable[[WriteTransaction], Any]) -> CancellableFuture[Any]:
         """Same as `Committer.submit`; further messages arrive before the commit."""
-        message, promise = self._handling[-1], _CommittedWhenAsked(self._commit)
+        message = self._handling[-1]
 
         def noted(batch: WriteTransaction) -> Any:
             result = operation(batch)
             self._done.append((message, result))
             return result
 
-        self._group.append((message, (noted, promise)))
-        return promise
+        self._group.append(_CommittedWhenAsked(noted, self._commit))
+        return self._group[-1]
 
     def _commit(self) -> None:
         while self._arriving:
@@ -402,7 +402,7 @@ class Process:
                 self._call(self._arriving.popleft())
         group, self._group = self._group, []
         if group:
-            commit_group(self._transaction, [operation for _, operation in group])
+            commit_group(self._transaction, group)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[WriteTransaction]:

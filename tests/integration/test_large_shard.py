@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ import pytest
 from tests.helpers.stored import get, put, stored
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
-from weightserver.shard.group_commit import commit_group
+from weightserver.shard.group_commit import CancellableFuture, commit_group
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage import integrity, lmdb_storage
@@ -104,13 +103,13 @@ def test_a_full_map_refuses_writes_and_answers_reads(tmp_path: Path, monkeypatch
         storage = LmdbStorage(tmp_path)
     shard, value = Shard(storage, shard=0, num_shards=1), b"x" * 60_000
 
-    def write(first: int, count: int) -> Future[None]:
+    def write(first: int, count: int) -> CancellableFuture[None]:
         def operation(batch: WriteTransaction) -> None:
             for block in range(first, first + count):
                 put(batch.txn, block, 0, value)
 
-        answers: list[Future[None]] = [Future(), Future()]
-        commit_group(shard.batch, [(operation, answers[0]), (lambda batch: put(batch.txn, 99, 0, value), answers[1])])
+        answers = [CancellableFuture(operation), CancellableFuture(lambda batch: put(batch.txn, 99, 0, value))]
+        commit_group(shard.batch, answers)
         answers[1].result()
         return answers[0]
 

@@ -231,11 +231,12 @@ def test_specs_survive_the_wire() -> None:
         spec_from_proto(impossible)
 
 
-def test_every_value_of_a_table_changes_its_digest() -> None:
+def test_every_value_of_a_table_but_its_size_changes_its_digest() -> None:
     spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
     others = [replace(spec, **{field.name: getattr(OTHER, field.name)}) for field in fields(TableSpec)]
     digests = {table_digest(one, b"i" * 16) for one in (spec, *others)} | {table_digest(spec, b"j" * 16)}
-    assert len(digests) == len(others) + 2
+    assert len(digests) == len(others) + 1
+    assert table_digest(replace(spec, num_rows=501), b"i" * 16) == table_digest(spec, b"i" * 16)
 
 
 def test_all_finite() -> None:

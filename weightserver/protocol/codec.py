@@ -7,7 +7,7 @@ compares them) with one copy instead of three. Decoding makes none.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -58,8 +58,10 @@ def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
 
 
 def table_digest(spec: TableSpec, identity: bytes) -> int:
-    """Identifies a table: XXH3-64 of the spec's values in the order of its fields, and of its identity; never 0."""
-    return xxhash.xxh3_64_intdigest(repr(astuple(spec)).encode() + identity) or 1
+    """Identifies a table, of whatever size: XXH3-64 of the spec's other values in the order of its fields, and of its
+    identity; never 0."""
+    values = [value for name, value in vars(spec).items() if name != "num_rows"]
+    return xxhash.xxh3_64_intdigest(repr(values).encode() + identity) or 1
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

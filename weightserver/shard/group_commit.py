@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -12,29 +12,34 @@ from typing import Any, TypeVar
 
 from weightserver.core.errors import OverloadedError
 
-Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 MAX_GROUP = 64
 MAX_WAITING = 256
 
 
-Operation = tuple[Callable[[Any], Any], Future[Any]]
-"""A change to make in a transaction, and the future of its result."""
-
-
 class CancellableFuture(Future[Result]):
-    """The result of an operation: its effect is durable, or it failed without an effect.
+    """An operation, and its result: its effect is durable, or it failed without an effect.
 
     It can be cancelled while the operation runs: the operation sees `WriteTransaction.is_cancelled`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operation: Callable[[Any], Result]) -> None:
         super().__init__()
         self.is_cancelled = False
+        self.since = time.perf_counter()
+        self._operation: Callable[[Any], Result] | None = operation
+        # The arrays of a write live no longer than it: not while a cancelled one waits in the queue.
+        self.add_done_callback(lambda done: vars(done).update(_operation=None))
 
     def cancel(self) -> bool:
         self.is_cancelled = True
         return super().cancel()
+
+    def run(self, batch: Any) -> Result:
+        """Runs the operation in a transaction."""
+        assert self._operation is not None
+        batch.is_cancelled = lambda: self.is_cancelled
+        return self._operation(batch)
 
 
 class Committer:
@@ -51,7 +56,8 @@ class Committer:
     ) -> None:
         self._transaction = transaction
         self._on_commit = on_commit
-        self._waiting: queue.Queue[tuple[Operation, float] | None] = queue.Queue(MAX_WAITING)
+        self._waiting = deque[CancellableFuture[Any]]()
+        self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
@@ -60,78 +66,57 @@ class Committer:
         """Queues `operation`.
 
         Raises:
-            OverloadedError: too many operations are waiting.
+            OverloadedError: too many operations are waiting, or the committer is closed.
         """
-        future = CancellableFuture[Result]()
-        waiting = [operation]  # emptied on cancellation, so that the queue does not keep its arrays
-
-        def run(batch: Any) -> Result:
-            batch.is_cancelled = lambda: future.is_cancelled
-            return waiting[0](batch)
-
-        future.add_done_callback(lambda _: waiting.clear())
-        try:
-            if self._closed:
-                raise queue.Full
-            self._waiting.put_nowait(((run, future), time.perf_counter()))
-        except queue.Full:
-            raise OverloadedError("the shard has no room for another write now: try again") from None
+        future = CancellableFuture(operation)
+        with self._changed:
+            if self._closed or len(self._waiting) >= MAX_WAITING:
+                raise OverloadedError("the shard has no room for another write now: try again")
+            self._waiting.append(future)
+            self._changed.notify()
         return future
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.qsize()
+        return len(self._waiting)
 
     def close(self, seconds: float | None = None) -> bool:
         """Commits what is waiting, then ends the thread; returns False if that takes longer than `seconds`."""
-        self._closed = True
-        self._waiting.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (group := self._next_group()) is not None:
-            wanted = [(operation, since) for operation, since in group if operation[1].set_running_or_notify_cancel()]
+        while group := self._next_group():
             started = time.perf_counter()
-            commit_group(self._transaction, [operation for operation, _ in wanted])
-            self._on_commit([started - since for _, since in wanted], time.perf_counter() - started)
+            wanted = [future for future in group if future.set_running_or_notify_cancel()]
+            commit_group(self._transaction, wanted)
+            self._on_commit([started - future.since for future in wanted], time.perf_counter() - started)
 
-    def _next_group(self) -> list[tuple[Operation, float]] | None:
-        first = self._waiting.get()
-        if first is None:
-            return None
-        group = [first]
-        while len(group) < MAX_GROUP and not self._waiting.empty():
-            item = self._waiting.get_nowait()
-            if item is None:
-                self._waiting.put(None)  # close() was called: end after this group
-                break
-            group.append(item)
-        return group
+    def _next_group(self) -> list[CancellableFuture[Any]]:
+        """Empty once the committer is closed and nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return [self._waiting.popleft() for _ in range(min(MAX_GROUP, len(self._waiting)))]
 
 
-def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: list[Operation]) -> None:
+def commit_group(transaction: Callable[[], AbstractContextManager[Any]], group: list[CancellableFuture[Any]]) -> None:
     """Runs the operations in one transaction, and answers them after its commit.
 
     If an operation raises, the whole transaction is undone, and each operation of the group runs again in a transaction
-    of its own. So an operation may raise at any point and leaves no trace. An operation with an action after the commit
-    ends its group: later ones must see the action's effect.
+    of its own. So an operation may raise at any point and leaves no trace.
     """
-    results: list[Any] = []
     try:
         with transaction() as batch:
-            for operation, _ in group:
-                results.append(operation(batch))
-                if batch.after_commit:
-                    break
+            results = [future.run(batch) for future in group]
     except Exception as error:  # noqa: BLE001 - the caller receives any error, and the thread continues
         if len(group) == 1:
-            group[0][1].set_exception(error)
+            group[0].set_exception(error)
         else:
             for single in group:
                 commit_group(transaction, [single])
     else:
-        for (_, future), result in zip(group, results, strict=False):
+        for future, result in zip(group, results, strict=True):
             future.set_result(result)
-        if rest := group[len(results) :]:
-            commit_group(transaction, rest)

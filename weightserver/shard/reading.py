@@ -15,7 +15,7 @@ from weightserver.core.correction import correct, require_finite
 from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
-from weightserver.core.versions import NEWEST, Version, by_block, digest, newest
+from weightserver.core.versions import Version, by_block, digest, newest
 from weightserver.protocol.codec import CHUNK_BYTES, encode_fetch_response, field_head
 from weightserver.shard.table import Table
 from weightserver.storage.interface import Blocks, Storage, Transaction
@@ -40,20 +40,6 @@ class Rows:
     def serialized(self) -> bytes:
         """The FetchResponse."""
         return self.message or encode_fetch_response(self.weight, self.momentum_buffer, self.last_step)
-
-
-@dataclass(frozen=True)
-class ReadAt:
-    """The state that rows are read in: the newest one, or that of a checkpoint."""
-
-    checkpoint: str | None = None
-    checkpoint_id: bytes = b""
-
-    def generation(self, txn: Transaction) -> int:
-        """The newest generation to read. Raises NoTableError if there is no such checkpoint."""
-        if self.checkpoint is None:
-            return NEWEST
-        return read_state(txn).checkpoint(self.checkpoint, self.checkpoint_id).generation
 
 
 @dataclass(frozen=True)
@@ -159,16 +145,17 @@ def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:
     return touched_blocks(rows, spec.rows_per_block, max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)))
 
 
-def read_rows(txn: Transaction, table: Table, at: ReadAt, touched: TouchedBlocks, *, verify: bool) -> StoredRows:
+def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: int, verify: bool) -> StoredRows:
     """Reads the rows of one chunk.
 
     Args:
+        up_to: the newest generation to read.
         verify: whether to check the checksums of the rows.
 
     Raises:
         DamagedRecordError: one of the rows is damaged, or the header of its block.
     """
-    blocks = txn.newest_blocks(touched.blocks, up_to=at.generation(txn))
+    blocks = txn.newest_blocks(touched.blocks, up_to=up_to)
     compiled, codec, last_step = kernel.compiled(), table.codec, np.zeros(len(touched.rows), np.int64)
     if compiled is None:
         for run, block, made_by in zip(touched.runs(), blocks.contents, blocks.write_ids.tolist(), strict=True):

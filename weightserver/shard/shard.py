@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,11 +28,12 @@ from weightserver.core.errors import (
 from weightserver.core.lineage import Lineage
 from weightserver.core.rates import HashedRates
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
 from weightserver.shard.collector import Submit, VersionCollector
 from weightserver.shard.rates import GivenRates, ScheduledRates
-from weightserver.shard.reading import ReadAt, Rows
+from weightserver.shard.reading import Rows
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -41,7 +42,6 @@ from weightserver.storage.records import (
     ShardIdentity,
     State,
     descends,
-    read_earlier_sizes,
     read_identity,
     read_lineage,
     read_peers,
@@ -87,7 +87,7 @@ class Shard:
         self._ahead: ScheduledRates | None = None
         """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
         self._collector = VersionCollector(storage)
-        self._peers: list[str] = []
+        self._peers: Sequence[str] = []
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = ShardIdentity(shard, num_shards)
@@ -106,7 +106,7 @@ class Shard:
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
         if (spec := read_spec(txn)) is not None:
-            table = Table.of(spec, read_table_identity(txn), read_earlier_sizes(txn))
+            table = Table.of(spec, read_table_identity(txn))
             self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
 
     # ---- reading
@@ -124,7 +124,7 @@ class Shard:
         return self._table.identity if self._table else b""
 
     @property
-    def peers(self) -> list[str]:
+    def peers(self) -> Sequence[str]:
         """The marks of all shards that a client reported last."""
         return self._peers
 
@@ -146,7 +146,7 @@ class Shard:
         return self._table
 
     def check_table(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` names the table, at its present or an earlier size, or is 0."""
+        """Raises TableMismatchError unless `digest` names the table, or is 0."""
         self.require_table().check_digest(digest)
 
     def check_acknowledged(self, mark: str) -> None:
@@ -191,14 +191,15 @@ class Shard:
             TableMismatchError: rows were updated by other learning rates.
             MissingRatesError: the shard lacks some that the request does not bring, or others are being used meanwhile.
         """
-        table, at, clock = self.require_table(), ReadAt(checkpoint, checkpoint_id), clock or StageClock("read")
+        table, clock = self.require_table(), clock or StageClock("read")
         table.check_digest(table_digest)
         if step is not None:
             table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):
             clock.start("read")
             with self._storage.read() as txn:
-                found = reading.read_rows(txn, table, at, touched, verify=self._verify_reads)
+                up_to = read_state(txn).checkpoint(checkpoint, checkpoint_id).generation if checkpoint else NEWEST
+                found = reading.read_rows(txn, table, touched, up_to=up_to, verify=self._verify_reads)
                 self._check_still(table, step)
                 clock.start("correct")
                 answer = found.answer(table, step, touched.rows, state=state)
@@ -252,8 +253,11 @@ class Shard:
         before, lineage = self._state, self._lineage
         try:
             with self._storage.write() as txn:
-                batch = WriteTransaction(txn, before, f"{self._incarnation}:{before.commit + 1}", self._table)
+                mark = f"{self._incarnation}:{before.commit + 1}"
+                batch = WriteTransaction(txn, before, mark, self._table, self._peers)
                 yield batch
+                if batch.peers != self._peers:
+                    write_peers(txn, batch.peers)
                 if txn.changed or batch.state is not before:
                     state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
                     if before.incarnation != self._incarnation:
@@ -262,13 +266,13 @@ class Shard:
                     write_state(txn, state, before)
                     batch.state = state
                 self._next_table = batch.table
-            self._lineage = lineage
+            self._lineage, self._peers = lineage, batch.peers
             self._state = batch.state
             self._table = batch.table
         finally:
             self._next_table = self._table
-        for action in batch.after_commit:
-            action()
+        if len(batch.state.checkpoints) < len(before.checkpoints):
+            self._collector.start()
 
     def create_table(
         self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
@@ -282,17 +286,7 @@ class Shard:
 
     def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
         """Deletes the table of `epoch` and fences every session; may be repeated."""
-        if table_operations.drop(batch, epoch):
-            batch.after_commit.append(lambda: self._set_peers([]))
-
-    def _set_peers(self, marks: list[str]) -> None:
-        self._peers = marks
-
-    def _note_peers(self, batch: WriteTransaction, marks: list[str]) -> None:
-        """Stores the marks of all shards that a client reports, if any."""
-        if marks and marks != self._peers:
-            write_peers(batch.txn, marks)
-            batch.after_commit.append(lambda: self._set_peers(marks))
+        table_operations.drop(batch, epoch)
 
     def open_session(
         self,
@@ -306,10 +300,8 @@ class Shard:
     ) -> None:
         """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing."""
         state = sessions.opened(batch.state, name, epoch, session_id, force=force)
-        if state is batch.state:
-            return
-        self._note_peers(batch, peers or [])
-        batch.state = state
+        if state is not batch.state:
+            batch.state, batch.peers = state, peers or batch.peers
 
     def join_session(self, epoch: int, session_id: bytes) -> None:
         """Raises FencedError unless `epoch`, with `session_id`, is the current one."""
@@ -319,7 +311,6 @@ class Shard:
         self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: StoredArray
     ) -> bool:
         """Applies update `header.step` with `gradients` ([n, D] of the table's dtype); False means a duplicate."""
-        batch.require_table()
         if not writing.admit(batch, header):
             return False
         if header.step < 0:
@@ -338,7 +329,6 @@ class Shard:
         last_step: Int64Array,
     ) -> bool:
         """Replaces rows by raw state ([n, D] of the table's dtype, int64 [n]); returns False for a duplicate."""
-        batch.require_table()
         if not writing.admit(batch, header):
             return False
         if (last_step < 0).any():
@@ -367,12 +357,11 @@ class Shard:
         Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
         its own.
         """
-        batch.require_table()
         if not writing.admit(batch, header):
             return False
         step = header.step
         table = writing.use_rates(batch, header.rates, step, self._ahead)
-        self._note_peers(batch, peers or [])
+        batch.peers = peers or batch.peers
         known = checkpoints.find(batch.state, name)
         if known is None:
             batch.state = checkpoints.taken(
@@ -401,11 +390,11 @@ class Shard:
         Takes time in proportion to the number of stored blocks. The learning rates that were used since are forgotten.
         Epochs and writers stay.
         """
-        table = batch.require_table()
         if not writing.admit(batch, header):
             return False
+        table = batch.require_table()
         kept = batch.state.checkpoint(name, checkpoint_id)
-        self._note_peers(batch, peers or [])
+        batch.peers = peers or batch.peers
         batch.txn.check_contents()  # a version that it does not find would stay
         for version in list(batch.txn.versions()):
             if version.generation > kept.generation:
@@ -422,20 +411,15 @@ class Shard:
 
         Versions that only it needed are deleted when their blocks are written again, or by `collect`.
         """
-        batch.require_table()
         if not writing.admit(batch, header):
             return False
-        state = checkpoints.released(batch.state, name)
-        if state is not batch.state:
-            batch.state = state
-            batch.after_commit.append(self._collector.start)
+        batch.state = checkpoints.released(batch.state, name)
         return True
 
     def copy_checkpoint(
         self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b""
     ) -> bool:
         """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
-        batch.require_table()
         if not writing.admit(batch, header):
             return False
         batch.state = checkpoints.copied(batch.state, batch.state.checkpoint(source, checkpoint_id), name)

@@ -48,7 +48,7 @@ class Sweeper:
             started = time.perf_counter()
             try:
                 self._shard.collect(self._committer.submit, LOOK_SECONDS)
-            except WeightServerError as error:
+            except (WeightServerError, OSError) as error:
                 if not failing:
                     _log.warning("old versions of blocks cannot be deleted now: %(reason)s", {"reason": str(error)})
                 pause, failing = _RETRY_SECONDS, True

@@ -27,16 +27,14 @@ class Table:
     """The learning rates that its writes have used; or those of one request, which begin with these."""
     identity: bytes
     """16 random bytes of the call that created it."""
-    earlier_sizes: tuple[int, ...] = ()
-    """num_rows before each extension."""
     num_rollbacks: int = 0
     """Since the shard started."""
 
     @classmethod
-    def of(cls, spec: TableSpec, identity: bytes, earlier_sizes: tuple[int, ...] = ()) -> Table:
+    def of(cls, spec: TableSpec, identity: bytes) -> Table:
         """The table without learning rates."""
         rates = ScheduledRates.of(spec, np.zeros(0, np.float32))
-        return cls(spec, BlockCodec(spec), rates, identity, earlier_sizes)
+        return cls(spec, BlockCodec(spec), rates, identity)
 
     @property
     def schedule(self) -> Schedule:
@@ -45,19 +43,18 @@ class Table:
     def with_rates(self, rates: ScheduledRates) -> Table:
         return replace(self, rates=rates)
 
-    def extended(self, num_rows: int, earlier_sizes: tuple[int, ...]) -> Table:
+    def extended(self, num_rows: int) -> Table:
         spec = replace(self.spec, num_rows=num_rows)
-        return replace(self, spec=spec, codec=BlockCodec(spec), earlier_sizes=earlier_sizes)
+        return replace(self, spec=spec, codec=BlockCodec(spec))
 
     @functools.cached_property
-    def digests(self) -> frozenset[int]:
-        """Digests by which clients name the table, also those from before an extension: its old rows stay."""
-        sizes = (*self.earlier_sizes, self.spec.num_rows)
-        return frozenset(table_digest(replace(self.spec, num_rows=size), self.identity) for size in sizes)
+    def digest(self) -> int:
+        """Names the table in requests, also after an extension."""
+        return table_digest(self.spec, self.identity)
 
     def check_digest(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` names this table, at its present or an earlier size, or is 0."""
-        if digest and digest not in self.digests:
+        """Raises TableMismatchError unless `digest` names this table, or is 0."""
+        if digest not in (0, self.digest):
             raise TableMismatchError(f"the table was replaced, it is now {self.spec}: call describe() and start over")
 
     def check_rows(self, rows: Int64Array, *, shard: int, num_shards: int) -> None:

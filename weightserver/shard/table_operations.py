@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from weightserver.core.errors import FencedError, InvalidRequestError, TableMismatchError
 from weightserver.core.spec import TableSpec
@@ -12,15 +12,10 @@ from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteTransaction
 from weightserver.storage.records import (
     State,
-    read_earlier_sizes,
     read_spec,
     read_table_identity,
-    write_peers,
     write_spec,
 )
-
-MAX_EARLIER_SIZES = 64
-"""Number of extensions after which a client that knows the table from before them may still use it."""
 
 
 def create(batch: WriteTransaction, spec: TableSpec, identity: bytes, epoch: int | None, *, shard: int) -> bytes:
@@ -64,9 +59,8 @@ def extend(batch: WriteTransaction, num_rows: int, epoch: int | None) -> bool:
         raise InvalidRequestError(f"the table has {spec.num_rows} rows, and can only become larger, not {num_rows}")
     if num_rows == spec.num_rows:
         return False
-    earlier_sizes = (*read_earlier_sizes(batch.txn), spec.num_rows)[-MAX_EARLIER_SIZES:]
-    write_spec(batch.txn, replace(spec, num_rows=num_rows), table.identity, earlier_sizes)
-    batch.table = table.extended(num_rows, earlier_sizes)
+    batch.table = table.extended(num_rows)
+    write_spec(batch.txn, batch.table.spec, table.identity)
     return True
 
 
@@ -85,8 +79,7 @@ def drop(batch: WriteTransaction, epoch: int | None) -> bool:
     for database in ("versions", "blocks", "schedule", "writers"):
         batch.txn.clear(database)
     write_spec(batch.txn, None)
-    write_peers(batch.txn, [])
-    batch.state, batch.table = State(epoch=batch.state.epoch + 1), None
+    batch.state, batch.table, batch.peers = State(epoch=batch.state.epoch + 1), None, []
     return True
 
 

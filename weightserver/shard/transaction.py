@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError
@@ -27,14 +27,16 @@ class WriteHeader:
 
 @dataclass
 class WriteTransaction:
-    """A write transaction under way. Operations replace `state`, which is stored before the commit, and `table`."""
+    """A write transaction under way. Operations replace `state` and `peers`, which are stored before the commit, and
+    `table`."""
 
     txn: Transaction
     state: State
     mark: str
     """The shard's mark once this is committed."""
     table: Table | None
-    after_commit: list[Callable[[], None]] = field(default_factory=list)
+    peers: Sequence[str]
+    """The marks of all shards that a client reported last."""
     is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -30,32 +29,14 @@ _BYTES_AT_A_TIME = 4 << 20
 """Blocks that are changed together: many blocks of few rows take no longer than few of many."""
 
 
-class Update(Protocol):
-    """A change of rows, as they are stored, that are at `part` of the request."""
-
-    def change(self, stored: RowBuffer, part: slice) -> None:
-        """Changes them by NumPy: the definition.
-
-        Raises:
-            StepError: the change is not possible; nothing of the write is stored.
-        """
-
-    def write_changed(
-        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
-    ) -> int:
-        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide.
-
-        Args:
-            last_step: of the stored rows, int64 [n], not checked yet.
-        """
-
-
 def admit(batch: WriteTransaction, header: WriteHeader) -> bool:
     """Records the write as applied; returns False for a duplicate.
 
     Raises:
+        NoTableError: there is no table.
         FencedError: its session was superseded, or the write itself by a later one of its writer.
     """
+    batch.require_table()
     check_epoch(batch.state, header.epoch, header.session_id)
     if _writer_state(batch, header.writer).has_applied(header.sequence):
         return False
@@ -95,7 +76,9 @@ def use_rates(batch: WriteTransaction, given: GivenRates, num_steps: int, ahead:
     return table
 
 
-def update_rows(batch: WriteTransaction, table: Table, rows: Int64Array, clock: int, update: Update) -> None:
+def update_rows(
+    batch: WriteTransaction, table: Table, rows: Int64Array, clock: int, update: Push | Replacement
+) -> None:
     """Runs `update` on all `rows`, the rows of some blocks at a time.
 
     Args:
@@ -103,11 +86,22 @@ def update_rows(batch: WriteTransaction, table: Table, rows: Int64Array, clock: 
     """
     rows_stored, first, write_id = 0, 0, new_write_id()
     most = max(1, min(_BLOCKS_AT_A_TIME, _BYTES_AT_A_TIME // table.codec.num_bytes))
-    room = _Room(table.codec.num_bytes)
+    room = np.empty(min(most, len(rows)) * table.codec.num_bytes, np.uint8).data
     for many in touched_blocks(rows, table.spec.rows_per_block):
         for touched in many.split(most):
-            rows_stored += _update_blocks(batch, table, touched, first, update, room, write_id)
-            first += len(touched.rows)
+            if batch.is_cancelled():  # the transaction is undone, including the write's number: it may be sent again
+                raise CancelledError
+            part = slice(first, first + len(touched.rows))
+            stored = batch.txn.newest_blocks(touched.blocks)
+            blocks, num_new = _changed_by_kernel(
+                table, touched, stored, update, part, room, write_id
+            ) or _changed_by_numpy(table, touched, stored, update, part, write_id)
+            for number, block in zip(touched.blocks.tolist(), blocks, strict=True):
+                batch.txn.put_block(Version(number, batch.state.generation, write_id), block)
+                if batch.state.generation:
+                    delete_unneeded(batch, number)
+            rows_stored += num_new
+            first = part.stop
     state = batch.state
     batch.state = replace(
         state,
@@ -117,55 +111,20 @@ def update_rows(batch: WriteTransaction, table: Table, rows: Int64Array, clock: 
     )
 
 
-class _Room:
-    """Memory that the kernel writes blocks to, used again for each part of a write, so that it stays in the cache."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._memory = memoryview(b"")
-
-    def of(self, num_blocks: int) -> memoryview:
-        size = num_blocks * self._block_bytes
-        if len(self._memory) < size:
-            self._memory = np.empty(size, np.uint8).data
-        return self._memory[:size]
-
-
-def _update_blocks(
-    batch: WriteTransaction,
+def _changed_by_kernel(
     table: Table,
     touched: TouchedBlocks,
-    first: int,
-    update: Update,
-    room: _Room,
+    stored: Blocks,
+    update: Push | Replacement,
+    part: slice,
+    room: memoryview,
     write_id: int,
-) -> int:
-    """Changes these rows, from number `first` of the request on, and stores their blocks; returns how many rows were
-    never written before."""
-    numbers, part = touched.blocks.tolist(), slice(first, first + len(touched.rows))
-    _require_caller(batch)
-    stored = batch.txn.newest_blocks(touched.blocks)
-    blocks, rows_stored = _changed_by_kernel(table, touched, stored, update, part, room, write_id) or _changed_by_numpy(
-        batch, table, touched, stored, update, part, write_id
-    )
-    for number, block in zip(numbers, blocks, strict=True):
-        _require_caller(batch)
-        batch.txn.put_block(Version(number, batch.state.generation, write_id), block)
-        if batch.state.generation:
-            delete_unneeded(batch, number)
-    return rows_stored
-
-
-def _require_caller(batch: WriteTransaction) -> None:
-    """Raises CancelledError if nobody waits for the write any more."""
-    if batch.is_cancelled():  # the transaction is undone, including the write's number: it may be sent again
-        raise CancelledError
-
-
-def _changed_by_kernel(
-    table: Table, touched: TouchedBlocks, stored: Blocks, update: Update, part: slice, room: _Room, write_id: int
 ) -> tuple[list[Buffer], int] | None:
-    """The changed and sealed blocks, and how many rows were never written before; None if NumPy has to decide."""
+    """The changed and sealed blocks, and how many rows were never written before; None if NumPy has to decide.
+
+    Args:
+        room: memory for the blocks, used again for each part of a write, so that it stays in the cache.
+    """
     compiled, checksum, codec = kernel.compiled(), kernel.checksum_address(), table.codec
     if compiled is None:
         return None
@@ -174,29 +133,15 @@ def _changed_by_kernel(
     places = (codec.layout, stored.contents, touched.blocks, stored.write_ids, touched.starts, touched.slots)
     if compiled.look(*places, last_step, 0) >= 0:
         return None
-    out = room.of(num_blocks)
-    changed = (
-        *places,
-        codec.source,
-        write_id,
-        codec.precision.mixed_seed,
-        checksum,
-        out,
-    )
+    changed = (*places, codec.source, write_id, codec.precision.mixed_seed, checksum, room[: num_blocks * size])
     rows_stored = update.write_changed(compiled, changed, last_step, part)
     if rows_stored < 0:
         return None
-    return [out[start : start + size] for start in range(0, num_blocks * size, size)], rows_stored
+    return [room[start : start + size] for start in range(0, num_blocks * size, size)], rows_stored
 
 
 def _changed_by_numpy(
-    batch: WriteTransaction,
-    table: Table,
-    touched: TouchedBlocks,
-    stored: Blocks,
-    update: Update,
-    part: slice,
-    write_id: int,
+    table: Table, touched: TouchedBlocks, stored: Blocks, update: Push | Replacement, part: slice, write_id: int
 ) -> tuple[list[Buffer], int]:
     """The same, which every other implementation has to equal.
 
@@ -207,7 +152,6 @@ def _changed_by_numpy(
     codec, rows_stored = table.codec, 0
     blocks, rows = list[bytearray](), RowBuffer(codec, len(touched.rows))
     for run, block, made_by in zip(touched.runs(), stored.contents, stored.write_ids.tolist(), strict=True):
-        _require_caller(batch)
         if block is None:
             blocks.append(codec.initial(run.block))
         else:
@@ -216,7 +160,6 @@ def _changed_by_numpy(
         rows.copy(run.part, memoryview(blocks[-1]), run.slots)
     update.change(rows, part)
     for run, block, changed in zip(touched.runs(), stored.contents, blocks, strict=True):
-        _require_caller(batch)
         rows.store(run.part, changed, run.slots)
         rows_stored += codec.mark_written(changed, touched.slots[run.part])
         codec.seal(run.block, write_id, changed, None if block is None else run.slots)
@@ -233,6 +176,8 @@ class Push:
     gradients: StoredArray
 
     def change(self, stored: RowBuffer, part: slice) -> None:
+        """Changes rows as they are stored, which are at `part` of the request, by NumPy: the definition. Raises
+        StepError."""
         table, rows = self.table, self.rows[part]
         precision = table.codec.precision
         last_step, weight = stored.last_step, precision.widened(stored.weight)
@@ -246,7 +191,12 @@ class Push:
     def write_changed(
         self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
     ) -> int:
-        """Rows that saw later updates, and results that are infinite or NaN, are left to `change`."""
+        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide: for
+        rows that saw later updates, and results that are infinite or NaN.
+
+        Args:
+            last_step: of the stored rows, int64 [n], not checked yet.
+        """
         table, schedule, coefficients = self.table, self.table.schedule, None
         if last_step.min() < 0 or last_step.max() > self.step:
             return -1
@@ -274,6 +224,7 @@ class Replacement:
     last_step: Int64Array
 
     def change(self, stored: RowBuffer, part: slice) -> None:
+        """See `Push.change`."""
         older = self.last_step[part] < stored.last_step
         if older.any():
             row, seen = self.rows[part][older][0], stored.last_step[older][0]
@@ -288,7 +239,7 @@ class Replacement:
     def write_changed(
         self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
     ) -> int:
-        """An older state is left to `change`."""
+        """See `Push.write_changed`. An older state is left to `change`."""
         new_step = np.ascontiguousarray(self.last_step[part], np.int64)
         if (new_step < last_step).any():
             return -1

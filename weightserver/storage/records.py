@@ -120,12 +120,6 @@ def read_spec(txn: Reader) -> TableSpec | None:
         return TableSpec(**stored["table"]) if stored["table"] is not None else None
 
 
-def read_earlier_sizes(txn: Transaction) -> tuple[int, ...]:
-    """Number of rows of the table before each of its extensions, the newest last."""
-    with _guarded(txn, "spec"):
-        return tuple(map(int, _stored(txn, "spec")["earlier_sizes"]))
-
-
 def read_table_identity(txn: Transaction) -> bytes:
     """16 bytes; empty if there is no table."""
     with _guarded(txn, "spec"):
@@ -135,11 +129,8 @@ def read_table_identity(txn: Transaction) -> bytes:
         return bytes.fromhex(stored["identity"])
 
 
-def write_spec(
-    txn: Transaction, spec: TableSpec | None, identity: bytes = b"", earlier_sizes: tuple[int, ...] = ()
-) -> None:
-    table = {"table": spec and asdict(spec), "identity": identity.hex(), "earlier_sizes": earlier_sizes}
-    put_json(txn, "spec", table)
+def write_spec(txn: Transaction, spec: TableSpec | None, identity: bytes = b"") -> None:
+    put_json(txn, "spec", {"table": spec and asdict(spec), "identity": identity.hex()})
 
 
 def read_state(txn: Reader) -> State:

@@ -131,7 +131,7 @@ class WeightServerServicer:
     def ExtendTable(self, request, context):
         """ExtendTable appends rows to the table. Its rows stay as they are; the new ones begin as if they had been there from
         the start. It does nothing if the table already has that many rows (INVALID_ARGUMENT if it has more). Clients that
-        know the table by the digest of its smaller spec can continue to use it.
+        know the smaller table can continue to use it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
