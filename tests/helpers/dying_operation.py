@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from weightserver.cli import main
-from weightserver.operations import backup, export, reshard
+from weightserver.operations import backup, export
+from weightserver.storage import shard_builder
 
 PIECE_BYTES = 2_000
 
@@ -34,6 +35,7 @@ if __name__ == "__main__":
         return result
 
     setattr(owner, name, dying)
-    backup.BATCH_BYTES = reshard.BATCH_BYTES = PIECE_BYTES  # type: ignore[attr-defined]
+    shard_builder.BATCH_BYTES = PIECE_BYTES
+    backup._FILE_BYTES = PIECE_BYTES
     export._BYTES_PER_FILE = PIECE_BYTES
     main(sys.argv[3:])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +69,14 @@ def flipped(content: bytes, at: float = 0.5) -> bytes:
     changed = bytearray(content)
     changed[int(len(content) * at)] ^= 4
     return bytes(changed)
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Limits files to 24 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

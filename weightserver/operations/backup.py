@@ -1,20 +1,20 @@
 """Backs up a checkpoint of running shards to files; `backup_files` describes them.
 
 Meanwhile the shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the
-first. The name stands for this machine and the directory: a backup that was killed starts over when its command is
+first. A file beside the new directory notes the name: a backup that was killed starts over when its command is
 repeated, and releases it first.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import logging
-import socket
+import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ from weightserver.operations.arguments import add_cluster_arguments, connect, no
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import table_digest
-from weightserver.storage.shard_builder import BATCH_BYTES
+
+_FILE_BYTES = 64 << 20
+"""Bytes of blocks after which a new file begins."""
 
 _log = logging.getLogger(__name__)
-"""Numbers of blocks and their contents."""
 
 
 def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = None) -> Backup:
@@ -61,10 +62,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
     with atomic_directory(directory, mode=PRIVATE_DIRECTORY) as new:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
-        held_as = _held_name(directory)
-        _release(client, held_as)  # kept by a backup that was killed
-        client.copy_checkpoint(chosen, held_as)  # by its identity: another may take the name meanwhile
-        try:
+        with _held(client, chosen, directory.resolve()) as held_as:
             info = client.describe()
             made = Backup(
                 checkpoint=chosen.name,
@@ -76,22 +74,30 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
                 version=__version__,
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 shards=tuple(
-                    _copy_shard(_ShardReader(client, shard, held_as, info), new / f"shard-{shard}", chosen)
+                    _copy_shard(client, shard, held_as, info, new / f"shard-{shard}")
                     for shard in range(len(info.shards))
                 ),
                 table_identity=info.identity.hex(),
             )
-        finally:
-            _release(client, held_as)
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
         atomic_write(new / MANIFEST, lambda path: path.write_text(text), mode=PRIVATE_FILE)
     return made
 
 
-def _held_name(directory: Path) -> str:
-    """The checkpoint's second name while it is copied from this machine to `directory`."""
-    place = f"{socket.gethostname()}:{directory.resolve()}"
-    return BACKUP_PREFIX + hashlib.sha256(place.encode()).hexdigest()[:8]
+@contextlib.contextmanager
+def _held(client: WeightClient, chosen: Checkpoint, directory: Path) -> Iterator[str]:
+    """Within the context, all shards keep the checkpoint under the name that it yields, which nobody else uses."""
+    note = directory.with_name(f".{directory.name}.holds")
+    if note.exists():
+        _release(client, note.read_text())  # kept for a backup that was killed
+    name = BACKUP_PREFIX + secrets.token_hex(4)
+    atomic_write(note, lambda path: path.write_text(name))
+    try:
+        client.copy_checkpoint(chosen, name)  # by its identity: another may take its name meanwhile
+        yield name
+    finally:
+        _release(client, name)
+        note.unlink()
 
 
 def _release(client: WeightClient, name: str) -> None:
@@ -100,102 +106,70 @@ def _release(client: WeightClient, name: str) -> None:
         client.release(name)
 
 
-def _kept(reader: _ShardReader, answer: pb.DescribeResponse, chosen: Checkpoint) -> pb.Checkpoint:
-    """The chosen checkpoint as a shard keeps it.
-
-    Raises:
-        NoTableError: it does not, or a backup of the same name elsewhere has put another one in its place.
-    """
-    for kept in answer.checkpoints:
-        if (kept.name, kept.identity) == (reader.checkpoint, chosen.checkpoint_id):
-            return kept
-    raise NoTableError(f"shard {reader.shard} no longer keeps the checkpoint: repeat the command")
-
-
-def _copy_shard(reader: _ShardReader, directory: Path, chosen: Checkpoint) -> dict[str, Any]:
+def _copy_shard(client: WeightClient, shard: int, checkpoint: str, info: TableInfo, directory: Path) -> dict[str, Any]:
     """Writes a shard's files; returns the shard's entry in `Backup.shards`."""
     directory.mkdir(PRIVATE_DIRECTORY)
-    answer, rates = reader.describe(), reader.client.learning_rates(shard=reader.shard)
-    kept = _kept(reader, answer, chosen)
-    files = dict[str, dict[str, Any]]()
+    codec, files = BlockCodec(info.spec), dict[str, dict[str, Any]]()
+    described = client.call_shard(shard, "Describe", pb.DescribeRequest())
+    kept = next((kept for kept in described.checkpoints if kept.name == checkpoint), None)
+    if kept is None:
+        raise NoTableError(f"shard {shard} no longer keeps the checkpoint: repeat the command")
 
     def write(name: str, columns: dict[str, Any]) -> None:
         path = directory / name
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    write(SCHEDULE, {"learning_rates": rates[: kept.clock]})
+    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: kept.clock]})
     rows_stored, named = 0, list[tuple[int, int]]()
-    for blocks in reader.batches():
-        number = np.array([block.number for block in blocks], np.int64)
-        write_id = np.array([block.write_id for block in blocks], np.uint64)
-        content = np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(len(blocks), -1)
-        columns = {"number": number, "write_id": write_id, "content": content}
-        write(f"blocks-{number[0]:015d}.safetensors", columns)
-        rows_stored += sum(reader.codec.num_written(block.content) for block in blocks)
-        named += zip(number.tolist(), write_id.tolist(), strict=True)
-    end = reader.read_blocks(reader.info.spec.num_blocks)
-    _kept(reader, reader.describe(), chosen)
+    for blocks in _batches(client, shard, checkpoint, info):
+        for block in blocks:
+            codec.check(block.number, block.write_id, block.content)
+            rows_stored += codec.num_written(block.content)
+            named.append((block.number, block.write_id))
+        columns = {
+            "number": np.array([block.number for block in blocks], np.int64),
+            "write_id": np.array([block.write_id for block in blocks], np.uint64),
+            "content": np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(len(blocks), -1),
+        }
+        write(f"blocks-{blocks[0].number:015d}.safetensors", columns)
+    end = _read_blocks(client, shard, checkpoint, info, info.spec.num_blocks)
+    problem = ""
     if rows_stored != kept.rows_stored:
+        problem = f"{rows_stored} of the {kept.rows_stored} rows"
+    elif digest(named) != end.digest:
+        problem = "other versions of blocks than it keeps"
+    if problem:
         raise ClusterError(
-            f"shard {reader.shard} sent {rows_stored} of the {kept.rows_stored} rows of the checkpoint: check its "
-            "directory with 'weightserver verify'"
-        )
-    if digest(named) != end.digest:
-        raise ClusterError(
-            f"shard {reader.shard} sent other versions of blocks than it keeps of the checkpoint: check its directory "
-            "with 'weightserver verify'"
+            f"shard {shard} sent {problem} of the checkpoint: check its directory with 'weightserver verify'"
         )
     _log.info(
-        "shard %(shard)d: %(rows)d rows in %(files)d files",
-        {"shard": reader.shard, "rows": rows_stored, "files": len(files)},
+        "shard %(shard)d: %(rows)d rows in %(files)d files", {"shard": shard, "rows": rows_stored, "files": len(files)}
     )
-    return {
-        "clock": kept.clock,
-        "rows_stored": rows_stored,
-        "lineage": list(end.lineage),
-        "files": files,
-    }
+    return {"clock": kept.clock, "rows_stored": rows_stored, "lineage": list(end.lineage), "files": files}
 
 
-@dataclass(frozen=True)
-class _ShardReader:
-    """Reads a checkpoint of one shard."""
+def _batches(client: WeightClient, shard: int, checkpoint: str, info: TableInfo) -> Iterator[list[pb.Block]]:
+    """A shard's blocks of the checkpoint in ascending order, enough for a file at a time."""
+    blocks, first, num_bytes = list[pb.Block](), 0, BlockCodec(info.spec).num_bytes
+    while first < info.spec.num_blocks:
+        answer = _read_blocks(client, shard, checkpoint, info, first)
+        blocks += answer.blocks
+        first = answer.next_block or info.spec.num_blocks
+        if blocks and (first >= info.spec.num_blocks or len(blocks) * num_bytes >= _FILE_BYTES):
+            yield blocks
+            blocks = []
 
-    client: WeightClient
-    shard: int
-    checkpoint: str
-    info: TableInfo
 
-    @property
-    def codec(self) -> BlockCodec:
-        return BlockCodec(self.info.spec)
-
-    def describe(self) -> pb.DescribeResponse:
-        answer: pb.DescribeResponse = self.client.call_shard(self.shard, "Describe", pb.DescribeRequest())
-        return answer
-
-    def batches(self) -> Iterator[list[pb.Block]]:
-        """The stored blocks, checked, in ascending order, enough for a file at a time."""
-        codec, num_blocks = self.codec, self.info.spec.num_blocks
-        blocks, first = list[pb.Block](), 0
-        while first < num_blocks:
-            answer = self.read_blocks(first)
-            for block in answer.blocks:
-                codec.check(block.number, block.write_id, block.content)
-            blocks += answer.blocks
-            first = answer.next_block or num_blocks
-            if blocks and (first >= num_blocks or len(blocks) * codec.num_bytes >= BATCH_BYTES):
-                yield blocks
-                blocks = []
-
-    def read_blocks(self, first_block: int) -> pb.ReadBlocksResponse:
-        """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
-        checkpoint."""
-        table = table_digest(self.info.spec, self.info.identity)
-        request = pb.ReadBlocksRequest(checkpoint=self.checkpoint, table=table, first_block=first_block)
-        answer: pb.ReadBlocksResponse = self.client.call_shard(self.shard, "ReadBlocks", request)
-        return answer
+def _read_blocks(
+    client: WeightClient, shard: int, checkpoint: str, info: TableInfo, first_block: int
+) -> pb.ReadBlocksResponse:
+    """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
+    checkpoint."""
+    table = table_digest(info.spec, info.identity)
+    request = pb.ReadBlocksRequest(checkpoint=checkpoint, table=table, first_block=first_block)
+    answer: pb.ReadBlocksResponse = client.call_shard(shard, "ReadBlocks", request)
+    return answer
 
 
 # ---- the command

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from weightserver.common.atomic_files import (
@@ -15,7 +15,6 @@ from weightserver.common.atomic_files import (
     require_empty,
     sync,
     to_path,
-    write_synced,
 )
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
@@ -23,7 +22,7 @@ from weightserver.core.versions import Version, by_block, needed
 from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import read_identity, read_spec, read_state
-from weightserver.storage.tombstone import copied_to, is_stopped, leave_tombstone, require_current
+from weightserver.storage.tombstone import PARTIAL, copied_to, is_stopped, leave_tombstone, require_current
 
 
 def compact(source: Path, target: Path) -> None:
@@ -39,7 +38,7 @@ def compact(source: Path, target: Path) -> None:
     """
     target = target.resolve()
     _require_uncopied(source, target)
-    require_empty(target, but=frozenset({"data.mdb.partial", "lost+found"}))
+    require_empty(target, but=frozenset({PARTIAL, "lost+found"}))
     with closing(LmdbStorage(source, readonly=True)) as storage:
         _require_uncopied(source, target)  # the open storage now keeps other processes out
         with storage.read() as txn:
@@ -48,16 +47,21 @@ def compact(source: Path, target: Path) -> None:
                 raise StorageError(f"{source} holds no complete shard: there is nothing to copy")
             txn.check_contents()
         make_directory(target, mode=PRIVATE_DIRECTORY)
-        copy = target / "data.mdb.partial"
+        copy = target / PARTIAL
         try:
-            write_synced(copy, partial(storage.copy, blocks=_needed_blocks), mode=PRIVATE_FILE)
+            copy.touch(PRIVATE_FILE)
+            os.truncate(copy, 0)
+            storage.copy(copy, _needed_blocks)
+            sync(copy)
             sync(target)
             leave_tombstone(source, target)
-        except OSError as error:
-            copy.unlink(missing_ok=True)
-            raise OSError(f"{source} cannot be copied to {target} ({error})") from None
-        except BaseException:
-            copy.unlink(missing_ok=True)
+        except BaseException as error:
+            if copied_to(source) == target:
+                os.truncate(copy, 0)  # its presence says that a repeated call may complete the copy
+            else:
+                copy.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise OSError(f"{source} cannot be copied to {target} ({error})") from None
             raise
         copy.replace(target / "data.mdb")
         sync(target)

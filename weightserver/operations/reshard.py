@@ -37,7 +37,7 @@ from weightserver.operations.reshard_sources import (
     state_digest,
     table_state,
 )
-from weightserver.storage.shard_builder import BATCH_BYTES, ShardBuilder, TableState
+from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def reshard(
         new = old if rows_per_block is None else replace(old, rows_per_block=rows_per_block)
         table = table_state(shards, new, checkpoint, current)
         if table.checkpoint is not None:
-            shards = [shard.at_checkpoint(table.checkpoint.name) for shard in shards]
+            shards = [replace(shard, checkpoint=table.checkpoint.name) for shard in shards]
         origin = _origin(shards, table, len(targets))
         builders = [
             stack.enter_context(ShardBuilder(directory, shard=shard, num_shards=len(targets), origin=origin))
@@ -108,7 +108,7 @@ def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> d
     """Identifies what the new shards are made from."""
     kept = table.checkpoint
     return {
-        "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.shard)],
+        "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.identity.shard)],
         "spec": asdict(table.spec),
         "num_shards": num_targets,
         "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
@@ -156,7 +156,6 @@ def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpe
     """Writes all rows to the new shards that are not finished; returns a digest of the rows of each new shard."""
     sharding, codec, write_id = Sharding(new.rows_per_block, len(builders)), BlockCodec(new), new_write_id()
     digests = [_RowsDigest() for _ in builders]
-    waiting: list[list[tuple[Version, bytearray]]] = [[] for _ in builders]
     rows_by_block = _rows_by_block(shards, BlockCodec(old), new.rows_per_block)
     for number, parts in itertools.groupby(rows_by_block, key=itemgetter(0)):
         block, target = codec.initial(number), sharding.shard_of_block(number)
@@ -167,23 +166,14 @@ def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpe
             codec.mark_written(block, slots)
             digests[target].add(rows, state)
         codec.seal(number, write_id, block)
-        waiting[target].append((Version(number, 0, write_id), block))
-        if len(waiting[target]) * codec.num_bytes * len(builders) >= BATCH_BYTES:
-            _store(builders[target], waiting[target])
-    for builder, blocks in zip(builders, waiting, strict=True):
-        _store(builder, blocks)
+        builders[target].add(Version(number, 0, write_id), block)
     return digests
-
-
-def _store(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
-    if not builder.finished:
-        builder.add(blocks)
-    blocks.clear()
 
 
 def _compare(builder: ShardBuilder, codec: BlockCodec, expected: _RowsDigest) -> None:
     """Raises StorageError unless a new shard holds the expected rows."""
     found = _RowsDigest()
+    builder.flush()
     with builder.read() as txn:
         for version in txn.versions():
             found.add(*_written(codec, version.block, txn.content(version)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from weightserver.core.versions import NEWEST, newest
 from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
+    ShardIdentity,
     State,
     descends,
     read_identity,
@@ -40,23 +41,16 @@ from weightserver.storage.tombstone import require_current
 class SourceShard:
     """One old shard, and which versions of its blocks to take."""
 
-    directory: Path
-    shard: int
-    num_shards: int
-    spec: TableSpec
-    table_identity: bytes
-    state: State
-    lineage: Lineage
-    peers: list[str]
-    learning_rates: Float32Array
     txn: Transaction
-    rows_stored: int
-    up_to: int = NEWEST
+    identity: ShardIdentity
+    spec: TableSpec
+    state: State
+    checkpoint: str = ""
+    """Name of the checkpoint whose rows to take; empty for the current rows."""
 
-    def at_checkpoint(self, name: str) -> SourceShard:
-        """The same shard, with the rows of one of its checkpoints."""
-        kept = self.state.checkpoint(name)
-        return replace(self, up_to=kept.generation, rows_stored=kept.rows_stored)
+    @property
+    def directory(self) -> Path:
+        return self.txn.directory
 
     def blocks(self) -> Iterator[tuple[int, memoryview]]:
         """Yields the stored blocks in ascending order, checked.
@@ -64,16 +58,19 @@ class SourceShard:
         Raises:
             StorageError: a block is damaged; or, at the end, rows are missing.
         """
-        codec, num_rows = BlockCodec(self.spec), 0
-        for version in newest(self.txn.versions(), self.up_to):
+        codec, num_rows, up_to, rows_stored = BlockCodec(self.spec), 0, NEWEST, self.state.rows_stored
+        if self.checkpoint:
+            kept = self.state.checkpoint(self.checkpoint)
+            up_to, rows_stored = kept.generation, kept.rows_stored
+        for version in newest(self.txn.versions(), up_to):
             content = self.txn.content(version)
             codec.check(version.block, version.write_id, content)
             num_rows += codec.num_written(content)
             yield version.block, content
-        if num_rows != self.rows_stored:
+        if num_rows != rows_stored:
             raise StorageError(
-                f"{self.directory} holds {num_rows} of the {self.rows_stored} rows that were written: restore it from "
-                "a backup, and remove the new directories"
+                f"{self.directory} holds {num_rows} of the {rows_stored} rows that were written: restore it from a "
+                "backup, and remove the new directories"
             )
 
 
@@ -92,20 +89,7 @@ def open_source(directory: Path, stack: ExitStack) -> SourceShard:
     if identity is None or spec is None:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one table")
     txn.check_contents()
-    state = read_state(txn)
-    return SourceShard(
-        directory,
-        identity.shard,
-        identity.num_shards,
-        spec,
-        read_table_identity(txn),
-        state,
-        read_lineage(txn),
-        read_peers(txn),
-        read_schedule(txn),
-        txn,
-        state.rows_stored,
-    )
+    return SourceShard(txn, identity, spec, read_state(txn))
 
 
 def common_spec(shards: list[SourceShard]) -> TableSpec:
@@ -118,16 +102,16 @@ def common_spec(shards: list[SourceShard]) -> TableSpec:
                 f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
                 "'weightserver extend'"
             )
-        if shard.spec != first.spec or shard.table_identity != first.table_identity:
+        if shard.spec != first.spec or read_table_identity(shard.txn) != read_table_identity(first.txn):
             raise ValueError(
                 f"{first.directory} and {shard.directory} hold different tables: give the directories of one table"
             )
-        if shard.num_shards != len(shards):
+        if shard.identity.num_shards != len(shards):
             raise ValueError(
-                f"{shard.directory} belongs to a cluster of {shard.num_shards} shards, but {len(shards)} were "
+                f"{shard.directory} belongs to a cluster of {shard.identity.num_shards} shards, but {len(shards)} were "
                 "given: give all"
             )
-    if len({shard.shard for shard in shards}) < len(shards):
+    if len({shard.identity.shard for shard in shards}) < len(shards):
         raise ValueError(f"two directories hold the same shard of {len(shards)}: give each once")
     return first.spec
 
@@ -144,11 +128,11 @@ def require_one_time(shards: list[SourceShard]) -> None:
             raise ValueError(
                 f"{first.directory} and {shard.directory} were not opened, rolled back or restored together, {remedy}"
             )
-    by_number = {shard.shard: shard for shard in shards}
+    by_number = {shard.identity.shard: shard for shard in shards}
     for shard in shards:
-        for number, mark in enumerate(shard.peers):
+        for number, mark in enumerate(read_peers(shard.txn)):
             other = by_number[number]
-            if mark and not descends(other.state, other.lineage, mark):
+            if mark and not descends(other.state, read_lineage(other.txn), mark):
                 raise ValueError(
                     f"{other.directory} is older than {shard.directory}, which knows of later writes to shard "
                     f"{number}: give its newest directory, or give --checkpoint"
@@ -181,17 +165,19 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
         run=newest.run,
         clock=max(clocks),
         checkpoint=kept,
-        identity=shards[0].table_identity,
+        identity=read_table_identity(shards[0].txn),
         timeline=timeline,
         lineage=Lineage().joined(
-            mark for shard, up_to in zip(shards, marks, strict=True) for mark in shard.lineage.up_to(up_to).marks
+            mark
+            for shard, up_to in zip(shards, marks, strict=True)
+            for mark in read_lineage(shard.txn).up_to(up_to).marks
         ),
     )
 
 
 def _common_learning_rates(shards: list[SourceShard], clocks: list[int]) -> Float32Array:
     """The longest of the shards' learning rates up to their clocks, of which all others are the beginning."""
-    used = [shard.learning_rates[:clock] for shard, clock in zip(shards, clocks, strict=True)]
+    used = [read_schedule(shard.txn)[:clock] for shard, clock in zip(shards, clocks, strict=True)]
     longest = max(used, key=len)
     for shard, rates in zip(shards, used, strict=True):
         if not np.array_equal(longest[: len(rates)], rates):

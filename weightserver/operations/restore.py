@@ -40,7 +40,8 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
         codec = BlockCodec(made.spec)
         for name in made.block_files(shard):
             check_file(source / name, files[name])
-            builder.add(read_blocks(source / name, codec))
+            for version, content in read_blocks(source / name, codec):
+                builder.add(version, content)
         check_file(source / SCHEDULE, files[SCHEDULE])
         table = _table_state(made, shard, load_file(source / SCHEDULE)["learning_rates"])
         builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from weightserver.storage.records import (
     write_state,
 )
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
 """Bytes of blocks that are written in one transaction."""
 
 
@@ -75,6 +74,7 @@ class ShardBuilder(Closing):
         self.directory = directory
         self.shard = shard
         self._num_shards = num_shards
+        self._waiting: list[tuple[Version, bytes | bytearray]] = []
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
         self._storage = LmdbStorage(directory, allow_recreate=True)
         try:
@@ -96,11 +96,20 @@ class ShardBuilder(Closing):
         write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
         put_json(txn, "origin", self._origin)
 
-    def add(self, blocks: Iterable[tuple[Version, bytearray | bytes]]) -> None:
-        """Stores sealed blocks, in ascending order over all calls, in one transaction."""
-        with self._storage.write() as txn:
-            for version, content in blocks:
-                txn.put_block(version, content)
+    def add(self, version: Version, content: bytes | bytearray) -> None:
+        """Stores a sealed block, many in one transaction; they come in ascending order. Does nothing if finished."""
+        if not self.finished:
+            self._waiting.append((version, content))
+            if len(self._waiting) * len(content) >= BATCH_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Stores the blocks that were added."""
+        if self._waiting:
+            with self._storage.write() as txn:
+                for version, content in self._waiting:
+                    txn.put_block(version, content)
+            self._waiting.clear()
 
     def read(self) -> AbstractContextManager[Transaction]:
         """A snapshot of what is stored."""
@@ -112,6 +121,7 @@ class ShardBuilder(Closing):
         Raises:
             StorageError: a block is damaged or belongs to another shard, or the number of rows is not `rows_stored`.
         """
+        self.flush()
         with self._storage.write() as txn:
             txn.check_contents()
             num_found = self._check_blocks(txn, table.spec)

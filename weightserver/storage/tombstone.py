@@ -13,6 +13,8 @@ from weightserver.common.atomic_files import sync
 from weightserver.core.errors import StorageError
 
 TOMBSTONE = "compacted-to"
+PARTIAL = "data.mdb.partial"
+"""The copy in the new directory, until it is complete and the old one is marked."""
 
 
 def copied_to(directory: Path) -> Path | None:
@@ -25,7 +27,7 @@ def copied_to(directory: Path) -> Path | None:
 
 def is_stopped(target: Path) -> bool:
     """Whether a `compact` to `target` was stopped before the copy took its place."""
-    return (target / "data.mdb.partial").exists()
+    return (target / PARTIAL).exists()
 
 
 def require_current(directory: Path) -> None:

@@ -11,8 +11,8 @@ from tests.helpers.operations import ROWS, Table, Weightserver, make_table, targ
 from weightserver import LocalCluster, WeightClient
 from weightserver.cli import main
 from weightserver.operations import backup as backups
-from weightserver.operations import reshard as resharding
 from weightserver.storage import directory as owner_files
+from weightserver.storage import shard_builder
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes pieces of one answer, or of a few blocks, instead of 64 MiB."""
-    monkeypatch.setattr(backups, "BATCH_BYTES", 2_000)
-    monkeypatch.setattr(resharding, "BATCH_BYTES", 2_000)
+    monkeypatch.setattr(backups, "_FILE_BYTES", 2_000)
+    monkeypatch.setattr(shard_builder, "BATCH_BYTES", 2_000)
 
 
 @pytest.fixture(scope="session")

@@ -143,12 +143,39 @@ def test_a_backup_with_missing_rows_is_refused(
     client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_table(client)
-    batches = backups._ShardReader.batches
-    monkeypatch.setattr(backups._ShardReader, "batches", lambda reader: (blocks[1:] for blocks in batches(reader)))
+    batches = backups._batches
+    monkeypatch.setattr(backups, "_batches", lambda *arguments: (blocks[1:] for blocks in batches(*arguments)))
     with pytest.raises(ClusterError, match=r"shard 0 sent \d+ of the \d+ rows of the checkpoint: check its directory"):
         backup(client, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
     assert [known.name for known in client.checkpoints()] == ["one", "two"], "nothing is kept for it"
+
+
+def test_two_machines_of_one_name_back_up_to_the_same_path_at_once(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have the same host name and path, and disks of their own: none releases what the other still reads."""
+    kept, copy_shard = make_table(client), backups._copy_shard
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def copy_while_another_begins(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shard", copy_shard)
+        monkeypatch.setattr(Path, "resolve", lambda path: path)
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        with WeightClient(cluster.addresses) as another:
+            made.append(backup(another, Path("backup"), checkpoint="one"))
+        monkeypatch.chdir(tmp_path)
+        return copy_shard(*arguments)
+
+    monkeypatch.setattr(backups, "_copy_shard", copy_while_another_begins)
+    made.append(backup(client, Path("backup"), checkpoint="one"))
+    assert made[0].shards == made[1].shards
+    assert client.describe().checkpoint_names == {"one", "two"}
+    restore(tmp_path / "backup", tmp_path / "new/shard-0", shard=0)
+    restore(tmp_path / "other/backup", tmp_path / "new/shard-1", shard=1)
+    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
 
 
 @pytest.mark.guard  # seconds
@@ -181,12 +208,13 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
     ("place", "number"),
     [
         ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
-        ("weightserver.operations.backup:atomic_write", 2),  # after the first shard's rows
-        ("weightserver.operations.backup:_release", 2),  # when it is released
-        pytest.param("weightserver.operations.backup:_held_name", 1, marks=pytest.mark.slow),
-        pytest.param("weightserver.operations.backup:_release", 1, marks=pytest.mark.slow),  # before any shard keeps it
-        pytest.param("weightserver.operations.backup:atomic_write", 3, marks=pytest.mark.slow),  # in the second shard
-        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # after its manifest
+        ("weightserver.operations.backup:atomic_write", 3),  # after the first shard's rows
+        ("weightserver.operations.backup:_release", 1),  # when it is released
+        pytest.param(
+            "weightserver.operations.backup:atomic_write", 1, marks=pytest.mark.slow
+        ),  # once its name is noted
+        pytest.param("weightserver.operations.backup:atomic_write", 4, marks=pytest.mark.slow),  # in the second shard
+        pytest.param("weightserver.operations.backup:atomic_write", 6, marks=pytest.mark.slow),  # after its manifest
     ],
 )
 @pytest.mark.guard
@@ -207,7 +235,7 @@ def test_a_killed_backup_can_be_repeated(
     assert_one_line(weightserver(*arguments), "is not empty: give another directory")
     assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
     assert client.describe().checkpoint_names == {"one", "two"}
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not [*tmp_path.rglob("*.partial"), *tmp_path.rglob("*.holds")]
     for shard in range(2):
         restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)

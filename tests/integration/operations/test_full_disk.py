@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.operations import Table, Weightserver, assert_one_line, make_table
+from tests.helpers.operations import Table, Weightserver, assert_one_line, make_table, no_room
 from weightserver import LocalCluster, WeightClient
 from weightserver.operations.backup import backup
-
-
-@contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """Limits files to 24 KiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.guard

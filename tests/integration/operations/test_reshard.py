@@ -101,11 +101,11 @@ def test_resharding_the_current_rows(
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.storage.shard_builder:ShardBuilder.add", 10),  # halfway
+        ("weightserver.storage.shard_builder:ShardBuilder.flush", 10),  # halfway
         ("weightserver.storage.shard_builder:ShardBuilder.finish", 2),  # when two of three are finished
         pytest.param("weightserver.storage.shard_builder:ShardBuilder._begin", 2, marks=pytest.mark.slow),
         pytest.param(
-            "weightserver.storage.shard_builder:ShardBuilder.add", 4, marks=pytest.mark.slow
+            "weightserver.storage.shard_builder:ShardBuilder.flush", 4, marks=pytest.mark.slow
         ),  # between two directories
         pytest.param("weightserver.operations.reshard:_fill", 1, marks=pytest.mark.slow),
         pytest.param("weightserver.storage.shard_builder:ShardBuilder.finish", 3, marks=pytest.mark.slow),
@@ -118,7 +118,7 @@ def test_a_killed_reshard_can_be_repeated(
     targets = targets_in(tmp_path / "new", 3)
     command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
     dies(place, number, *command, "--checkpoint", "one")
-    if place.endswith(("add", "fill")):
+    if place.endswith(("flush", "fill")):
         assert all(inspect_directory(target)["unfinished"] for target in targets)
         assert "it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
     if place.endswith("finish"):  # one of those that are finished is used already
@@ -157,16 +157,15 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
     sources, _, _ = tables(2)
     add = ShardBuilder.add
 
-    def without(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
-        add(builder, [found for found in blocks if found[0].block != 4])
+    def without(builder: ShardBuilder, version: Version, block: bytearray) -> None:
+        if version.block != 4:
+            add(builder, version, block)
 
-    def changed(builder: ShardBuilder, blocks: list[tuple[Version, bytearray]]) -> None:
-        codec = BlockCodec(SPEC)
-        for version, block in blocks:
-            if version.block == 4:
-                codec.views(block).momentum_buffer[2, 3] += 1
-                codec.seal(4, version.write_id, block)
-        add(builder, blocks)
+    def changed(builder: ShardBuilder, version: Version, block: bytearray) -> None:
+        if version.block == 4:
+            BlockCodec(SPEC).views(block).momentum_buffer[2, 3] += 1
+            BlockCodec(SPEC).seal(4, version.write_id, block)
+        add(builder, version, block)
 
     for name, fault in (("without", without), ("changed", changed)):
         monkeypatch.setattr(ShardBuilder, "add", fault)
