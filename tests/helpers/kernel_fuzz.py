@@ -6,6 +6,7 @@ As a script, python -m tests.helpers.kernel_fuzz LIBRARY, it runs under sanitize
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,125 +18,77 @@ from weightserver.core.spec import TableSpec
 
 WRITE_ID = 2**64 - 5
 REFUSALS = (ValueError, TypeError, OverflowError, BufferError)
+Calls = list[tuple[Callable[..., Any], list[Any], Any]]
 
 
-class Arguments:
-    """Sound arguments of every function for some rows of a table, and ways to spoil them."""
+def sound_calls(module: kernel.Kernel, generator: np.random.Generator) -> Calls:
+    """Functions, their arguments for some rows of a table, and what they return (of an answer: the length)."""
+    dtype: Any = generator.choice(["float32", "bfloat16"])
+    dim, rows_per_block = int(generator.choice([1, 2, 3, 5, 8, 17, 300])), int(generator.choice([1, 3, 8, 30]))
+    codec = BlockCodec(TableSpec(num_rows=100, dim=dim, rows_per_block=rows_per_block, dtype=dtype))
+    rows = np.flatnonzero(generator.random(100) < generator.random())
+    numbers = np.unique(rows // rows_per_block)
+    blocks: list[Any] = [None if generator.random() < 0.3 else sealed(codec, int(number)) for number in numbers]
+    starts = np.searchsorted(rows, np.append(numbers, 100) * rows_per_block)
+    starts[-1] = len(rows)
+    writes, slots = np.full(len(numbers), WRITE_ID, np.uint64), rows % rows_per_block
+    places = codec.compiled, blocks, numbers, writes, starts, slots
+    coefficients = generator.random((len(rows), 2, 2)).astype(np.float32) if generator.random() < 0.7 else None
+    heads, state = [(b"ab", None, None), (b"ab", b"c", b"")], int(generator.integers(2))
+    room = np.zeros(len(numbers) * codec.num_bytes + int(generator.integers(3)), np.uint8)
+    values = generator.integers(0, 0x4000, (2, len(rows), dim)).astype(np.uint16)
+    weight, momentum = values if dtype == "bfloat16" else values.astype(np.float32)
+    steps, size = np.zeros(len(rows), np.int64), weight.nbytes
+    return [
+        (module.look, [places, True, steps], -1),
+        (module.answer, [places, coefficients, 7, heads[state], steps], 2 + size + state * (1 + size + steps.nbytes)),
+        (module.change, [places, 7, room, (weight, coefficients, (1e-4, 0.9, 0.1), 7)], len(rows)),
+        (module.change, [places, 7, room, (weight, momentum, steps)], len(rows)),
+    ]
 
-    def __init__(self, generator: np.random.Generator) -> None:
-        self.generator = generator
-        dtype: Any = generator.choice(["float32", "bfloat16"])
-        spec = TableSpec(
-            num_rows=100,
-            dim=int(generator.choice([1, 2, 3, 5, 8, 17, 300])),
-            rows_per_block=int(generator.choice([1, 3, 8, 30])),
-            dtype=dtype,
-        )
-        codec = BlockCodec(spec)
-        rows = np.flatnonzero(generator.random(100) < generator.random())
-        numbers = np.unique(rows // spec.rows_per_block)
-        blocks: list[Any] = [None if generator.random() < 0.3 else self.block(spec, int(number)) for number in numbers]
-        starts = np.searchsorted(rows, np.append(numbers, 100) * spec.rows_per_block)
-        starts[-1] = len(rows)
-        writes = np.full(len(numbers), WRITE_ID, np.uint64)
-        slots, steps = rows % spec.rows_per_block, np.zeros(len(rows), np.int64)
-        state = bool(generator.random() < 0.5)
-        coefficients = generator.random((len(rows), 2, 2)).astype(np.float32) if generator.random() < 0.7 else None
-        self.look: list[Any] = [codec.layout, blocks, numbers, writes, starts, slots, steps]
-        self.look.append(kernel.checksum_address())
-        self.answer: list[Any] = [codec.layout, blocks, starts, slots, rows, coefficients, codec.source]
-        self.answer += [(codec.precision.mixed_seed, 7), (b"ab", b"c", b"") if state else (b"ab", None, None), steps]
-        self.has_state = state
-        changed: tuple[Any, ...] = (
-            codec.layout,
-            blocks,
-            numbers,
-            writes,
-            starts,
-            slots,
-            codec.source,
-            7,
-            codec.precision.mixed_seed,
-        )
-        room = np.zeros(len(numbers) * codec.num_bytes + int(generator.integers(3)), np.uint8)
-        changed += (kernel.checksum_address(), room)
-        values = generator.integers(0, 0x4000, (2, len(rows), spec.dim)).astype(np.uint16)
-        weight, momentum = values if dtype == "bfloat16" else values.astype(np.float32)
-        self.push: list[Any] = [changed, coefficients, weight, (1e-4, 0.9, 0.1), 7]
-        self.replace: list[Any] = [changed, weight, momentum, steps]
 
-    def block(self, spec: TableSpec, number: int) -> memoryview:
-        """A sealed block, not aligned."""
-        codec = BlockCodec(spec)
-        buffer = codec.initial(number)
-        codec.seal(number, WRITE_ID, buffer)
-        return memoryview(b"x" + bytes(buffer))[1:]
+def sealed(codec: BlockCodec, number: int) -> memoryview:
+    """A sealed block, not aligned."""
+    buffer = codec.initial(number)
+    codec.seal(number, WRITE_ID, buffer)
+    return memoryview(b"x" + bytes(buffer))[1:]
 
-    def spoil(self, arguments: list[Any]) -> None:
-        """Replaces one argument by a wrong one."""
-        generator, position = self.generator, int(self.generator.integers(len(arguments)))
-        value = arguments[position]
-        if isinstance(value, np.ndarray):
-            arguments[position] = self.spoiled_array(value)
-        elif isinstance(value, tuple) and isinstance(value[0], tuple):  # what is shared by `push` and `replace`
-            changed = list(value)
-            self.spoil(changed)
-            arguments[position] = tuple(changed)
-        elif isinstance(value, tuple):
-            changed = list(value)
-            if isinstance(value[0], np.ndarray):
-                at = int(generator.integers(len(value)))
-                arguments[position] = (*value[:at], self.spoiled_array(value[at]), *value[at + 1 :])
-                return
-            changed[int(generator.integers(len(value)))] = int(generator.choice([-1, 0, 1, 3, 2**20, 2**31 - 1, 2**62]))
-            arguments[position] = tuple(changed)
-        elif isinstance(value, list) and value:
-            changed, at = list(value), int(generator.integers(len(value)))
-            block = changed[at] if changed[at] is not None else memoryview(bytes(40))
-            changed[at] = [b"", 7, block[: len(block) // 2], bytes(block) + b"x", block[::2]][generator.integers(5)]
-            arguments[position] = changed[: int(generator.integers(len(changed) + 1))] if at % 3 == 0 else changed
-        else:
-            is_address = isinstance(value, int) and value == kernel.checksum_address()  # which is trusted
-            arguments[position] = 0 if is_address else [None, b"", -1, 2**70, "x"][generator.integers(5)]
 
-    def spoiled_array(self, value: Any) -> Any:
-        generator = self.generator
-        changed = value.copy()
-        if len(changed) and generator.random() < 0.5 and changed.dtype == np.int64:
-            number = generator.choice([-1, 2**62, -(2**63), 10_000, 1 << 16, 31])
-            changed[int(generator.integers(len(changed)))] = number
-            return changed
-        readonly = value.copy()
-        readonly.flags.writeable = False
-        options = [changed[:-1], np.append(changed, changed), np.repeat(changed, 2)[::2], readonly, value.tolist()]
-        return options[generator.integers(5)]
+def spoiled(value: Any, generator: np.random.Generator) -> Any:
+    """A wrong argument in place of a sound one; in a tuple or list, of one of its items."""
+    if isinstance(value, np.ndarray):
+        return spoiled_array(value, generator)
+    if isinstance(value, tuple | list) and value and generator.random() < 0.9:
+        at = int(generator.integers(len(value)))
+        return type(value)([*value[:at], spoiled(value[at], generator), *value[at + 1 :]])
+    if isinstance(value, memoryview):
+        return [b"", 7, value[: len(value) // 2], bytes(value) + b"x", value[::2]][generator.integers(5)]
+    if isinstance(value, int) and value == kernel.checksum_address():  # which is trusted
+        return 0
+    return [None, b"", -1, 0, 1, 3, 2**20, 2**31 - 1, 2**62, 2**70, "x", (), []][generator.integers(13)]
+
+
+def spoiled_array(value: Any, generator: np.random.Generator) -> Any:
+    changed, readonly = value.copy(), value.copy()
+    if len(changed) and generator.random() < 0.5 and changed.dtype == np.int64:
+        number = generator.choice([-1, 2**62, -(2**63), 10_000, 1 << 16, 31])
+        changed[int(generator.integers(len(changed)))] = number
+        return changed
+    readonly.flags.writeable = False
+    options = [changed[:-1], np.append(changed, changed), np.repeat(changed, 2)[::2], readonly, value.tolist()]
+    return options[generator.integers(5)]
 
 
 def run(module: kernel.Kernel, seed: int, rounds: int) -> int:
     """Returns how many calls were refused."""
     generator, refused = np.random.default_rng(seed), 0
     for _ in range(rounds):
-        arguments = Arguments(generator)
-        bad = module.look(*arguments.look)
-        assert bad == -1
-        message = module.answer(*arguments.answer)
-        layout, num_rows = arguments.answer[0], len(arguments.answer[4])
-        size = num_rows * layout[1] * layout[2]
-        assert message is not None
-        assert len(message) == 2 + size + (1 + size + 8 * num_rows if arguments.has_state else 0)
-        assert module.push(*arguments.push) == num_rows
-        assert module.replace(*arguments.replace) == num_rows
-        for function, given in (
-            (module.look, arguments.look),
-            (module.answer, arguments.answer),
-            (module.push, arguments.push),
-            (module.replace, arguments.replace),
-        ):
+        for function, arguments, expected in sound_calls(module, generator):
+            found = function(*arguments)
+            assert (len(found) if isinstance(found, bytes) else found) == expected
             for _ in range(3):
-                wrong = list(given)
-                arguments.spoil(wrong)
                 try:
-                    function(*wrong)
+                    function(*spoiled(arguments, generator))
                 except REFUSALS:
                     refused += 1
     return refused

@@ -25,7 +25,6 @@ from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import DamagedRecordError, StepError, WeightServerError
-from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import encode_fetch_response
 from weightserver.shard import writing
@@ -340,18 +339,6 @@ def test_a_damaged_block_is_refused_alike(compiled: kernel.Kernel) -> None:
         for module in (NUMPY, compiled):
             with computing_with(module):
                 assert "bytes, not" in str(filled.fetched(np.arange(60), None, state=False))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dim", [1, 2, 3, 7, 128])
-def test_initial_rows_have_the_same_bits(compiled: kernel.Kernel, dim: int, dtype: Any) -> None:
-    spec = TableSpec(num_rows=2**40, dim=dim, seed=2**64 - 3, init_std=0.37, dtype=dtype)
-    rows = np.concatenate([np.arange(50), 2**39 + np.arange(50)])
-    for some in (rows, rows[::3], rows[:0], rows[::-1]):
-        with computing_with(NUMPY):
-            expected = initial_rows(spec, some)
-        with computing_with(compiled):
-            assert initial_rows(spec, some).tobytes() == expected.tobytes()
 
 
 # ---- options of the compiler that change bits

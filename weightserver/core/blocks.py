@@ -42,10 +42,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightserver.core import kernel
 from weightserver.core.arrays import StoredArray
 from weightserver.core.errors import DamagedRecordError
-from weightserver.core.initial import initial_rows, source_of
-from weightserver.core.kernel import Initial
+from weightserver.core.initial import initial_rows, quantiles
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import mix_seed
@@ -107,9 +107,6 @@ class BlockCodec:
         ]
         """Where the weights and the momentum buffers of each group are, in bytes."""
         self.num_bytes = groups + _CHECKSUM.size * len(self._groups)
-        sizes = rows, dim, spec.value_bytes, self._group_rows
-        self.layout = (*sizes, *self.offsets, groups, self.num_bytes)
-        """The same for the compiled kernel."""
 
     def initial(self, block: int) -> bytearray:
         """An unsealed block whose rows hold their initial values; none is marked as written."""
@@ -128,9 +125,13 @@ class BlockCodec:
         return values, values, 8 * num_rows
 
     @functools.cached_property
-    def source(self) -> Initial:
-        """What the compiled kernel draws initial weights from."""
-        return source_of(self._spec)
+    def compiled(self) -> kernel.Table:
+        """What the compiled kernel knows of the table."""
+        spec = self._spec
+        sizes = spec.rows_per_block, spec.dim, spec.value_bytes, self._group_rows
+        seeds = mix_seed(spec.seed), self.precision.mixed_seed
+        layout = (*sizes, *self.offsets, self._groups_at, self.num_bytes)
+        return (*layout, *seeds, kernel.checksum_address(), spec.init_std, quantiles())
 
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightserver.core import kernel
 from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
 from weightserver.core.spec import TableSpec
-from weightserver.core.splitmix import derive_seed, mix_seed, splitmix64
+from weightserver.core.splitmix import derive_seed, splitmix64
 
 __all__ = ["derive_seed", "initial_rows", "splitmix64"]
 
@@ -26,7 +25,7 @@ _CHUNK_WORDS = 1 << 13
 
 
 @functools.cache
-def _quantiles() -> npt.NDArray[np.float32]:
+def quantiles() -> npt.NDArray[np.float32]:
     """float32 [65536]: the quantiles (i + ½)/65536 of N(0, 1/2), so that the sum of two has variance 1."""
     normal = NormalDist(0.0, 0.5**0.5)
     upper = [normal.inv_cdf((i + 0.5) / 65536) for i in range(32768, 65536)]
@@ -39,29 +38,15 @@ def _quantiles() -> npt.NDArray[np.float32]:
 def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Initial weights of `rows` (int64 [n], any order): float32 [n, dim], N(0, init_std²), rounded to `dtype`."""
     weight = np.empty((len(rows), spec.dim), dtype=np.float32)
-    if (compiled := kernel.compiled()) is not None:
-        compiled.initial_rows(source_of(spec), np.ascontiguousarray(rows, np.int64), spec.dim, weight)
-    else:
-        _draw(spec, rows, weight)
-    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)
-
-
-def source_of(spec: TableSpec) -> kernel.Initial:
-    """What the compiled kernel draws initial weights from."""
-    return mix_seed(spec.seed), spec.init_std, _quantiles()
-
-
-def _draw(spec: TableSpec, rows: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]) -> None:
-    """The definition: fills `weight` (float32 [n, dim]), before it is rounded to the table's dtype."""
     words_per_row = -(-spec.dim // 2)
-    quantiles = _quantiles()
     std = np.float32(spec.init_std)
     columns = np.arange(words_per_row, dtype=np.uint64)
     chunk = max(1, _CHUNK_WORDS // words_per_row)
     for start in range(0, len(rows), chunk):
         first_word = rows[start : start + chunk].astype(np.uint64) * np.uint64(words_per_row)
         halves = splitmix64(spec.seed, first_word[:, None] + columns).astype("<u8", copy=False).view("<u2")
-        found = quantiles.take(halves, mode="wrap")  # every index is valid; "raise" looks for one that is not
+        found = quantiles().take(halves, mode="wrap")  # every index is valid; "raise" looks for one that is not
         normals = weight[start : start + chunk]
         np.add(found[:, 0 : 2 * spec.dim : 2], found[:, 1 : 2 * spec.dim : 2], out=normals)
         normals *= std
+    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)

@@ -17,28 +17,28 @@ import xxhash
 
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, UInt64Array
 
-Initial = tuple[int, float, Float32Array]
-"""What initial weights are drawn from: a mixed seed, their standard deviation, the quantiles (float32 [65536])."""
-Layout = tuple[int, ...]
-"""Of a block: rows, dim, bytes of a value, rows of a group, offsets of the three arrays and of the groups' checksums,
-and bytes of all."""
-Blocks = list[memoryview | None]
-"""Stored blocks; None for those that were never written."""
-Changed = tuple[Layout, Blocks, Int64Array, UInt64Array, Int64Array, Int64Array, Initial, int, int, int, memoryview]
-"""Blocks to change: layout, blocks, their numbers and write ids, starts, slots, source of initial weights, the new
-write id, mixed seed of rounding, address of the checksum's function, which is not 0, and where to write them, one after
-the other."""
+Table = tuple[int | float | Float32Array, ...]
+"""Of a table: what a block's docstring says of its layout, the seeds and the distribution of initial weights, and the
+checksum's function, see `BlockCodec.compiled`."""
+Places = tuple[Table, list[memoryview | None], Int64Array, UInt64Array, Int64Array, Int64Array]
+"""Rows, and the blocks that they lie in: the table, the stored blocks (None for those that were never written), their
+numbers and write ids, starts and slots. Block j has rows number starts[j] to starts[j + 1] of all."""
+Gradients = tuple[StoredArray, Float32Array | None, tuple[float, float, float], int]
+"""Gradients ([n, D] of the table's dtype); the coefficients that bring the rows to their step (float32 [n, 2, 2]), None
+if they are there; weight decay, momentum and learning rate; the step."""
+RawRows = tuple[StoredArray, StoredArray, Int64Array]
+"""Weights, momentum buffers ([n, D] of the table's dtype) and last steps (int64 [n])."""
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 6
+_INTERFACE = 7
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""
 
 
 class Kernel(Protocol):
-    """The compiled passes. Arrays are contiguous; of n rows, those of block j are number starts[j] to starts[j + 1].
+    """The compiled passes over n rows. Arrays are contiguous.
 
     Raises:
         ValueError: a length or a place is not what the other arguments say; nothing outside an array is read.
@@ -46,68 +46,32 @@ class Kernel(Protocol):
 
     INTERFACE: int
 
-    def look(
-        self,
-        layout: Layout,
-        blocks: Blocks,
-        numbers: Int64Array,
-        write_ids: UInt64Array,
-        starts: Int64Array,
-        slots: Int64Array,
-        last_step: Int64Array,
-        checksum_address: int,
-        /,
-    ) -> int:
-        """Checks these rows of blocks, unless the address is 0, and fills last_step (int64 [n]); returns the position
-        of the first block where they are damaged, or -1."""
+    def look(self, places: Places, verify: bool, last_step: Int64Array, /) -> int:
+        """Fills last_step (int64 [n]); returns the position of the first block that has another length or, if `verify`,
+        where these rows are damaged, or -1."""
 
     def answer(
         self,
-        layout: Layout,
-        blocks: Blocks,
-        starts: Int64Array,
-        slots: Int64Array,
-        rows: Int64Array,
+        places: Places,
         coefficients: Float32Array | None,
-        initial: Initial,
-        rounding: tuple[int, int],
+        step: int,
         heads: tuple[bytes, bytes | None, bytes | None],
         last_step: Int64Array,
         /,
     ) -> bytes | None:
         """A message of weights, momentum buffers and last steps, each after its head; those without one are left out.
 
-        The rows are corrected by coefficients (float32 [n, 2, 2]) and rounded by (mixed seed, step), or, without
-        coefficients, as they are stored. Returns None if a corrected value is infinite or NaN.
+        The rows are corrected by coefficients (float32 [n, 2, 2]) and rounded for `step`, or, without coefficients, as
+        they are stored. Returns None if a corrected value is infinite or NaN.
         """
 
-    def initial_rows(self, initial: Initial, rows: Int64Array, dim: int, weight: Float32Array, /) -> None:
-        """Fills weight (float32 [n, dim])."""
+    def change(self, places: Places, write_id: int, room: memoryview, update: Gradients | RawRows, /) -> int:
+        """Writes the blocks, one after the other, their rows updated or replaced, and sealed for that write; returns
+        how many of the rows were never written before.
 
-    def push(
-        self,
-        changed: Changed,
-        coefficients: Float32Array | None,
-        gradients: StoredArray,
-        rates: tuple[float, float, float],
-        step: int,
-        /,
-    ) -> int:
-        """Writes the blocks, their rows updated at `step` by gradients ([n, D] of the table's dtype), and sealed;
-        returns how many of the rows were never written before.
-
-        A block is checked, copied, changed and sealed in one pass. Returns -1, with the room for the blocks in no
-        particular state, if a block is damaged or a row becomes infinite or NaN.
-
-        Args:
-            coefficients: bring the rows to `step`, float32 [n, 2, 2]; None if they are there.
-            rates: weight decay, momentum, learning rate, each rounded to float32.
+        A block is copied, checked, changed and sealed in one pass. Returns -1, with the room in no particular state, if
+        a block is damaged or a row becomes infinite or NaN.
         """
-
-    def replace(
-        self, changed: Changed, weight: StoredArray, momentum_buffer: StoredArray, last_step: Int64Array, /
-    ) -> int:
-        """The same with raw rows, [n, D] of the table's dtype and int64 [n]; returns -1 if a block is damaged."""
 
 
 @functools.cache

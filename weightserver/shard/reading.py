@@ -10,7 +10,7 @@ import numpy as np
 
 from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
-from weightserver.core.blocks import RowBuffer
+from weightserver.core.blocks import BlockCodec, RowBuffer
 from weightserver.core.correction import correct, require_finite
 from weightserver.core.errors import DamagedRecordError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
@@ -40,6 +40,11 @@ class Rows:
     def serialized(self) -> bytes:
         """The FetchResponse."""
         return self.message or encode_fetch_response(self.weight, self.momentum_buffer, self.last_step)
+
+
+def places(codec: BlockCodec, touched: TouchedBlocks, blocks: Blocks) -> kernel.Places:
+    """These rows for the compiled kernel."""
+    return codec.compiled, blocks.contents, touched.blocks, blocks.write_ids, touched.starts, touched.slots
 
 
 @dataclass(frozen=True)
@@ -114,14 +119,9 @@ class StoredRows:
         num_rows = len(touched.rows)
         heads = [field_head(number, size) for number, size in enumerate(codec.array_bytes(num_rows), start=1)]
         message = compiled.answer(
-            codec.layout,
-            self.blocks.contents,
-            touched.starts,
-            touched.slots,
-            np.ascontiguousarray(touched.rows),
+            places(codec, touched, self.blocks),
             coefficients,
-            codec.source,
-            (codec.precision.mixed_seed, step),
+            step,
             (heads[0], heads[1], heads[2]) if state else (heads[0], None, None),
             last_step,
         )
@@ -164,8 +164,7 @@ def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: 
                     codec.check(run.block, made_by, block, run.slots)
                 last_step[run.part] = codec.views(block).last_step[run.slots]
         return StoredRows(touched, blocks, last_step)
-    places = (codec.layout, blocks.contents, touched.blocks, blocks.write_ids, touched.starts, touched.slots)
-    bad = compiled.look(*places, last_step, kernel.checksum_address() if verify else 0)
+    bad = compiled.look(places(codec, touched, blocks), verify, last_step)
     if bad >= 0:
         block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None

@@ -18,6 +18,7 @@ from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import Version, new_write_id
 from weightserver.shard.collector import delete_unneeded
 from weightserver.shard.rates import GivenRates, ScheduledRates
+from weightserver.shard.reading import places
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -125,16 +126,14 @@ def _changed_by_kernel(
     Args:
         room: memory for the blocks, used again for each part of a write, so that it stays in the cache.
     """
-    compiled, checksum, codec = kernel.compiled(), kernel.checksum_address(), table.codec
+    compiled, codec = kernel.compiled(), table.codec
     if compiled is None:
         return None
     num_blocks, size = len(touched.blocks), codec.num_bytes
-    last_step = np.empty(len(touched.rows), np.int64)
-    places = (codec.layout, stored.contents, touched.blocks, stored.write_ids, touched.starts, touched.slots)
-    if compiled.look(*places, last_step, 0) >= 0:
+    where, last_step = places(codec, touched, stored), np.empty(len(touched.rows), np.int64)
+    if compiled.look(where, False, last_step) >= 0 or (given := update.for_kernel(last_step, part)) is None:
         return None
-    changed = (*places, codec.source, write_id, codec.precision.mixed_seed, checksum, room[: num_blocks * size])
-    rows_stored = update.write_changed(compiled, changed, last_step, part)
+    rows_stored = compiled.change(where, write_id, room[: num_blocks * size], given)
     if rows_stored < 0:
         return None
     return [room[start : start + size] for start in range(0, num_blocks * size, size)], rows_stored
@@ -188,28 +187,19 @@ class Push:
         stored.weight = precision.rounded(weight, rows, last_step, WEIGHT)
         stored.momentum_buffer = precision.rounded(momentum, rows, last_step, MOMENTUM_BUFFER)
 
-    def write_changed(
-        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
-    ) -> int:
-        """Writes the changed blocks by the kernel; returns as `Kernel.push`, or -1 where `change` has to decide: for
-        rows that saw later updates, and results that are infinite or NaN.
+    def for_kernel(self, last_step: Int64Array, part: slice) -> kernel.Gradients | None:
+        """The same for the kernel; None where `change` has to decide: for rows that saw later updates.
 
         Args:
             last_step: of the stored rows, int64 [n], not checked yet.
         """
         table, schedule, coefficients = self.table, self.table.schedule, None
         if last_step.min() < 0 or last_step.max() > self.step:
-            return -1
+            return None
         if table.spec.correction and last_step.min() < self.step:
             coefficients = schedule.coefficients(last_step, self.step)
         rates = (schedule.weight_decay, schedule.momentum, float(schedule.learning_rates[self.step]))
-        return compiled.push(
-            changed,
-            coefficients,
-            _contiguous(self.gradients[part], table),
-            rates,
-            self.step,
-        )
+        return _contiguous(self.gradients[part], table), coefficients, rates, self.step
 
 
 @dataclass(frozen=True)
@@ -236,17 +226,15 @@ class Replacement:
         stored.last_step = self.last_step[part]
         stored.weight, stored.momentum_buffer = self.weight[part], self.momentum_buffer[part]
 
-    def write_changed(
-        self, compiled: kernel.Kernel, changed: kernel.Changed, last_step: Int64Array, part: slice
-    ) -> int:
-        """See `Push.write_changed`. An older state is left to `change`."""
+    def for_kernel(self, last_step: Int64Array, part: slice) -> kernel.RawRows | None:
+        """See `Push.for_kernel`. An older state is left to `change`."""
         new_step = np.ascontiguousarray(self.last_step[part], np.int64)
         if (new_step < last_step).any():
-            return -1
+            return None
         weight, momentum_buffer = (
             _contiguous(values[part], self.table) for values in (self.weight, self.momentum_buffer)
         )
-        return compiled.replace(changed, weight, momentum_buffer, new_step)
+        return weight, momentum_buffer, new_step
 
 
 def _contiguous(values: StoredArray, table: Table) -> StoredArray:
