@@ -1,5 +1,5 @@
 """A cluster in memory, for tests that drive real `WeightClient`s: client, service, shard and group commit are the real
-code. gRPC, the disk, threads and the clock are replaced.
+code, and so is LMDB. gRPC, failures of the disk, threads and the clock are replaced.
 
 The test decides the fate of each attempt (`Fate`), the scheduling of the client's threads, and where a signal
 interrupts its caller. Nothing else is random: the same decisions make the same run.
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,7 +46,7 @@ import weightserver.client.table_caller
 import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
-from tests.helpers.memory_storage import MemoryStorage
+from tests.helpers.disk_storage import DiskStorage
 from weightserver.core.errors import MissingRatesError, OverloadedError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
@@ -256,11 +257,11 @@ Note = Callable[[Message, Any, bool], None]
 class Directory:
     """A shard's directory, and the events that led to its contents."""
 
-    storage: MemoryStorage = field(default_factory=MemoryStorage)
+    storage: DiskStorage
     history: list[int] = field(default_factory=list)
 
-    def copy(self) -> Directory:
-        return Directory(self.storage.copy(), self.history[:])
+    def copy(self, root: Path) -> Directory:
+        return Directory(self.storage.copy(root), self.history[:])
 
 
 class Crash(BaseException):
@@ -339,7 +340,7 @@ def _metrics(shard: int, num_shards: int) -> ShardMetrics:
 class Process:
     """One shard's process, without gRPC: service and shard; takes the committer's place."""
 
-    def __init__(self, storage: MemoryStorage, shard: int, num_shards: int, note: Note) -> None:
+    def __init__(self, storage: DiskStorage, shard: int, num_shards: int, note: Note) -> None:
         self.shard = Shard(storage, shard=shard, num_shards=num_shards)
         self.dying = False
         """Whether the next commit ends it."""
@@ -422,15 +423,15 @@ class Process:
 class MemoryCluster:
     """Shards, their network, and the threads and clock of their clients."""
 
-    def __init__(self, num_shards: int) -> None:
-        self.num_shards = num_shards
+    def __init__(self, num_shards: int, root: Path) -> None:
+        self.num_shards, self.root = num_shards, root
         self.threads = Threads()
         self.messages: list[Message] = []
         """The last changes that were sent; any of them may arrive, for the first time or again, but for those whose
         sender has been told that the shard was overloaded: their refusals are the proof that they were not applied."""
         self.log: list[Event] = []
         """The events of all shards, in order."""
-        self.directories = [Directory() for _ in range(num_shards)]
+        self.directories = [Directory(DiskStorage(root)) for _ in range(num_shards)]
         self.known: dict[tuple[str, int], Known] = {}
         """Knowledge, by client and shard."""
         self.told_of_loss: set[str] = set()
@@ -439,6 +440,8 @@ class MemoryCluster:
         self._changes: set[int] = set()
         self._now = 0.0
         self._patches = pytest.MonkeyPatch()
+        for directory in self.directories:
+            directory.storage.restart()
         self.processes = [self._process(shard) for shard in range(num_shards)]
 
     @property
@@ -475,7 +478,10 @@ class MemoryCluster:
             self._patches.setattr(module, name, value)
 
     def let_go(self) -> None:
+        """Ends the shards."""
         self._patches.undo()
+        for directory in self.directories:
+            directory.storage.close()
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -493,6 +499,7 @@ class MemoryCluster:
     def replace(self, shard: int, directory: Directory) -> Directory:
         """Replaces the shard's directory; returns the former one."""
         before, self.directories[shard] = self.directories[shard], directory
+        before.storage.close()
         self.restart(shard)
         return before
 
