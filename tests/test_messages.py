@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("weightserver", "trainer", "deploy")
 FOREIGN = {
-    "weightserver/client/retries.py": "gRPC tells why a handshake failed in its text alone, for tls_diagnosis",
-    "weightserver/operations/health.py": "the same",
+    "weightserver/client/retries.py": "gRPC's text is quoted to people, and a shard's own becomes the error's",
+    "weightserver/operations/health.py": "gRPC's text is quoted to people",
     "trainer/distributed.py": "gloo raises RuntimeError, whatever happened",
     "trainer/export/weights_file.py": "torch's unpickler names the class that it refuses in its text alone",
 }

@@ -58,7 +58,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         with stage("loading the images"):
             dataset = dataset_of(config)
         _check_images(config, dataset)
-        timeout_seconds = config.rank_timeout_seconds + config.retry_seconds
+        timeout_seconds = config.rank_timeout_seconds + max(config.retry_seconds, config.wait_for_servers)
         with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
             config = resolve_resume(config, ranks)
             dataset = images_of_run(config, dataset, ranks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from trainer.settings import Settings, check_at_least, check_choice, check_not_negative, resumable
+from trainer.settings import Settings, check_at_least, check_choice, check_not_negative, check_positive, resumable
 from weightserver import ClientSecurity
 from weightserver.common.addresses import is_loopback, parse_addresses
 
@@ -79,7 +79,9 @@ class ServersConfig(Settings):
     num_shards: int = resumable(2)
     """Number of local weight servers that a run without --servers starts; they store rows in the run's directory."""
     retry_seconds: float = resumable(300.0)
-    """Time for which calls to an unavailable weight server are retried before the run stops."""
+    """Time for which calls to a weight server that has answered before are retried before the run stops."""
+    wait_for_servers: float = resumable(15.0)
+    """Time for which the run waits for the first answer of each weight server."""
     tls_ca: Path | None = resumable(None)
     """Call --servers over TLS; the CA that signed their certificates, PEM."""
     tls_cert: Path | None = resumable(None)
@@ -94,6 +96,7 @@ class ServersConfig(Settings):
     def check(self) -> None:
         check_at_least(self, 1, "num_shards")
         check_not_negative(self, "retry_seconds")
+        check_positive(self, "wait_for_servers")
         security = self.security
         if security.tls_ca is not None and not self.servers:
             raise ValueError("--tls-ca is for --servers: omit it, or give their addresses")

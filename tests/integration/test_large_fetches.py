@@ -162,7 +162,9 @@ def test_an_unavailable_shard_is_reported_with_the_rows_that_arrived(shard: Loca
     ):
         with pytest.raises(ShardUnavailableError) as raised:
             client.fetch(ROWS, step=1)
-        assert f"(UNAVAILABLE), {sum(proxy.passed)} of {len(ROWS)} rows had arrived: check that" in str(raised.value)
+        assert f"(UNAVAILABLE: away), {sum(proxy.passed)} of {len(ROWS)} rows had arrived: check that" in str(
+            raised.value
+        )
         proxy.check(ROWS)
 
 

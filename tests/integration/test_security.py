@@ -145,43 +145,16 @@ REFUSED: dict[str, Refused] = {
         r"token is not this shard's: give the",
     ),
     "no token, without TLS": ("plain", lambda p: ClientSecurity(), r"has no token"),
-    "an expired certificate": (
-        "expired",
-        lambda p: tls(p.expired),
-        r"its certificate has expired: renew it and restart",
-    ),
-    "another host's certificate": (
-        "elsewhere",
-        lambda p: tls(p.elsewhere),
-        r"its certificate is not for the name 127\.0\.0\.1: connect by a name that it is for",
-    ),
-    "an unknown CA": (
-        "tls",
-        lambda p: tls(p.own, tls_ca=p.other / "ca.pem"),
-        r"was not signed by the CA that this client trusts: give --tls-ca",
-    ),
-    "no client certificate": (
-        "mutual",
-        lambda p: tls(p.own),
-        r"requires a client certificate and accepted none: give --tls-cert and --tls-key",
-    ),
-    "another CA's client": (
-        "mutual",
-        lambda p: everything(p.own, tls_cert=p.other / "client.pem", tls_key=p.other / "client-key.pem"),
-        r"requires a client certificate .* signed by the CA in its --tls-client-ca",
-    ),
-    "a client without TLS": ("tls", lambda p: ClientSecurity(token_file=p.own / "token"), r"TLS only: give --tls-ca"),
-    "a client without TLS, certificates required": ("mutual", lambda p: ClientSecurity(), r"speaks TLS only"),
-    "a shard without TLS": ("plain", lambda p: tls(p.own), r"it does not speak TLS: omit --tls-ca, or start it with"),
 }
 
 
 @pytest.mark.parametrize(("shard", "security", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str) -> None:
-    """None of these failures is retried, though gRPC reports most as UNAVAILABLE."""
+def test_a_token_is_refused_at_once(
+    place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str
+) -> None:
     started = time.monotonic()
     with (
-        place.client(shard, security(place), retry_seconds=120) as client,
+        place.client(shard, security(place), retry_seconds=120, connect_seconds=120) as client,
         pytest.raises(AuthenticationError, match=message) as raised,
     ):
         client.describe()
@@ -189,6 +162,47 @@ def test_refused_at_once(place: Place, shard: str, security: Callable[[Place], C
     assert str(raised.value).startswith(place.shards[shard].address)
     assert "\n" not in str(raised.value)
     place.assert_no_secret(str(raised.value))
+
+
+UNTRUSTED: dict[str, tuple[str, Callable[[Place], ClientSecurity]]] = {
+    "an expired certificate": ("expired", lambda p: tls(p.expired)),
+    "another host's certificate": ("elsewhere", lambda p: tls(p.elsewhere)),
+    "an unknown CA": ("tls", lambda p: tls(p.own, tls_ca=p.other / "ca.pem")),
+    "no client certificate": ("mutual", lambda p: tls(p.own)),
+    "another CA's client": (
+        "mutual",
+        lambda p: everything(p.own, tls_cert=p.other / "client.pem", tls_key=p.other / "client-key.pem"),
+    ),
+    "a client without TLS": ("tls", lambda p: ClientSecurity(token_file=p.own / "token")),
+    "a shard without TLS": ("plain", lambda p: tls(p.own)),
+}
+
+
+@pytest.mark.parametrize(("shard", "security"), UNTRUSTED.values(), ids=UNTRUSTED.keys())
+def test_a_handshake_that_fails_ends_the_first_connection(
+    place: Place, shard: str, security: Callable[[Place], ClientSecurity]
+) -> None:
+    """gRPC reports it as UNAVAILABLE, like a shard that does not run: after `connect_seconds` its text is told."""
+    with (
+        place.client(shard, security(place), retry_seconds=120, connect_seconds=1) as client,
+        pytest.raises(ShardUnavailableError, match=r"UNAVAILABLE: .*\): check the address, .*TLS options") as raised,
+    ):
+        client.describe()
+    assert str(raised.value).startswith(place.shards[shard].address)
+    assert "\n" not in str(raised.value)
+    place.assert_no_secret(str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("address", "told"), [("127.0.0.1:1", "refused"), ("no-such-name.invalid:1", "no-such-name.invalid")]
+)
+def test_a_first_connection_is_not_tried_for_long(address: str, told: str) -> None:
+    """Retries are for shards that have answered before."""
+    with (
+        WeightClient([address], insecure=True, retry_seconds=120, connect_seconds=1) as client,
+        pytest.raises(ShardUnavailableError, match=rf"{address} did not answer for 1\.\d s .*{told}"),
+    ):
+        client.describe()
 
 
 def test_a_stopped_shard_is_retried_with_tls_too(place: Place) -> None:
@@ -346,8 +360,9 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     certificate = [argument for option, name in names.items() for argument in (option, own / name)]
     assert command("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
-        (["health", address], "cannot be reached: it speaks TLS only: give --tls-ca, .*"),
-        (["health", address, *certificate[:2]], "cannot be reached: it requires a client certificate .*"),
+        (["health", address], "does not answer .* the TLS options of both sides, .*"),
+        (["health", address, *certificate[:2]], "does not answer .* the TLS options of both sides, .*"),
+        (["checkpoints", address, "--wait-for-servers", "1"], "did not answer for 1.* the TLS options of both .*"),
         (["checkpoints", address, *certificate], "the call has no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):
@@ -358,7 +373,7 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
     # What gRPC itself would log of a handshake that fails is no line of ours.
     status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1
-    assert re.fullmatch(rf"weightserver health: {address} cannot be reached: its certificate was not .*\n", errors)
+    assert re.fullmatch(rf"weightserver health: {address} does not answer .*CERTIFICATE_VERIFY_FAILED.*\n", errors)
 
 
 def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) -> None:

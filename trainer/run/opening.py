@@ -219,7 +219,9 @@ def _open_table(client: WeightClient, spec: TableSpec) -> None:
 def _client(config: TrainConfig, addresses: Sequence[str]) -> WeightClient:
     # Local servers that the run started are on loopback and need no credentials.
     security = config.security.client_arguments() if config.servers else {}
-    return WeightClient(addresses, retry_seconds=config.retry_seconds, **security)
+    return WeightClient(
+        addresses, retry_seconds=config.retry_seconds, connect_seconds=config.wait_for_servers, **security
+    )
 
 
 def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[str]:

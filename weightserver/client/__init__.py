@@ -1,6 +1,5 @@
 """The client of a cluster: connections, retries, sessions, fetches.
 
-Import from it: `WeightClient` and its results, which `weightserver` exports; `security`, `connection.open_channel` and
-`tls_diagnosis` by the operations.
+Import from it: `WeightClient` and its results, which `weightserver` exports; `security`, and `connection.open_channel`.
 It may import: `common`, `core` and `protocol`.
 """

@@ -34,11 +34,15 @@ def check_addresses(
             )
 
 
-def check_seconds(timeout_seconds: float, retry_seconds: float) -> None:
-    if not 0 < timeout_seconds <= _MAX_SECONDS or not 0 <= retry_seconds < math.inf:
+def check_seconds(timeout_seconds: float, retry_seconds: float, connect_seconds: float) -> None:
+    if (
+        not 0 < timeout_seconds <= _MAX_SECONDS
+        or not 0 <= retry_seconds < math.inf
+        or not 0 < connect_seconds < math.inf
+    ):
         raise ValueError(
-            f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative: "
-            f"got {timeout_seconds}, {retry_seconds}"
+            f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative, connect_seconds "
+            f"positive: got {timeout_seconds}, {retry_seconds}, {connect_seconds}"
         )
 
 

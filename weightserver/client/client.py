@@ -62,7 +62,8 @@ class WeightClient(Closing):
         credentials: gRPC channel credentials (TLS); without them only loopback addresses are accepted.
         token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
         timeout_seconds: deadline of one attempt; for a fetch, the time in which some of its rows must arrive.
-        retry_seconds: how long calls of an unreachable shard are retried.
+        retry_seconds: how long calls are retried of a shard that has answered before and cannot be reached now.
+        connect_seconds: how long the first call of each shard is tried.
         insecure: accept addresses other than loopback without credentials.
     """
 
@@ -74,10 +75,11 @@ class WeightClient(Closing):
         token: str | None = None,
         timeout_seconds: float = 30,
         retry_seconds: float = 300,
+        connect_seconds: float = 15,
         insecure: bool = False,
     ) -> None:
         arguments.check_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
-        arguments.check_seconds(timeout_seconds, retry_seconds)
+        arguments.check_seconds(timeout_seconds, retry_seconds, connect_seconds)
         _show_metrics()
         self._shards = Shards(
             addresses,
@@ -85,6 +87,7 @@ class WeightClient(Closing):
             token=token,
             timeout_seconds=timeout_seconds,
             retry_seconds=retry_seconds,
+            connect_seconds=connect_seconds,
         )
         self._cache = TableCache(self._shards)
         self._schedule = ClientSchedule(self._shards)

@@ -24,11 +24,9 @@ from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
 from weightserver.client.threads import require_caller, run_for
-from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
-    AuthenticationError,
     ClusterError,
     DataLossError,
     OverloadedError,
@@ -61,6 +59,8 @@ _OPTIONS = [
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
+
+_WAIT_LONGER = "wait longer with --wait-for-servers (connect_seconds)"
 
 Result = TypeVar("Result")
 
@@ -114,6 +114,7 @@ class ShardConnection:
         token: str | None,
         timeout_seconds: float,
         retry_seconds: float,
+        connect_seconds: float,
         watch: CallWatch,
     ) -> None:
         self.watch = watch
@@ -121,9 +122,10 @@ class ShardConnection:
         """`name` and `label` are the address until `identify`."""
         self.shard = 0
         """Known after `identify`."""
-        self._tls = credentials is not None
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
+        self._connect_seconds = connect_seconds
+        self._has_answered = False
         self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
         self._lock = threading.Lock()
         self.acknowledged = ""
@@ -243,7 +245,8 @@ class ShardConnection:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
         metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
-        return {"timeout": self._timeout_seconds, "metadata": metadata}
+        seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)
+        return {"timeout": seconds, "metadata": metadata}
 
     def _attempts(
         self, call: Call, attempt: Attempt[Result], rates: CarriedRates | None = None, acknowledged: str = ""
@@ -251,7 +254,7 @@ class ShardConnection:
         """Makes attempts until one succeeds, or the budget is spent. When rows of a fetch arrive the budget restarts. A
         shard that lacks some of the learning rates that a request names gets them in the next one.
         """
-        retries, num_lacking = Retries(call, self._retry_seconds), 0
+        retries, num_lacking = Retries(call), 0
         self.watch.began(call)
         try:
             while True:
@@ -262,11 +265,13 @@ class ShardConnection:
                     for request in rates.missing(self.shard) if rates is not None else ():
                         list(channel.stubs["Fetch"](request, **self._options("", call)))
                     answer = attempt(channel, self._options(acknowledged, call))
+                    self._has_answered = True
                     if rates is not None:
                         rates.were_taken(self.shard)
                     return answer
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
+                    self._has_answered |= not failure.is_silence
                 except (WeightServerError, CancelledError):
                     raise
                 except BaseException as error:
@@ -284,9 +289,10 @@ class ShardConnection:
                 if retries.restart_if_rows_arrived():
                     continue
                 retries.note_failure(failure)
-                if retries.is_spent:
+                budget = self._retry_seconds if self._has_answered else self._connect_seconds
+                if retries.waited >= budget:
                     raise self._unanswered(failure, retries)
-                retries.pause()
+                retries.pause(budget)
         except BaseException as error:
             call.gave_up = True
             if isinstance(error, DataLossError):
@@ -328,10 +334,6 @@ class ShardConnection:
             refusal = kind(f"{self.name}: {details}", **failure.fields)
             refusal.not_applied &= not retries.in_doubt
             raise refusal
-        if reason := tls_failure(self.address, failure.status, failure.details, tls=self._tls):
-            refused = AuthenticationError(f"{self.name} cannot be called: {reason}")
-            refused.not_applied = False  # a connection that broke looks alike, and the shard may have had the call
-            raise refused
 
     def _unanswered(self, failure: Failure, retries: Retries) -> WeightServerError:
         """The error after the last attempt."""
@@ -341,9 +343,11 @@ class ShardConnection:
             )
             overloaded.not_applied &= not retries.in_doubt
             return overloaded
+        check = "that it runs and can be reached, then repeat the call"
+        if not self._has_answered:
+            check = f"the address, that it runs, and the TLS options of both sides, or {_WAIT_LONGER}"
         return ShardUnavailableError(
-            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.cause}){retries.progress}: check "
-            "that it runs and can be reached, then repeat the call"
+            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.cause}){retries.progress}: check {check}"
         )
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:

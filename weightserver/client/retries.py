@@ -47,7 +47,13 @@ class Failure:
         status = error.code()
         fields = error_fields(error.trailing_metadata())
         is_retried = status in _RETRIED or "num_used" in fields
-        return cls(status, error.details() or "", status.name, is_retried, fields)
+        details = " ".join((error.details() or "").split())
+        return cls(status, details, f"{status.name}: {details}", is_retried, fields)
+
+    @property
+    def is_silence(self) -> bool:
+        """Whether the shard itself may have said nothing."""
+        return self.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
     @property
     def is_overload(self) -> bool:
@@ -57,13 +63,12 @@ class Failure:
 class Retries:
     """The attempts of one call. The budget restarts when an attempt has received some of its rows."""
 
-    def __init__(self, call: Call, budget_seconds: float) -> None:
+    def __init__(self, call: Call) -> None:
         self.waited = 0.0
         """Seconds that the budget has run, as of the last failure or pause."""
         self.in_doubt = False
         """Whether an attempt may have changed something although its answer is unknown."""
         self._started = call.started
-        self._budget_seconds = budget_seconds
         self._rows = call.rows
         self._num_arrived = call.rows.num_arrived if call.rows else 0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
@@ -80,13 +85,9 @@ class Retries:
         self.in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
         self.waited = time.monotonic() - self._started
 
-    @property
-    def is_spent(self) -> bool:
-        return self.waited >= self._budget_seconds
-
-    def pause(self) -> None:
+    def pause(self, budget_seconds: float) -> None:
         """Waits before the next attempt."""
-        remaining = self._budget_seconds - self.waited
+        remaining = budget_seconds - self.waited
         seconds = self._pause_seconds * random.uniform(0.5, 1.0)  # not all clients try again at the same time
         time.sleep(min(seconds, remaining))
         self.waited = time.monotonic() - self._started

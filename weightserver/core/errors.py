@@ -10,7 +10,7 @@ WeightServerError
 ├── StepError                OUT_OF_RANGE         beyond the schedule, before an update a row has seen, or rows diverge
 │   └── MissingRatesError                         retried with the learning rates that the shard lacks
 ├── FencedError              ABORTED              the session was superseded, or none was opened
-├── AuthenticationError      UNAUTHENTICATED      one side rejects the other's token or certificate
+├── AuthenticationError      UNAUTHENTICATED      the call's token is missing or not the shard's
 ├── StorageError             FAILED_PRECONDITION  the data directory is damaged or another one
 └── DataLossError            DATA_LOSS            the shard lacks what it had acknowledged
 
@@ -47,7 +47,7 @@ class RowError(ValueError):
 
 
 class ShardUnavailableError(WeightServerError):
-    """A shard did not answer within `retry_seconds`."""
+    """A shard did not answer within `retry_seconds`; within `connect_seconds` if it has never answered this client."""
 
 
 class OverloadedError(WeightServerError):
@@ -106,7 +106,7 @@ class FencedError(WeightServerError):
 
 
 class AuthenticationError(WeightServerError):
-    """A call without the shard's token, or a TLS certificate that one side rejects; retries do not help."""
+    """A call without the shard's token; retries do not help."""
 
     not_applied = True
 

@@ -16,6 +16,9 @@ _RETRY_SECONDS = 10
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
     add_addresses(parser, "every shard", required=required)
+    parser.add_argument(
+        "--wait-for-servers", type=float, default=15.0, metavar="SECONDS", help="for the first answers (default 15)"
+    )
     add_options(parser, ClientSecurity)
 
 
@@ -36,7 +39,12 @@ def given_addresses(arguments: argparse.Namespace) -> list[str]:
 def connect(arguments: argparse.Namespace) -> WeightClient:
     """A client of the cluster given by the options of `add_cluster_arguments`."""
     security = given_options(arguments, ClientSecurity)
-    return WeightClient(given_addresses(arguments), retry_seconds=_RETRY_SECONDS, **security.client_arguments())
+    return WeightClient(
+        given_addresses(arguments),
+        retry_seconds=_RETRY_SECONDS,
+        connect_seconds=arguments.wait_for_servers,
+        **security.client_arguments(),
+    )
 
 
 def non_empty_name(text: str) -> str:

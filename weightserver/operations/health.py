@@ -10,9 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from weightserver.client.connection import open_channel
 from weightserver.client.security import ClientSecurity
-from weightserver.client.tls_diagnosis import tls_failure
 from weightserver.common.options import add_options, given_options
-from weightserver.core.errors import AuthenticationError, ShardUnavailableError
+from weightserver.core.errors import ShardUnavailableError
 from weightserver.operations.arguments import add_addresses, given_addresses
 
 
@@ -38,18 +37,15 @@ def _serving_status(address: str, security: ClientSecurity, timeout_seconds: flo
     """Name of the gRPC health status.
 
     Raises:
-        AuthenticationError: TLS failed.
         ShardUnavailableError: the shard did not answer.
     """
-    credentials = security.credentials()
-    with open_channel(address, credentials) as channel:
+    with open_channel(address, security.credentials()) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
         except grpc.RpcError as error:
-            if reason := tls_failure(address, error.code(), error.details() or "", tls=credentials is not None):
-                raise AuthenticationError(f"{address} cannot be reached: {reason}") from None
+            cause = " ".join(f"{error.code().name}: {error.details()}".split())
             raise ShardUnavailableError(
-                f"{address} does not answer ({error.code().name}): check that its shard is running and listens there, "
-                "or give a longer --timeout-seconds"
+                f"{address} does not answer ({cause}): check that its shard is running and listens there, and the TLS "
+                "options of both sides, or give a longer --timeout-seconds"
             ) from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
