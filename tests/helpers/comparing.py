@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.helpers.stored import decoded
 from weightserver import RowState
 from weightserver.core.sharding import Sharding
 from weightserver.shard.shard import Shard
@@ -25,8 +26,8 @@ def rows_in(directories: list[Path], *, checkpoint: str | None = None) -> RowSta
             shard = Shard(storage, shard=number, num_shards=len(directories))
             spec = shard.require_table().spec
             rows = Sharding(spec.rows_per_block, len(directories)).rows_of_shard(number, spec.num_rows)
-            chunks = list(shard.fetch(rows, step=None, state=True, checkpoint=checkpoint))
+            part = decoded(shard.fetch(rows, step=None, state=True, checkpoint=checkpoint), spec)
         for name in RowState.__dataclass_fields__:
-            found = np.concatenate([getattr(chunk, name) for chunk in chunks])
+            found = getattr(part, name)
             arrays.setdefault(name, np.empty((spec.num_rows, *found.shape[1:]), found.dtype))[rows] = found
     return RowState(**arrays)

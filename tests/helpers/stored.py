@@ -1,10 +1,16 @@
-"""Reads and changes the blocks of a storage, below the shard."""
+"""Reads and changes the blocks of a storage, below the shard, and reads what the shard answers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from weightserver import RowState
+from weightserver.core.precision import precision_of
+from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST, Version, new_write_id, newest
+from weightserver.protocol.codec import decode_fetch_response
 from weightserver.storage.interface import Transaction
 
 
@@ -27,3 +33,13 @@ def version_of(txn: Transaction, block: int, up_to: int = NEWEST) -> Version:
 def stored(txn: Transaction) -> list[tuple[int, int]]:
     """(block, generation) of all versions."""
     return [(version.block, version.generation) for version in txn.versions()]
+
+
+def decoded(chunks: Iterable[tuple[int, bytes]], spec: TableSpec) -> RowState:
+    """The rows that `Shard.fetch` answered, in the table's dtype; what was not asked for is empty."""
+    kinds = (precision_of(spec).dtype, precision_of(spec).dtype, np.dtype(np.int64))
+    fields = zip(*(decode_fetch_response(message) for _, message in chunks), strict=True)
+    weight, momentum_buffer, last_step = (
+        np.frombuffer(b"".join(parts), kind) for parts, kind in zip(fields, kinds, strict=True)
+    )
+    return RowState(weight.reshape(-1, spec.dim), momentum_buffer.reshape(-1, spec.dim), last_step)

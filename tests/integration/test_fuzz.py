@@ -26,6 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel
 from tests.helpers.schedules import used_by
+from tests.helpers.stored import decoded
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -319,14 +320,13 @@ def test_handlers(count: int) -> None:
         assert lost > count // 200
         if place.shard.spec in SPECS:
             rows = np.flatnonzero((np.arange(SPEC.num_rows) // SPEC.rows_per_block) % 2 == 0)
-            for part in place.shard.fetch(rows, step=None, state=True):
-                assert np.isfinite(part.weight).all()
+            assert np.isfinite(decoded(place.shard.fetch(rows, step=None, state=True), place.shard.spec).weight).all()
             rates = used_by(place.shard, np.full(HORIZON, 0.5)[len(place.shard.used_rates) :])
             for row in rows:  # corrected they are finite, or the fetch says which row and update
                 try:
-                    for part in place.shard.fetch(np.array([row]), step=HORIZON, state=True, rates=rates):
-                        assert part.momentum_buffer is not None
-                        assert np.isfinite([part.weight, part.momentum_buffer]).all()
+                    chunks = place.shard.fetch(np.array([row]), step=HORIZON, state=True, rates=rates)
+                    part = decoded(chunks, place.shard.spec)
+                    assert np.isfinite([part.weight, part.momentum_buffer]).all()
                 except StepError as error:
                     assert f"row {row} would be infinite or NaN after update" in str(error)  # noqa: PT017
         place.prepare()

@@ -145,11 +145,11 @@ def rows_of(shard: Shard, checkpoint: str | None = None) -> list[Any]:
     for block in range(SPEC.num_blocks):
         rows = np.arange(block * SPEC.rows_per_block, (block + 1) * SPEC.rows_per_block)
         try:
-            (chunk,) = shard.fetch(rows, step=None, state=True, checkpoint=checkpoint)
+            ((_, message),) = shard.fetch(rows, step=None, state=True, checkpoint=checkpoint)
         except StorageError:
             found.append(None)
         else:
-            found.append(chunk.serialized())
+            found.append(message)
     return found
 
 

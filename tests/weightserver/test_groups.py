@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import naming, used_by
+from tests.helpers.stored import decoded
 from weightserver.core.errors import NoTableError, TableMismatchError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
@@ -62,8 +63,8 @@ class Groups:
         self.shard.open_session(batch, "run", 1, b"o" * 16)
 
     def weight(self) -> float:
-        (chunk,) = self.shard.fetch(ROW, step=self.shard.state.clock, state=False, rates=used_by(self.shard))
-        return float(chunk.weight[0, 0])
+        chunks = self.shard.fetch(ROW, step=self.shard.state.clock, state=False, rates=used_by(self.shard))
+        return float(decoded(chunks, SPEC).weight[0, 0])
 
     def close(self) -> None:
         self.committer.close()

@@ -26,7 +26,6 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import DamagedRecordError, StepError, WeightServerError
 from weightserver.core.spec import TableSpec
-from weightserver.protocol.codec import encode_fetch_response
 from weightserver.shard import writing
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -101,10 +100,7 @@ class Filled:
             chunks = list(self.shard.fetch(rows, step=step, state=state, rates=self.rates))
         except WeightServerError as error:
             return repr(error)
-        for chunk in chunks:  # the arrays are those of the message
-            again = encode_fetch_response(chunk.weight, chunk.momentum_buffer, chunk.last_step)
-            assert again == chunk.serialized()
-        return [chunk.serialized() for chunk in chunks]
+        return [message for _, message in chunks]
 
 
 def check_fetches(compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float) -> None:

@@ -19,7 +19,6 @@ from weightserver.core.blocks import BlockCodec, rows_per_group
 from weightserver.core.errors import DamagedRecordError
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import mix_seed
-from weightserver.shard.reading import Rows
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -114,9 +113,9 @@ class Stored:
     def rows(self, slots: Any, block: int = BLOCK) -> Int64Array:
         return block * self.spec.rows_per_block + np.arange(self.spec.rows_per_block)[slots]
 
-    def fetch(self, slots: Any, block: int = BLOCK) -> Rows:
-        (found,) = self.shard.fetch(self.rows(slots, block), step=None, state=True)
-        return found
+    def fetch(self, slots: Any, block: int = BLOCK) -> bytes:
+        ((_, message),) = self.shard.fetch(self.rows(slots, block), step=None, state=True)
+        return message
 
     def damaged(self, slots: Any, block: int = BLOCK) -> str:
         """What a fetch says; empty if it answers."""
@@ -173,7 +172,7 @@ def test_what_each_checksum_covers(spec: TableSpec) -> None:
 def check_flips(spec: TableSpec, positions: Any) -> None:
     """Flips bits of one byte after the other, and fetches each group's rows."""
     stored, whole, generator = Stored(spec, {BLOCK: bytes(sealed(spec))}), sealed(spec), np.random.default_rng(0)
-    codec, before = BlockCodec(spec), [stored.fetch(slots).serialized() for slots in groups(spec)]
+    codec, before = BlockCodec(spec), [stored.fetch(slots) for slots in groups(spec)]
     for position in positions:
         changed = whole.copy()
         changed[position] ^= int(generator.integers(1, 256))
@@ -188,7 +187,7 @@ def check_flips(spec: TableSpec, positions: Any) -> None:
                 first, last = stored.rows(slots)[[0, -1]]
                 assert f"{codec.name(BLOCK)} is damaged (checksum) in rows {first}..{last}: " in said, position
             else:
-                assert stored.fetch(slots).serialized() == before[group], position
+                assert stored.fetch(slots) == before[group], position
 
 
 @pytest.mark.guard

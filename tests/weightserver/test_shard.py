@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.schedules import naming
-from tests.helpers.stored import get, put, stored, version_of
+from tests.helpers.stored import decoded, get, put, stored, version_of
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
@@ -78,8 +78,7 @@ class Served:
         return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
-        chunks = list(self.shard.fetch(np.arange(100, dtype=np.int64), step=None, state=False))
-        return np.concatenate([chunk.weight for chunk in chunks])
+        return decoded(self.shard.fetch(np.arange(100), step=None, state=False), SPEC).weight
 
     def close(self) -> None:
         self.committer.close()
@@ -121,8 +120,8 @@ def test_a_note_that_cannot_be_written_undoes_no_commit(
     assert served.push(3, step=1) is True
     served.close()
     again = Served(tmp_path)
-    chunks = list(again.shard.fetch(np.arange(100, dtype=np.int64), step=None, state=False, checkpoint="kept"))
-    assert np.array_equal(np.concatenate([chunk.weight for chunk in chunks]), weights)
+    chunks = again.shard.fetch(np.arange(100), step=None, state=False, checkpoint="kept")
+    assert np.array_equal(decoded(chunks, SPEC).weight, weights)
     again.close()
 
 
@@ -191,6 +190,22 @@ def test_a_fetch_ends_when_others_learning_rates_are_used_meanwhile(
         next(served.shard.fetch(np.arange(100), step=10, state=False, rates=RATES))
 
 
+def test_a_fetch_ends_when_rows_are_rolled_back_meanwhile(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may use other learning rates from then on, and its rows are of two times."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
+
+    def header(sequence: int) -> WriteHeader:
+        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
+
+    served.do(lambda batch: served.shard.checkpoint(batch, header(1), "one"))
+    served.push(2)
+    chunks = served.shard.fetch(np.arange(100), step=10, state=False, rates=RATES)
+    next(chunks)
+    served.do(lambda batch: served.shard.rollback(batch, header(3), "one"))
+    with pytest.raises(MissingRatesError, match="it has 0"):
+        next(chunks)
+
+
 def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,18 +217,24 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     earlier = table_digest(SPEC, served.shard.table_identity)
     assert served.do(lambda batch: served.shard.extend_table(batch, 1_000)) is True
     assert served.do(lambda batch: served.shard.extend_table(batch, 1_000)) is False
-    assert np.array_equal(np.concatenate([first.weight, *(chunk.weight for chunk in chunks)]), before)
+    assert np.array_equal(decoded([first, *chunks], SPEC).weight, before)
     served.close()
     with closing(Served(tmp_path)) as again:
         again.shard.check_table(earlier)  # clients that know the smaller table continue, after a restart too
+
+        def fetched_after_it_waited(digest: int) -> None:
+            next(again.shard.fetch(np.arange(100), step=None, state=False, table_digest=digest))
+
+        fetched_after_it_waited(earlier)
         chunks = again.shard.fetch(np.arange(100), step=None, state=False)
         next(chunks)
         again.do(again.shard.drop_table)
         again.do(lambda batch: again.shard.create_table(batch, SPEC))
         with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
             next(chunks)
-        with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=100,"):
-            again.shard.check_table(earlier)
+        for refused in (again.shard.check_table, fetched_after_it_waited):
+            with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=100,"):
+                refused(earlier)
 
 
 def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> None:
@@ -692,8 +713,8 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
             num_swept += before != needed
             assert np.array_equal(served.weights(), now)
             for known in served.shard.state.checkpoints:
-                (chunk,) = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
-                assert np.array_equal(chunk.weight, rows_of[known.name])
+                chunks = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
+                assert np.array_equal(decoded(chunks, SPEC).weight, rows_of[known.name])
     assert num_swept, "nothing was ever deleted"
 
 

@@ -56,6 +56,7 @@ from tests.helpers.memory_cluster import (
     interrupted_at,
 )
 from tests.helpers.sequential_model import TOLERANCE, Model, State, operations_of
+from tests.helpers.stored import decoded
 from weightserver import TableSpec, WeightClient
 from weightserver.core.errors import (
     ClusterError,
@@ -843,8 +844,8 @@ class Machine(RuleBasedStateMachine):
         )
         assert [kept.name for kept in shard.state.checkpoints] == list(model.state.checkpoints)
         for checkpoint, rows in [(None, model.state.rows), *model.state.checkpoints.items()]:
-            (found,) = shard.fetch(np.array(list(rows)), step=None, state=True, checkpoint=checkpoint)
-            assert found.last_step is not None
+            chunks = shard.fetch(np.array(list(rows)), step=None, state=True, checkpoint=checkpoint)
+            found = decoded(chunks, shard.require_table().spec)
             assert found.last_step.tolist() == [row.last_step for row in rows.values()]
             for name in ("weight", "momentum_buffer"):
                 expected = np.array([getattr(row, name) for row in rows.values()])

@@ -74,10 +74,10 @@ class RowMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._fetch_stages = _stages(
             "fetch",
-            ("queue", "receive", "read", "correct", "serialise", "send"),
+            ("queue", "receive", "read", "correct", "send"),
             "Time that an answered fetch spent waiting for its turn (queue) and for its request (receive), reading and "
-            "verifying blocks (read), correcting rows (correct), framing them (serialise), and waiting until they were "
-            "received (send).",
+            "verifying blocks (read), correcting and framing rows (correct), and waiting until they were received "
+            "(send).",
             registry,
         )
         self._write_stages = _stages(

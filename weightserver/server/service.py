@@ -12,7 +12,7 @@ from functools import partial
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from weightserver.common.stages import StageClock, call_clock
+from weightserver.common.stages import call_clock
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS
@@ -35,7 +35,7 @@ from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import receive, write_header
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.reading import READ_BYTES, Rows
+from weightserver.shard.reading import READ_BYTES
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 
@@ -146,7 +146,7 @@ class WeightServerService:
         self._metrics.requested("fetch", len(rows))
         num_rows = num_bytes = 0
         try:
-            for part, message in _encoded(chunks, clock):
+            for part, message in chunks:
                 clock.start("send")
                 num_rows += part
                 num_bytes += len(message)
@@ -272,13 +272,6 @@ class WeightServerService:
         if applied:
             _log.info(_EVENTS[method], extra={"checkpoint": name})
         return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
-
-
-def _encoded(chunks: Iterator[Rows], clock: StageClock) -> Iterator[tuple[int, bytes]]:
-    """Yields (number of rows, serialized FetchResponse) for each chunk."""
-    for chunk in chunks:
-        clock.start("serialise")
-        yield len(chunk.weight), chunk.serialized()
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]

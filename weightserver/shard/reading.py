@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weightserver.core import kernel
-from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec, RowBuffer
 from weightserver.core.correction import correct, require_finite
 from weightserver.core.errors import DamagedRecordError, StepError
@@ -27,21 +27,6 @@ _MAX_SEEN_BLOCKS = 50_000
 """Number of blocks inspected for one answer of `read_blocks`: a snapshot of some 100 ms."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows as a fetch answers them, in the table's dtype; momentum_buffer and last_step only if they were asked for."""
-
-    weight: StoredArray  # (n, D)
-    momentum_buffer: StoredArray | None = None  # (n, D)
-    last_step: Int64Array | None = None  # (n,)
-    message: bytes = b""
-    """The serialized FetchResponse, whose bytes the arrays show, if the kernel made it."""
-
-    def serialized(self) -> bytes:
-        """The FetchResponse."""
-        return self.message or encode_fetch_response(self.weight, self.momentum_buffer, self.last_step)
-
-
 def places(codec: BlockCodec, touched: TouchedBlocks, blocks: Blocks) -> kernel.Places:
     """These rows for the compiled kernel."""
     return codec.compiled, blocks.contents, touched.blocks, blocks.write_ids, touched.starts, touched.slots
@@ -55,37 +40,28 @@ class StoredRows:
     blocks: Blocks
     last_step: Int64Array  # (n,)
 
-    def answer(self, table: Table, step: int | None, rows: Int64Array, *, state: bool) -> Rows:
-        """The weights before update `step`, or as they are stored; with `state` all of the rows.
+    def answer(self, table: Table, step: int | None, *, state: bool) -> bytes:
+        """The FetchResponse with the weights before update `step`, or as they are stored; with `state` all of the rows.
 
         Raises:
             StepError: a row has seen that update, or is infinite or NaN when corrected to it.
         """
         last_step, coefficients = self.last_step, None
         if step is not None:
-            _require_unseen(step, rows, last_step)
+            _require_unseen(step, self.touched.rows, last_step)
             if table.spec.correction:
                 coefficients = table.schedule.coefficients(last_step, step)
             last_step = np.full_like(last_step, step)
-        found = None
-        if kernel.compiled() is not None:
-            found = self._message(table, step or 0, coefficients, last_step, state=state)
-        if found is None:  # NumPy says which row is infinite or NaN
-            found = self._computed(table, step or 0, rows, coefficients, last_step, state=state)
-        return found
+        message = self._by_kernel(table, step or 0, coefficients, last_step, state=state)
+        if message is None:  # NumPy says which row is infinite or NaN
+            message = self._by_numpy(table, step or 0, coefficients, last_step, state=state)
+        return message
 
-    def _computed(
-        self,
-        table: Table,
-        step: int,
-        rows: Int64Array,
-        coefficients: Float32Array | None,
-        last_step: Int64Array,
-        *,
-        state: bool,
-    ) -> Rows:
+    def _by_numpy(
+        self, table: Table, step: int, coefficients: Float32Array | None, last_step: Int64Array, *, state: bool
+    ) -> bytes:
         """The answer by NumPy: the definition."""
-        found, precision = self._copied(table), table.codec.precision
+        found, rows, precision = self._copied(table), self.touched.rows, table.codec.precision
         if coefficients is not None:
             weight, momentum_buffer = precision.widened(found.weight), precision.widened(found.momentum_buffer)
             correct(weight, momentum_buffer, coefficients, weight_only=not state)
@@ -93,7 +69,8 @@ class StoredRows:
             found.weight = precision.rounded(weight, rows, step, WEIGHT)
             if state:
                 found.momentum_buffer = precision.rounded(momentum_buffer, rows, step, MOMENTUM_BUFFER)
-        return Rows(found.weight, found.momentum_buffer, last_step) if state else Rows(found.weight)
+        arrays = (found.weight, found.momentum_buffer, last_step) if state else (found.weight, None, None)
+        return encode_fetch_response(*arrays)
 
     def _copied(self, table: Table) -> RowBuffer:
         """The rows as they are stored."""
@@ -110,33 +87,22 @@ class StoredRows:
             found.momentum_buffer[part] = 0
         return found
 
-    def _message(
+    def _by_kernel(
         self, table: Table, step: int, coefficients: Float32Array | None, last_step: Int64Array, *, state: bool
-    ) -> Rows | None:
-        """The answer by the kernel; None if a corrected row is infinite or NaN."""
-        compiled, codec, touched = kernel.compiled(), table.codec, self.touched
-        assert compiled is not None
-        num_rows = len(touched.rows)
-        heads = [field_head(number, size) for number, size in enumerate(codec.array_bytes(num_rows), start=1)]
-        message = compiled.answer(
+    ) -> bytes | None:
+        """The answer by the kernel; None without it, or if a corrected row is infinite or NaN."""
+        codec, touched = table.codec, self.touched
+        if (compiled := kernel.compiled()) is None:
+            return None
+        sizes = enumerate(codec.array_bytes(len(touched.rows)), start=1)
+        heads = [field_head(number, size) for number, size in sizes]
+        return compiled.answer(
             places(codec, touched, self.blocks),
             coefficients,
             step,
             (heads[0], heads[1], heads[2]) if state else (heads[0], None, None),
             last_step,
         )
-        if message is None:
-            return None
-
-        def values(at: int) -> StoredArray:
-            found = np.frombuffer(message, codec.precision.dtype, num_rows * codec.dim, at)
-            return found.reshape(num_rows, codec.dim)
-
-        weight = values(len(heads[0]))
-        if not state:
-            return Rows(weight, message=message)
-        momentum_buffer = values(len(heads[0]) + weight.nbytes + len(heads[1]))
-        return Rows(weight, momentum_buffer, last_step, message)
 
 
 def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:

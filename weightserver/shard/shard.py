@@ -33,7 +33,6 @@ from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
 from weightserver.shard.collector import Submit, VersionCollector
 from weightserver.shard.rates import GivenRates, ScheduledRates
-from weightserver.shard.reading import Rows
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
@@ -175,8 +174,9 @@ class Shard:
         rates: GivenRates | None = None,
         table_digest: int = 0,
         clock: StageClock | None = None,
-    ) -> Iterator[Rows]:
-        """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None, in chunks of about 1 MiB.
+    ) -> Iterator[tuple[int, bytes]]:
+        """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None: yields how many of them, and their
+        FetchResponse, for chunks of about 1 MiB.
 
         They are read as they are now, or as they were at a checkpoint.
 
@@ -202,9 +202,9 @@ class Shard:
                 found = reading.read_rows(txn, table, touched, up_to=up_to, verify=self._verify_reads)
                 self._check_still(table, step)
                 clock.start("correct")
-                answer = found.answer(table, step, touched.rows, state=state)
+                answer = found.answer(table, step, state=state)
                 del found  # its memory is the snapshot's
-            yield answer
+            yield len(touched.rows), answer
 
     def _following(self, table: Table, given: GivenRates, step: int) -> Table:
         """The table with the learning rates that a fetch for `step` names, which are kept in memory."""
