@@ -18,7 +18,7 @@ from weightserver.core.precision import (
     ROUNDING_ERROR,
     WEIGHT,
     BFloat16,
-    Float32,
+    Precision,
     precision_of,
 )
 from weightserver.core.spec import TableSpec
@@ -122,7 +122,7 @@ def test_nan_and_infinite_values_are_seen() -> None:
 
 def test_float32_is_not_touched() -> None:
     precision, values = precision_of(TableSpec(num_rows=1, dim=4)), np.ones((2, 4), np.float32)
-    assert isinstance(precision, Float32)
+    assert type(precision) is Precision
     assert precision.rounded(values, np.arange(2), 0, WEIGHT) is values
     assert precision.widened(values) is values
 

@@ -53,6 +53,12 @@ def named(spec: TableSpec) -> str:
     return f"{spec.dtype}, {spec.rows_per_block} rows of {spec.dim}"
 
 
+def offsets(spec: TableSpec) -> tuple[int, int]:
+    """Of the weights and the momentum buffers in a block."""
+    found = BlockCodec(spec).offsets
+    return found["weight"], found["momentum_buffer"]
+
+
 def groups(spec: TableSpec) -> list[Int64Array]:
     """The slots of each group."""
     slots = np.arange(spec.rows_per_block)
@@ -61,7 +67,7 @@ def groups(spec: TableSpec) -> list[Int64Array]:
 
 def group_at(spec: TableSpec, position: int) -> int | None:
     """The group whose values have this byte; None if all rows depend on it."""
-    _, weight, momentum_buffer = BlockCodec(spec).offsets
+    weight, momentum_buffer = offsets(spec)
     row_bytes = spec.value_bytes * spec.dim
     row = (position - weight) // row_bytes % spec.rows_per_block
     end = momentum_buffer + spec.rows_per_block * row_bytes
@@ -153,7 +159,7 @@ class Stored:
 @pytest.mark.parametrize("spec", [*in_both(SMALL), *in_both(LARGE), replace(SMALL, dim=600)], ids=named)
 def test_what_each_checksum_covers(spec: TableSpec) -> None:
     """As the docstring of blocks.py says."""
-    block, (_, weight, momentum_buffer) = bytes(sealed(spec)), BlockCodec(spec).offsets
+    block, (weight, momentum_buffer) = bytes(sealed(spec)), offsets(spec)
     size = spec.value_bytes * spec.dim
     assert rows_per_group(spec) == max(1, 2_048 // size)
     end = momentum_buffer + spec.rows_per_block * size
@@ -201,7 +207,7 @@ def test_every_flipped_byte_concerns_its_rows_alone(spec: TableSpec) -> None:
 @pytest.mark.parametrize("spec", [*in_both(SMALL), *in_both(LARGE)], ids=named)
 def test_some_flipped_bytes_concern_their_rows_alone(spec: TableSpec) -> None:
     codec = BlockCodec(spec)
-    _, weight, momentum_buffer = codec.offsets
+    weight, momentum_buffer = offsets(spec)
     edges = [0, 1, 2, 4, 8, 15, 16, weight - 1, weight, momentum_buffer - 1, momentum_buffer, codec.num_bytes - 1]
     check_flips(spec, [*edges, *np.random.default_rng(1).integers(0, codec.num_bytes, 40).tolist()])
 
@@ -211,7 +217,7 @@ def test_some_flipped_bytes_concern_their_rows_alone(spec: TableSpec) -> None:
 def test_exchanged_parts_are_noticed(spec: TableSpec) -> None:
     """Groups of one block, with or without their checksums; the same group of two blocks; whole blocks; formats."""
     codec = BlockCodec(spec)
-    _, weight, momentum_buffer = codec.offsets
+    weight, momentum_buffer = offsets(spec)
     end = codec.num_bytes - 8 * len(groups(spec))
     one, other, size = sealed(spec), sealed(spec, BLOCK + 1), spec.value_bytes * spec.dim * 4
     last = (spec.rows_per_block // 4 - 1) * size  # the last four rows are a group

@@ -32,28 +32,22 @@ MAX_STEPS = 1 << 25
 
 
 class Schedule:
-    """Learning rates of a run and the transfer products of its rows, about 40 bytes a step.
-
-    Threads: any number may read while one extends.
+    """Learning rates of a run's first steps and the transfer products of its rows, about 40 bytes a step. Immutable.
 
     Args:
+        learning_rates: float32 [horizon].
         single_rate: whether a gap is corrected as in the paper, with one learning rate for all its steps; see
             `coefficients`. `transfer` stays the exact product.
     """
 
     def __init__(
-        self,
-        *,
-        momentum: float,
-        weight_decay: float,
-        learning_rates: npt.ArrayLike = (),
-        single_rate: bool = False,
+        self, *, momentum: float, weight_decay: float, learning_rates: npt.ArrayLike = (), single_rate: bool = False
     ) -> None:
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.single_rate = single_rate
-        self._tree, self._horizon = TransferTree(momentum, weight_decay), 0
-        self.extend(0, learning_rates)
+        self.momentum, self.weight_decay, self.single_rate = momentum, weight_decay, single_rate
+        self.horizon = 0
+        """Number of learning rates."""
+        self._tree = TransferTree(momentum, weight_decay)
+        self._append(learning_rates)
 
     @classmethod
     def of_table(cls, spec: TableSpec, learning_rates: npt.ArrayLike = ()) -> Schedule:
@@ -71,47 +65,27 @@ class Schedule:
         return mine == theirs
 
     @property
-    def horizon(self) -> int:
-        """Number of learning rates known."""
-        return self._horizon
-
-    @property
     def learning_rates(self) -> Float32Array:
-        """The learning rates of all known steps: float32 [horizon], read-only."""
-        return self._tree.rates(self._horizon)
+        """Float32 [horizon], read-only."""
+        return self._tree.rates(self.horizon)
 
     @property
     def table_bytes(self) -> int:
         """Bytes of memory that the learning rates and the products take."""
         return self._tree.num_bytes
 
-    def extend(self, start_step: int, learning_rates: npt.ArrayLike) -> None:
-        """Sets the learning rates (float32 [n]) of steps start_step … start_step+n−1; later ones stay known.
-
-        Raises:
-            ValueError: a gap before start_step, not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
-        """
-        if not 0 <= start_step <= self.horizon:
-            raise ValueError(f"start_step must lie in 0..{self.horizon}, where the schedule ends, got {start_step}")
-        rates = self._checked(start_step, learning_rates)
-        later = self.learning_rates[start_step + len(rates) :]
-        self._tree = self._tree.with_rates(start_step, np.concatenate([rates, later]) if len(later) else rates)
-        self._horizon = max(self._horizon, start_step + len(rates))
-
     def followed_by(self, learning_rates: npt.ArrayLike) -> Schedule:
-        """This schedule and further learning rates, float32 [n], for reading; it shares the products with this one, and
-        with others that were followed by the same learning rates.
+        """This schedule and further learning rates, float32 [n]; it shares the products with this one, and with others
+        that were followed by the same learning rates.
 
         Raises:
             ValueError: not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
         """
         longer = copy(self)
-        rates = self._checked(longer._horizon, learning_rates)
-        longer._tree = longer._tree.with_rates(longer._horizon, rates)
-        longer._horizon += len(rates)
+        longer._append(learning_rates)
         return longer
 
-    def _checked(self, start_step: int, learning_rates: npt.ArrayLike) -> Float32Array:
+    def _append(self, learning_rates: npt.ArrayLike) -> None:
         with np.errstate(over="ignore"):
             rates = np.asarray(learning_rates, dtype=np.float32)
         if rates.ndim != 1:
@@ -119,17 +93,19 @@ class Schedule:
         bad = ~((rates >= 0) & (rates < np.inf))
         if bad.any():
             first = int(bad.argmax())
-            raise ValueError(f"learning rates must be finite and ≥ 0, got {rates[first]} for step {start_step + first}")
-        require_stable(rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=start_step)
-        return rates
+            raise ValueError(
+                f"learning rates must be finite and ≥ 0, got {rates[first]} for step {self.horizon + first}"
+            )
+        require_stable(rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=self.horizon)
+        self._tree = self._tree.with_rates(self.horizon, rates)
+        self.horizon += len(rates)
 
     def transfer(self, start: Int64Array, stop: int) -> Float64Array:
         """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats): float64 [n, 2, 2].
 
         0 ≤ start ≤ stop ≤ horizon.
         """
-        distinct, place = np.unique(start, return_inverse=True)
-        return self._tree.products(distinct, stop).reshape(-1, 2, 2).take(place, axis=0)
+        return self._tree.products(start, stop).reshape(-1, 2, 2)
 
     def coefficients(self, last_step: Int64Array, stop: int) -> Float32Array:
         """The coefficients by which `correct` brings rows of last_step (int64 [n], ≤ stop) to `stop`: float32

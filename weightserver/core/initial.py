@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightserver.core.precision import WEIGHT, as_if_stored, precision_of
+from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import derive_seed, splitmix64
 
@@ -49,4 +49,4 @@ def initial_rows(spec: TableSpec, rows: npt.NDArray[np.int64]) -> npt.NDArray[np
         normals = weight[start : start + chunk]
         np.add(found[:, 0 : 2 * spec.dim : 2], found[:, 1 : 2 * spec.dim : 2], out=normals)
         normals *= std
-    return as_if_stored(precision_of(spec), weight, rows, 0, WEIGHT)
+    return precision_of(spec).as_if_stored(weight, rows, 0, WEIGHT)

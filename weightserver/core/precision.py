@@ -14,7 +14,7 @@ values are refused before they get here.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,19 +36,18 @@ _CHUNK_VALUES = 1 << 16
 """Values per chunk, so that the work stays in the cache."""
 
 
-class Precision(Protocol):
-    """How a table's values are stored."""
+class Precision:
+    """How a table's values are stored: as they are, or see `BFloat16`."""
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the stored arrays, little-endian."""
-
-    @property
-    def mixed_seed(self) -> int:
-        """What the compiled kernel draws the random bits of rounding from."""
+    dtype: np.dtype[Any] = np.dtype("<f4")
+    """Type of the stored arrays, little-endian."""
+    mixed_seed = 0
+    """What the compiled kernel draws the random bits of rounding from."""
 
     def widened(self, stored: StoredArray) -> Float32Array:
         """The values as float32; float32 ones are not copied."""
+        values: Float32Array = stored  # type: ignore[assignment]
+        return values
 
     def rounded(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> StoredArray:
         """Finite values, float32 [n, D], as they are stored; float32 ones are not copied.
@@ -58,40 +57,18 @@ class Precision(Protocol):
             steps: number of updates that the rows have seen, int64 [n] or one for all.
             array: WEIGHT, MOMENTUM_BUFFER or GRADIENT.
         """
+        return values
+
+    def as_if_stored(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> Float32Array:
+        """The values as they come back after they were stored; see `rounded`."""
+        return self.widened(self.rounded(values, rows, steps, array))
 
     def all_finite(self, stored: StoredArray) -> bool:
         """Whether no value is NaN or infinite."""
-
-
-def precision_of(spec: TableSpec) -> Precision:
-    return BFloat16(spec.seed) if spec.dtype == "bfloat16" else Float32()
-
-
-def as_if_stored(
-    precision: Precision, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int
-) -> Float32Array:
-    """Values float32 [n, D] as they come back after they were stored; see `Precision.rounded`."""
-    return precision.widened(precision.rounded(values, rows, steps, array))
-
-
-class Float32:
-    """Values stored as they are."""
-
-    dtype = np.dtype("<f4")
-    mixed_seed = 0
-
-    def widened(self, stored: StoredArray) -> Float32Array:
-        values: Float32Array = stored  # type: ignore[assignment]
-        return values
-
-    def rounded(self, values: Float32Array, rows: Int64Array, steps: Int64Array | int, array: int) -> StoredArray:
-        return values
-
-    def all_finite(self, stored: StoredArray) -> bool:
         return all_finite(self.widened(stored))
 
 
-class BFloat16:
+class BFloat16(Precision):
     """Values rounded stochastically, by random bits that `seed` determines."""
 
     dtype = np.dtype("<u2")
@@ -126,3 +103,7 @@ class BFloat16:
         """By the largest bits of all and of the positive values."""
         largest = int(stored.max(initial=0))
         return largest < (_SIGN | _INFINITE) and int(stored.view("<i2").max(initial=0)) < _INFINITE
+
+
+def precision_of(spec: TableSpec) -> Precision:
+    return BFloat16(spec.seed) if spec.dtype == "bfloat16" else Precision()

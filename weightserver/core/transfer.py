@@ -31,8 +31,6 @@ _FEW = 12
 _MOST_GAPS = 1 << 16
 """Longer gaps are not remembered."""
 _MOST_STOPS = 4
-_DENSE = 8
-"""Finding the distinct ones among so many starts takes longer than the products from all of a range."""
 _IDENTITY = (1.0, 0.0, 0.0, 1.0)
 Matrix = tuple[Any, Any, Any, Any]
 """Four numbers, or arrays of them: [[a, b], [c, d]]."""
@@ -120,9 +118,13 @@ class TransferTree:
         return nodes
 
     def products(self, start: Int64Array, stop: int) -> Float64Array:
-        """M_{stop−1} ··· M_start for each start (int64 [n], distinct, ascending, up to stop): [n, 4]."""
-        if len(start) <= _FEW:
-            return self._one_by_one(start, stop)
+        """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats, up to stop): [n, 4]."""
+        distinct, place = np.unique(start, return_inverse=True)
+        compute = self._one_by_one if len(distinct) <= _FEW else self._together
+        return compute(distinct, stop).take(place, axis=0)
+
+    def _together(self, start: Int64Array, stop: int) -> Float64Array:
+        """The same for distinct starts, ascending."""
         place, end = start, len(start)
         products, made = np.empty((4, end)), np.empty((4, end))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -149,21 +151,18 @@ class TransferTree:
                 place, level = (place >> _BITS) + 1, level + 1
             there = down[level][place - first]
             products.append(times(there, made) if level else there)
-        return np.array(products)
+        return np.array(products).reshape(-1, 4)
 
     def coefficients(self, start: Int64Array, stop: int) -> Float32Array:
-        """The same for starts in any order, with repeats, rounded to float32: [n, 4], contiguous."""
-        if not len(start):
-            return np.empty((0, 4), np.float32)
+        """The same rounded to float32: [n, 4], contiguous."""
         edges = np.flatnonzero(start[1:] != start[:-1]) + 1
-        if len(edges) < _FEW:  # rows that are neighbours mostly start together
+        if len(start) > 0 and len(edges) < _FEW:  # rows that are neighbours mostly start together
             products = self._one_by_one(start[[0, *edges]], stop)
             return _rounded(products).repeat(np.diff(edges, prepend=0, append=len(start)), axis=0)
         gap = stop - start
-        longest = int(gap.max())
+        longest = int(gap.max(initial=0))
         if longest >= _MOST_GAPS:
-            distinct, place = np.unique(start, return_inverse=True)
-            return _rounded(self.products(distinct, stop)).take(place, axis=0)
+            return _rounded(self.products(start, stop))
         known = self._to(stop)
         with known.lock:
             if longest >= len(known.coefficients):
@@ -172,8 +171,7 @@ class TransferTree:
             found = known.coefficients.take(gap, axis=0)
             missing = start[np.isnan(found[:, 0])]
             if len(missing):
-                distinct = _distinct(missing)
-                known.coefficients[stop - distinct] = _rounded(self.products(distinct, stop))
+                known.coefficients[stop - missing] = _rounded(self.products(missing, stop))
                 found = known.coefficients.take(gap, axis=0)
         return found
 
@@ -193,16 +191,6 @@ class TransferTree:
 def _complete(num_steps: int, level: int) -> int:
     """The number of nodes of a level whose parents end by then."""
     return num_steps >> _BITS * (level + 1) << _BITS
-
-
-def _distinct(values: Int64Array) -> Int64Array:
-    """The values, at least one, without repeats, ascending; if they are dense, with those between."""
-    first, last = int(values.min()), int(values.max())
-    if last - first < _DENSE * len(values):
-        return np.arange(first, last + 1)
-    ordered = np.sort(values)
-    distinct: Int64Array = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
-    return distinct
 
 
 def _rounded(products: Float64Array) -> Float32Array:

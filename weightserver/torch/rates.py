@@ -56,7 +56,7 @@ class LearningRates:
     def schedule(self, num_steps: int = 0) -> Schedule:
         """The transfer products of at least the first `num_steps` updates."""
         if num_steps > (horizon := self._schedule.horizon):
-            self._schedule.extend(horizon, self._rates[horizon:])
+            self._schedule = self._schedule.followed_by(self._rates[horizon:])
         return self._schedule
 
 

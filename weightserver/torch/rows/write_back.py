@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.correction import require_finite
-from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision, as_if_stored
+from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT, Precision
 from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy
 
@@ -44,7 +44,7 @@ class LeavingRows:
     def _rounded(self) -> RowState:
         weight, momentum_buffer = (values.numpy() for values in self._values.wait())
         require_finite(self._rows, int(self._last_step.max(initial=0)) - 1, weight, momentum_buffer)
-        as_stored = partial(as_if_stored, self._precision)
+        as_stored = self._precision.as_if_stored
         return RowState(
             weight=as_stored(weight, self._rows, self._last_step, WEIGHT),
             momentum_buffer=as_stored(momentum_buffer, self._rows, self._last_step, MOMENTUM_BUFFER),
