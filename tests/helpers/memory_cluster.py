@@ -32,7 +32,7 @@ from google.protobuf.message import Message as Proto
 import weightserver.client.agreement
 import weightserver.client.arguments
 import weightserver.client.calls
-import weightserver.client.checkpoint_caller
+import weightserver.client.checkpoints
 import weightserver.client.client
 import weightserver.client.connection
 import weightserver.client.fan_out
@@ -40,9 +40,8 @@ import weightserver.client.rates
 import weightserver.client.results
 import weightserver.client.retries
 import weightserver.client.schedule
-import weightserver.client.session_caller
-import weightserver.client.table_cache
-import weightserver.client.table_caller
+import weightserver.client.sessions
+import weightserver.client.table
 import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
@@ -526,7 +525,7 @@ class MemoryCluster:
         self.log.append(Event(message, result, alone, behind))
         if not refused:
             self.directories[shard].history.append(self._num_events)
-            if result is True:
+            if result is True and message.method != "SettleWrite":  # which says that it was applied before
                 self._changes.add(self._num_events)
 
     def _newest(self, shard: int) -> Known:
@@ -597,7 +596,7 @@ _INTERRUPTED = {
     for module in (
         weightserver.client.agreement,
         weightserver.client.arguments,
-        weightserver.client.checkpoint_caller,
+        weightserver.client.checkpoints,
         weightserver.client.client,
         weightserver.client.connection,
         weightserver.client.fan_out,
@@ -605,9 +604,8 @@ _INTERRUPTED = {
         weightserver.client.results,
         weightserver.client.retries,
         weightserver.client.schedule,
-        weightserver.client.session_caller,
-        weightserver.client.table_cache,
-        weightserver.client.table_caller,
+        weightserver.client.sessions,
+        weightserver.client.table,
         weightserver.client.threads,
         weightserver.client.transfer,
         weightserver.client.writer,

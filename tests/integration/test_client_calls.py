@@ -200,7 +200,7 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
             return {stage: metric(address, f'{series}{{stage="{stage}"}}') for stage in names[kind]}
 
         before = stages("write"), stages("fetch")
-        table = client._cache.table.digest
+        table = client._table.digest
         rates = pb.Rates(learning_rates=np.full(2, 0.1, np.float32).tobytes())
 
         def slowly(message: Any) -> Iterator[Any]:

@@ -29,7 +29,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.client.checkpoint_caller import CheckpointCaller
+from weightserver.client.writer import Writer
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
@@ -443,15 +443,15 @@ def test_a_session_opened_halfway_reopens_without_force(place: Place, tmp_path: 
 
 def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
     """A shard dies after the client has described the shards."""
-    send = CheckpointCaller._send
+    send = Writer.send
 
-    def without_it(self: CheckpointCaller, *arguments: Any, **options: Any) -> list[Any]:
+    def without_it(self: Writer, *arguments: Any, **options: Any) -> list[Any]:
         place.kill(shard)
         return send(self, *arguments, **options)
 
     place.client._shards.connections()[shard]._retry_seconds = 0.3
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointCaller, "_send", without_it)
+        patch.setattr(Writer, "send", without_it)
         with pytest.raises(ShardUnavailableError):
             place.client.rollback("one")
 

@@ -54,6 +54,30 @@ def push(client: WeightClient, row: int, step: int = 0) -> None:
     client.push_gradients([row], GRADIENT, step=step)
 
 
+def test_a_state_that_is_written_again_after_another_one_replaces_it(
+    writer: WeightClient, losing_answer: Callable[[Callable[[], None]], None]
+) -> None:
+    """The first call is part of the rows, but no longer what they are."""
+
+    def write(value: float) -> None:
+        writer.write_state([1], value * GRADIENT, GRADIENT, 0)
+
+    losing_answer(lambda: write(1))
+    write(2)
+    write(1)
+    assert np.array_equal(writer.fetch_state([1]).weight, GRADIENT)
+
+
+def test_a_push_that_is_repeated_after_another_one_counts_once(
+    writer: WeightClient, losing_answer: Callable[[Callable[[], None]], None]
+) -> None:
+    losing_answer(lambda: push(writer, 1))
+    push(writer, 2)
+    push(writer, 1)
+    once, other = writer.fetch_state([1, 2]).momentum_buffer
+    assert np.array_equal(once, other)
+
+
 def test_a_push_that_another_client_rolled_back_is_not_taken_for_done(
     writer: WeightClient, other: WeightClient, losing_answer: Callable[[Callable[[], None]], None]
 ) -> None:

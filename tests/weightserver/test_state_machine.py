@@ -286,6 +286,8 @@ class Machine(RuleBasedStateMachine):
         self.schedules: set[tuple[float, ...]] = set()
         """Every sequence of learning rates that a client knew."""
         self.writers: list[Writer] = []
+        self.numbers: dict[int, int] = {}
+        """The writer's number under which each call was applied last."""
         self.changed = set(range(NUM_SHARDS))
         self.is_anything_lost = False
         self.wrong: int | None = None
@@ -721,12 +723,14 @@ class Machine(RuleBasedStateMachine):
             if not event.result:
                 shard.newest = {**shard.newest, message.first.header.writer: (message.first.header.sequence, False)}
         elif event.result:  # else the shard says that it has done this before
+            header = message.first.header
+            if self.is_a_new_write(made, header):
+                self.make_anew(made)
             call = made.call
             assert call.number not in shard.applied, (call, f"counts twice on shard {number}")
             assert call.number not in shard.given_up, (call, f"comes to shard {number} after a rollback")
             assert not event.behind, (message, "was applied by a shard that lacks what its client knows of it")
             assert message.session == shard.session, (message, "is not of this session")
-            header = message.first.header
             assert not shard.has_settled(header), (message, "was abandoned")
             shard.newest = {**shard.newest, header.writer: (header.sequence, True)}
             rates = shard.used
@@ -741,6 +745,7 @@ class Machine(RuleBasedStateMachine):
             assert done is not None, (call, f"was taken by shard {number}")
             shard.state = done
             shard.applied |= {call.number}
+            self.numbers[call.number] = header.sequence
             while made.beside:
                 made.gives_up |= {made.beside[-1].call.number}
                 self.make_anew(made.beside.pop())
@@ -761,6 +766,15 @@ class Machine(RuleBasedStateMachine):
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
             shard.used_at = {name: shard.used_at[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
+
+    def is_a_new_write(self, made: Made, header: pb.WriteHeader) -> bool:
+        """Whether a state write that all its shards have applied is repeated after another write of its client."""
+        call = made.call
+        if call.kind != "write_state":
+            return False
+        shards = {self.shard_of(row) for row in call.arguments["rows"]}
+        is_applied = all(call.number in self.shards[shard].applied for shard in shards)
+        return is_applied and header.sequence > self.numbers[call.number] + 1
 
     def check_refusal(self, event: Event) -> None:
         """Whether the refusal was required."""
@@ -1128,7 +1142,7 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     other = machine.new_writer()
     machine.perform(other, Action("join_session"))
     machine.perform(other, Action("checkpoint", name="a"))
-    writer.client._cache.forget()  # it reads the table anew
+    writer.client._known_table = None  # it reads the table anew
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("rollback"), beside=True))
     machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
     machine.threads_go_on()

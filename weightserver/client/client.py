@@ -6,7 +6,8 @@ The contract of its calls, for a table of N rows of D values:
 - A push or state write returns when it is durable on every shard. It is atomic on each shard, not across shards. When
   it fails on one shard, the error says which, and making the same call again is safe: a shard that has applied it does
   not apply it again. A failed write that was applied on some of its shards must be repeated, or rolled back, before
-  another one.
+  another one. Once another write was made, a repeated push still counts once, but a repeated write_state is a new one:
+  it replaces what the other wrote.
 - Calls may come from any thread; writes of one client take turns. Every attempt has a deadline of `timeout_seconds`;
   calls of a shard that is unreachable, overloaded or silent are retried with the same sequence number for
   `retry_seconds` in all. Nothing else is retried. Rows that an attempt of a fetch received are kept, and both times
@@ -17,6 +18,7 @@ The contract of its calls, for a table of N rows of D values:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +27,15 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from weightserver.client import agreement, arguments, session_caller, table_caller
-from weightserver.client.checkpoint_caller import (
-    CheckpointCaller,
-    checkpoints,
-    find_checkpoint,
-    shards_with,
-)
+from weightserver.client import arguments, sessions
+from weightserver.client.agreement import common_identity
+from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
-from weightserver.client.table_cache import KnownTable, TableCache
+from weightserver.client.table import KnownTable, common_table, create_table, drop_table, extend_table
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.client.writer import Writer
 from weightserver.common.closing import Closing
@@ -46,7 +44,6 @@ from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.correction import require_stable
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
-from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -80,7 +77,9 @@ class WeightClient(Closing):
     ) -> None:
         arguments.check_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
         arguments.check_seconds(timeout_seconds, retry_seconds, connect_seconds)
-        _show_metrics()
+        from weightserver.client.metrics import register_once  # slow to import
+
+        register_once()
         self._shards = Shards(
             addresses,
             credentials=credentials,
@@ -89,7 +88,7 @@ class WeightClient(Closing):
             retry_seconds=retry_seconds,
             connect_seconds=connect_seconds,
         )
-        self._cache = TableCache(self._shards)
+        self._known_table: KnownTable | None = None
         self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)
 
@@ -103,8 +102,7 @@ class WeightClient(Closing):
         """
         if not isinstance(spec, TableSpec):
             raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
-        self._know(table_caller.create_table(self._shards, spec))
-        return spec
+        return self._know(create_table(self._shards, spec)).spec
 
     def extend_table(self, num_rows: int) -> TableSpec:
         """Enlarges the table to `num_rows` rows; does nothing if it has as many.
@@ -118,10 +116,8 @@ class WeightClient(Closing):
             FencedError: the session was superseded; or, without a session, another client opened one, or dropped the
                 table, at the same time.
         """
-        num_rows = arguments.checked_num_rows(num_rows)
-        session = self._writer.session
-        table = table_caller.extend_table(self._shards, num_rows, session.epoch if session else None)
-        return self._know(table).spec
+        num_rows, session = arguments.checked_num_rows(num_rows), self._writer.session
+        return self._know(extend_table(self._shards, num_rows, session.epoch if session else None)).spec
 
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session. A call that failed
@@ -130,10 +126,8 @@ class WeightClient(Closing):
         Raises:
             ClusterError: the shards hold tables of several clusters; nothing was deleted.
         """
-        table_caller.drop_table(self._shards)
-        self._cache.forget()
-        self._schedule.forget()
-        self._writer = Writer(self._shards)
+        drop_table(self._shards)
+        self._forget_table()
 
     def describe(self) -> TableInfo:
         """Describes the table and its progress. Later calls of this client use the learning rates that the shards used.
@@ -143,18 +137,26 @@ class WeightClient(Closing):
             ClusterError: the shards do not hold one table, or have used different learning rates for a step.
         """
         answers = self._shards.describe()
-        table = self._know(self._cache.common_table(answers))
+        table = self._know(common_table(self._shards, answers))
         horizon = len(self._schedule.learn(answers))
-        addresses = [connection.address for connection in self._shards.connections()]
-        return table_info(table.spec, table.identity, horizon, answers, addresses)
+        return table_info(table, horizon, answers, [shard.address for shard in self._shards.connections()])
+
+    @property
+    def _table(self) -> KnownTable:
+        """The table; asks the shards if it is not known yet."""
+        return self._known_table or self._know(common_table(self._shards, self._shards.describe()))
 
     def _know(self, table: KnownTable) -> KnownTable:
-        """Takes note of the table that the shards hold; the learning rates of another one are forgotten."""
-        if self._cache.known is not None and table.identity != self._cache.known.identity:
-            self._schedule.forget()
-            self._writer = Writer(self._shards)
-        self._cache.known = table
+        """Takes note of the table that the shards hold; what is known of another one is forgotten."""
+        if self._known_table is not None and table.identity != self._known_table.identity:
+            self._forget_table()
+        self._known_table = table
         return table
+
+    def _forget_table(self) -> None:
+        self._known_table = None
+        self._schedule.forget()
+        self._writer = Writer(self._shards)
 
     def table_identity(self) -> bytes:
         """16 random bytes, drawn when the table was created. Unlike describe(), also works while an extension of the
@@ -164,7 +166,7 @@ class WeightClient(Closing):
             NoTableError: a shard holds no table.
             ClusterError: the shards hold tables of several clusters.
         """
-        return agreement.common_identity(self._shards.describe(), self._shards.names)
+        return common_identity(self._shards.describe(), self._shards.names)
 
     def learning_rates(self, *, shard: int | None = None) -> Float32Array:
         """The learning rates that this client knows, float32 [horizon]: those that the shards have used, and those
@@ -187,7 +189,7 @@ class WeightClient(Closing):
         """
         start_step = arguments.checked_step(start_step, "start_step")
         rates = arguments.checked_learning_rates(learning_rates)
-        spec = self._cache.table.spec
+        spec = self._table.spec
         require_stable(rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step)
         self._schedule.extend(start_step, rates)
 
@@ -206,9 +208,12 @@ class WeightClient(Closing):
         """
         name = arguments.checked_name(name)
         answers = self._shards.describe()
-        if join is not None:
-            return self._join(answers, arguments.checked_step(join, "join"))
-        return self._open(answers, name, force=force)
+        if join is None:
+            session = self._writer.enter(lambda: sessions.open_session(self._shards, answers, name, force=force))
+        else:
+            epoch = arguments.checked_step(join, "join")
+            session = self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch))
+        return session.epoch
 
     def join_newest_session(self) -> int:
         """Adds a writer to the newest session, which fences no writer; for operations on the table of a running
@@ -219,19 +224,7 @@ class WeightClient(Closing):
             FencedError: the shards are at different epochs, or another client opened a session at the same time.
         """
         answers = self._shards.describe()
-        newest = agreement.newest_common_epoch(answers)
-        try:
-            return self._join(answers, newest.epoch)
-        except FencedError:  # if another client opened a session meanwhile, shard 0 refuses this one too
-            return self._open(answers, newest.run)
-
-    def _open(self, answers: agreement.Answers, name: str, *, force: bool = False) -> int:
-        session = self._writer.enter(lambda: session_caller.open_session(self._shards, answers, name, force=force))
-        self._shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged
-        return session.epoch
-
-    def _join(self, answers: agreement.Answers, epoch: int) -> int:
-        return self._writer.enter(lambda: session_caller.join_session(self._shards, answers, epoch)).epoch
+        return self._writer.enter(lambda: sessions.join_newest_session(self._shards, answers)).epoch
 
     def require_common_state(self) -> None:
         """Checks that the shards' rows are of one time, as open_session does; for reading all rows without a session.
@@ -239,7 +232,7 @@ class WeightClient(Closing):
         Raises:
             DataLossError, ClusterError: as open_session.
         """
-        session_caller.require_common_state(self._shards, self._shards.describe())
+        sessions.require_common_state(self._shards, self._shards.describe())
 
     def marks(self) -> list[str]:
         """The newest mark of each shard that this client has seen: the argument of `expect`. The marks cover
@@ -274,7 +267,7 @@ class WeightClient(Closing):
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
-        out = arguments.output_array(out, (len(rows), self._cache.table.spec.dim))
+        out = arguments.output_array(out, (len(rows), self._table.spec.dim))
         self._fetch(rows, (out, None, None), step, checkpoint)
         return out
 
@@ -286,7 +279,7 @@ class WeightClient(Closing):
         Raises:
             StepError, NoTableError: as for `fetch`.
         """
-        rows, dim = self._rows(rows), self._cache.table.spec.dim
+        rows, dim = self._rows(rows), self._table.spec.dim
         state = RowState(
             np.empty((len(rows), dim), np.float32),
             np.empty((len(rows), dim), np.float32),
@@ -306,8 +299,8 @@ class WeightClient(Closing):
         if checkpoint:
             kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
-        request.table = self._cache.table.digest
-        fetch_rows(self._shards, self._sharding(), request, rates, rows, out, self._cache.table.precision)
+        request.table = self._table.digest
+        fetch_rows(self._shards, self._table, request, rates, rows, out)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
@@ -321,11 +314,11 @@ class WeightClient(Closing):
             StepError: no learning rate is known for `step`, or a row would be infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), arguments.checked_step(step, "step")
-        gradients = arguments.checked_values(gradients, (len(rows), self._cache.table.spec.dim), "gradients")
+        gradients = arguments.checked_values(gradients, (len(rows), self._table.spec.dim), "gradients")
         if not arguments.is_strictly_increasing(rows):
             rows, gradients = arguments.sum_repeats(rows, gradients)
-        sent = self._cache.table.precision.rounded(gradients, rows, step, GRADIENT)
-        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, step + 1, rows, {"gradients": sent}))
+        sent = self._table.precision.rounded(gradients, rows, step, GRADIENT)
+        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, rows, {"gradients": sent}))
 
     def write_state(
         self,
@@ -342,36 +335,32 @@ class WeightClient(Closing):
             StepError: a last_step beyond the horizon, or below that of the stored row.
         """
         rows = self._rows(rows)
-        shape = (len(rows), self._cache.table.spec.dim)
+        shape = (len(rows), self._table.spec.dim)
         weight = arguments.checked_values(weight, shape, "weight")
         momentum_buffer = arguments.checked_values(momentum_buffer, shape, "momentum_buffer")
         steps = arguments.checked_last_step(last_step, len(rows))
         if not arguments.is_strictly_increasing(rows):
             order = arguments.distinct_order(rows)
             rows, weight, momentum_buffer, steps = rows[order], weight[order], momentum_buffer[order], steps[order]
-        last, precision = int(steps.max(initial=0)), self._cache.table.precision
+        last, precision = int(steps.max(initial=0)), self._table.precision
         arrays: dict[str, StoredArray | Int64Array] = {
             "weight": precision.rounded(weight, rows, steps, WEIGHT),
             "momentum_buffer": precision.rounded(momentum_buffer, rows, steps, MOMENTUM_BUFFER),
             "last_step": steps,
         }
-        self._write(RowWrite("WriteState", pb.WriteStateRequest, last, last, rows, arrays))
+        self._write(RowWrite("WriteState", pb.WriteStateRequest, last, rows, arrays))
 
     def _write(self, write: RowWrite) -> None:
         writer = self._require_session()
-        rates = self._schedule.used(write.num_steps)
-        write_rows(self._shards, self._sharding(), writer, write, self._cache.table.digest, rates)
+        write_rows(self._shards, self._table, writer, write, self._schedule.used(write.num_steps))
 
     def _rows(self, rows: npt.ArrayLike) -> Int64Array:
         array = arguments.row_numbers(rows)
-        num_rows = self._cache.table.spec.num_rows
+        num_rows = self._table.spec.num_rows
         if len(array) and array.max() >= num_rows:
             num_rows = self.describe().spec.num_rows  # another client may have enlarged the table
         arguments.check_rows_exist(array, num_rows)
         return array
-
-    def _sharding(self) -> Sharding:
-        return Sharding(self._cache.table.spec.rows_per_block, len(self._shards.connections()))
 
     def _require_session(self) -> Writer:
         """The writer, if it is in a session."""
@@ -397,12 +386,12 @@ class WeightClient(Closing):
             InvalidRequestError: the name was used for another step, or rows were written since it was used.
         """
         step, name = arguments.checked_step(step, "step"), arguments.checked_name(name)
-        caller = self._checkpoint_caller()
-        caller.take(name, step, self._schedule.used(step), self._schedule.learn)
+        writer = self._require_session()
+        take_checkpoint(self._shards, writer, self._schedule, self._table.digest, name, step)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that every shard retains, in the order of their steps."""
-        return checkpoints(self._shards)
+        return checkpoints_of_all(self._shards.describe())
 
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.
@@ -415,7 +404,10 @@ class WeightClient(Closing):
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.
         """
         kept = find_checkpoint(self._shards, name)
-        self._checkpoint_caller().roll_back(kept)
+        request = pb.CheckpointRequest(
+            name=name, identity=kept.checkpoint_id, peers=self._shards.marks(), timeline=os.urandom(16)
+        )
+        self._require_session().roll_back(request, self._table.digest)
         self._schedule.forget_used()
 
     def release(self, name: str) -> None:
@@ -424,9 +416,9 @@ class WeightClient(Closing):
         Raises:
             NoTableError: no shard has such a checkpoint.
         """
-        if not any(shards_with(self._shards, name)):
+        if all(kept.name != name for answer in self._shards.describe() for kept in answer.checkpoints):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        self._checkpoint_caller().release(name)
+        self._require_session().change("Release", pb.CheckpointRequest(name=name), self._table.digest)
 
     def copy_checkpoint(self, source: str | Checkpoint, name: str) -> None:
         """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
@@ -436,11 +428,10 @@ class WeightClient(Closing):
             InvalidRequestError: `name` is that of another checkpoint.
         """
         kept = find_checkpoint(self._shards, source) if isinstance(source, str) else source
-        name = arguments.checked_name(name)
-        self._checkpoint_caller().copy(kept, name)
-
-    def _checkpoint_caller(self) -> CheckpointCaller:
-        return CheckpointCaller(self._shards, self._require_session(), self._cache.table.digest)
+        request = pb.CopyCheckpointRequest(
+            name=arguments.checked_name(name), source=kept.name, identity=kept.checkpoint_id
+        )
+        self._require_session().change("CopyCheckpoint", request, self._table.digest)
 
     # ---- one shard
 
@@ -463,9 +454,3 @@ class WeightClient(Closing):
     def close(self) -> None:
         """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
         self._shards.close()
-
-
-def _show_metrics() -> None:
-    from weightserver.client.metrics import register_once
-
-    register_once()

@@ -13,7 +13,7 @@ from weightserver.client import agreement, threads
 from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
-from weightserver.core.errors import DataLossError, WeightServerError
+from weightserver.core.errors import DataLossError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 Result = TypeVar("Result")
@@ -115,8 +115,3 @@ class Shards:
     @staticmethod
     def _disconnect(connections: list[ShardConnection]) -> None:
         threads.run_for(_CLOSE_SECONDS, [connection.close for connection in connections])
-
-
-def is_not_applied(outcomes: list[Any]) -> bool:
-    """Whether every shard is proven to have done nothing."""
-    return all(isinstance(outcome, WeightServerError) and outcome.not_applied for outcome in outcomes)

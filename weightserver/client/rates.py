@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from weightserver.client.threads import is_not_applied
 from weightserver.core.rates import HashedRates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import to_bytes
@@ -41,7 +43,7 @@ class CarriedRates:
         self._stop = min(num_steps + _FURTHER, len(known)) if fixed is None else num_steps
         self._held = held
         self._fixed = fixed or FixedSteps()
-        self._in_doubt_before = self._fixed.in_doubt
+        self._in_doubt_before = 0
 
     def message(self, shard: int) -> pb.Rates:
         """What a request names. If too many are missing, it names all by their digest: `missing` brings the others."""
@@ -77,11 +79,10 @@ class CarriedRates:
         self._in_doubt_before = self._fixed.in_doubt
         self._fixed.in_doubt = max(self._fixed.in_doubt, self._num_steps)
 
-    def were_used(self) -> None:
-        """All shards have applied the write."""
-        self._fixed.used = max(self._fixed.used, self._num_steps)
-        self._fixed.in_doubt = self._in_doubt_before
-
-    def were_refused(self) -> None:
-        """It is proven that no shard has applied the write."""
+    def have_ended(self, outcomes: list[Any]) -> None:
+        """Each shard has answered the write, or the call has failed; if some may have applied it, it stays in doubt."""
+        if not any(isinstance(outcome, BaseException) for outcome in outcomes):
+            self._fixed.used = max(self._fixed.used, self._num_steps)
+        elif not is_not_applied(outcomes):
+            return
         self._fixed.in_doubt = self._in_doubt_before

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightserver.client.agreement import Answers, checkpoints_of
+from weightserver.client.agreement import Answers
+from weightserver.client.checkpoints import checkpoints_of
+from weightserver.client.table import KnownTable
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.spec import TableSpec
-from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -62,30 +63,30 @@ class TableInfo:
         return {kept.name for shard in self.shards for kept in shard.checkpoints}
 
 
-def shard_info(answer: pb.DescribeResponse, address: str) -> ShardInfo:
-    return ShardInfo(
-        shard=answer.shard,
-        address=address,
-        epoch=answer.epoch,
-        clock=answer.clock,
-        rows_stored=answer.rows_stored,
-        disk_bytes=answer.disk_bytes,
-        version=answer.server_version,
-        checkpoints=checkpoints_of(answer),
-    )
-
-
-def table_info(spec: TableSpec, identity: bytes, horizon: int, answers: Answers, addresses: Sequence[str]) -> TableInfo:
+def table_info(table: KnownTable, horizon: int, answers: Answers, addresses: Sequence[str]) -> TableInfo:
     """Sums up what the shards at `addresses` answered, in the order of shards."""
+    shards = tuple(
+        ShardInfo(
+            shard=answer.shard,
+            address=address,
+            epoch=answer.epoch,
+            clock=answer.clock,
+            rows_stored=answer.rows_stored,
+            disk_bytes=answer.disk_bytes,
+            version=answer.server_version,
+            checkpoints=checkpoints_of(answer),
+        )
+        for answer, address in zip(answers, addresses, strict=True)
+    )
     newest = max(answers, key=lambda answer: answer.epoch)
     return TableInfo(
-        spec=spec,
-        identity=identity,
+        spec=table.spec,
+        identity=table.identity,
         epoch=newest.epoch,
         run=newest.run,
-        clock=max(answer.clock for answer in answers),
+        clock=max(shard.clock for shard in shards),
         horizon=horizon,
-        rows_stored=sum(answer.rows_stored for answer in answers),
-        disk_bytes=sum(answer.disk_bytes for answer in answers),
-        shards=tuple(map(shard_info, answers, addresses)),
+        rows_stored=sum(shard.rows_stored for shard in shards),
+        disk_bytes=sum(shard.disk_bytes for shard in shards),
+        shards=shards,
     )

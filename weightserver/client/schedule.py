@@ -11,18 +11,15 @@ import threading
 
 import numpy as np
 
-from weightserver.client import agreement
-from weightserver.client.agreement import Answers
+from weightserver.client.agreement import Answers, common_identity
 from weightserver.client.fan_out import Shards
 from weightserver.client.rates import CarriedRates, FixedSteps
 from weightserver.core.arrays import Float32Array
 from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import ClusterError, StepError, TableMismatchError
-from weightserver.core.rates import HashedRates, first_difference
+from weightserver.core.rates import NO_RATES, HashedRates, first_difference
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import float32_from_bytes
-
-_LEAST_ROOM = 1024
 
 
 class ClientSchedule:
@@ -36,11 +33,8 @@ class ClientSchedule:
     def forget(self) -> None:
         """Forgets all learning rates, as those of another table."""
         with self._lock:
-            self._known = HashedRates(np.zeros(0, np.float32))
-            self._room = self._known.values  # `_known` is its beginning
-            self._is_learnt = False
-            self._fixed = FixedSteps()
-            self.held: list[int] = []
+            self._known, self._is_learnt, self._fixed = NO_RATES, False, FixedSteps()
+            self._held: list[int] = []
             """How many of the learning rates each shard has, as far as the client knows."""
 
     def forget_used(self) -> None:
@@ -58,47 +52,39 @@ class ClientSchedule:
         Raises:
             ClusterError: two shards have used different ones for a step.
         """
+        longest = max(answers, key=lambda answer: answer.clock)
         while True:
-            before = self._known
-            known = self._after_used(answers, before)
+            known = before = self._known
+            if len(known) < longest.clock or known.digest(longest.clock) != longest.schedule_digest:
+                known = self._read(longest, known)
+            for answer in answers:
+                if known.digest(answer.clock) != answer.schedule_digest:
+                    raise self._contradiction(answer, known)
             with self._lock:
                 if self._known is before:
                     self._known, self._is_learnt = known, True
-                    self._room = self._room if known is before else known.values
-                    self.held = [answer.clock for answer in answers]
-                    self._fixed.used = max(self.held)
+                    self._held = [answer.clock for answer in answers]
+                    self._fixed.used = longest.clock
                     return known
 
-    def _after_used(self, answers: Answers, known: HashedRates) -> HashedRates:
-        longest = max(answers, key=lambda answer: answer.clock)
-        if len(known) < longest.clock or known.digest(longest.clock) != longest.schedule_digest:
-            known = self._read(longest, known)
-        for answer in answers:
-            if known.digest(answer.clock) != answer.schedule_digest:
-                raise self._contradiction(answer, known)
-        return known
-
-    def _read(self, answer: pb.DescribeResponse, known: HashedRates) -> HashedRates:
-        """Reads what a shard has used, as far as that is not known."""
+    def _read(self, answer: pb.DescribeResponse, known: HashedRates = NO_RATES) -> HashedRates:
+        """What a shard has used; reads what follows `known`, or all if it has used others."""
+        shard = self._shards.connections()[answer.shard]
         for start in (min(len(known), answer.clock), 0):
-            parts = [known.values[:start]]
-            while (have := sum(map(len, parts))) < answer.clock:
-                part = self._read_part(answer.shard, have)[: answer.clock - have]
-                if not len(part):
+            parts, have = [known.values[:start]], start
+            while have < answer.clock:
+                read = shard.call("ReadSchedule", pb.ReadScheduleRequest(start_step=have)).learning_rates
+                parts.append(float32_from_bytes(read, "learning_rates"))
+                if not len(parts[-1]):
                     break
-                parts.append(part)
-            rates = HashedRates(np.concatenate(parts))
+                have += len(parts[-1])
+            rates = HashedRates(np.concatenate(parts)[: answer.clock])
             if rates.digest(len(rates)) == answer.schedule_digest:
                 return rates
         raise ClusterError(f"the learning rates of shard {answer.shard} changed while they were read: call again")
 
-    def _read_part(self, shard: int, start_step: int) -> Float32Array:
-        request = pb.ReadScheduleRequest(start_step=start_step)
-        answer = self._shards.connections()[shard].call("ReadSchedule", request)
-        return float32_from_bytes(answer.learning_rates, "learning_rates")
-
     def _contradiction(self, answer: pb.DescribeResponse, known: HashedRates) -> ClusterError:
-        theirs = self._read(answer, HashedRates(known.values[:0])).values
+        theirs = self._read(answer).values
         step = first_difference(known.values, theirs)
         which = "" if step is None else f" for step {step}, {theirs[step]:g} and {known.values[step]:g}"
         return ClusterError(
@@ -109,14 +95,26 @@ class ClientSchedule:
 
     def used_by(self, shard: int) -> Float32Array:
         """The learning rates that one shard has used, float32 [its clock]."""
-        return self._read(self._shards.describe()[shard], HashedRates(np.zeros(0, np.float32))).values
+        return self._read(self._shards.describe()[shard]).values
 
-    def _learnt(self) -> HashedRates:
-        if not self._is_learnt:
+    def _learnt(self, num_steps: int = 0) -> HashedRates:
+        """All that are known, at least those of the first `num_steps` steps.
+
+        Raises:
+            StepError: neither the client nor a shard knows so many.
+            ClusterError: as `learn`.
+        """
+        known = self._known
+        if not self._is_learnt or num_steps > len(known):
             answers = self._shards.describe()
-            agreement.common_identity(answers, self._shards.names)
-            return self.learn(answers)
-        return self._known
+            common_identity(answers, self._shards.names)
+            known = self.learn(answers)
+        if num_steps > len(known):
+            raise StepError(
+                f"this needs the learning rates of {num_steps} steps, but this client and the shards know those of "
+                f"{len(known)}: extend the schedule first"
+            )
+        return known
 
     # ---- what was given
 
@@ -137,26 +135,17 @@ class ClientSchedule:
                 raise StepError(f"the schedule ends at {len(known)}: step {start_step} would leave a gap before it")
             fixed = max(self._fixed.used, self._fixed.in_doubt)
             differs = first_difference(known[start_step:], rates)
-            if differs is None:
-                self._append(rates[len(known) - start_step :])
-            elif start_step + differs >= fixed:
-                self._room = np.concatenate([known[:start_step], rates, known[stop:]])
-                self._known = HashedRates(self._room)
-                self.held = [min(held, start_step) for held in self.held]
-            else:
+            if differs is not None and start_step + differs < fixed:
                 raise TableMismatchError(
                     f"the learning rate of step {start_step + differs} is {known[start_step + differs]:g} and was "
                     f"used: only steps from {fixed} on may be rewritten"
                 )
-
-    def _append(self, rates: Float32Array) -> None:
-        if not len(rates):
-            return
-        before, start = self._known, len(self._known)
-        if (stop := start + len(rates)) > len(self._room):
-            self._room = np.append(before.values, np.zeros(max(len(rates), start, _LEAST_ROOM), np.float32))
-        self._room[start:stop] = rates
-        self._known = HashedRates(self._room[:stop], before)
+            if differs is not None:
+                self._held = [min(held, start_step) for held in self._held]
+            elif stop <= len(known):
+                return
+            values = np.concatenate([known[:start_step], rates, known[stop:]])
+            self._known = HashedRates(values, self._known if differs is None else NO_RATES)
 
     # ---- what requests carry
 
@@ -167,19 +156,8 @@ class ClientSchedule:
             StepError: neither the client nor a shard knows so many.
             ClusterError: as `learn`.
         """
-        return CarriedRates(self._at_least(num_steps), num_steps, self.held)
+        return CarriedRates(self._learnt(num_steps), num_steps, self._held)
 
     def used(self, num_steps: int) -> CarriedRates:
         """As `needed`, for a write."""
-        return CarriedRates(self._at_least(num_steps), num_steps, self.held, self._fixed)
-
-    def _at_least(self, num_steps: int) -> HashedRates:
-        known = self._learnt()
-        if num_steps > len(known):
-            known = self.learn(self._shards.describe())
-        if num_steps > len(known):
-            raise StepError(
-                f"this needs the learning rates of {num_steps} steps, but this client and the shards know those of "
-                f"{len(known)}: extend the schedule first"
-            )
-        return known
+        return CarriedRates(self._learnt(num_steps), num_steps, self._held, self._fixed)

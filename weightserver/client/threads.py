@@ -73,6 +73,11 @@ def raise_first(outcomes: list[Any]) -> None:
             raise outcome
 
 
+def is_not_applied(outcomes: list[Any]) -> bool:
+    """Whether every shard is proven to have done nothing."""
+    return all(isinstance(outcome, WeightServerError) and outcome.not_applied for outcome in outcomes)
+
+
 def require_caller() -> None:
     """Raises CancelledError in a thread whose caller no longer waits for its call."""
     caller = _caller.get(None)

@@ -17,25 +17,23 @@ from weightserver.client import threads
 from weightserver.client.arguments import is_strictly_increasing
 from weightserver.client.calls import STATISTICS
 from weightserver.client.connection import BegunFetch
-from weightserver.client.fan_out import Shards, is_not_applied
+from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
+from weightserver.client.table import KnownTable
 from weightserver.client.writer import Writer
 from weightserver.core.arrays import Int64Array, StoredArray
-from weightserver.core.precision import Precision
-from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
 
 
 def fetch_rows(
     shards: Shards,
-    sharding: Sharding,
+    table: KnownTable,
     request: pb.FetchRequest,
     rates: CarriedRates | None,
     rows: Int64Array,
     out: Output,
-    precision: Precision,
 ) -> None:
     """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]).
 
@@ -47,8 +45,8 @@ def fetch_rows(
         fetched = [None if array is None else _empty_like(array, len(distinct)) for array in out]
     with BorrowedArrays() as borrowed:
         parts = [
-            (connections[shard], FetchedRows(distinct, positions, fetched, precision, borrowed))
-            for shard, positions in sharding.positions_by_shard(distinct).items()
+            (connections[shard], FetchedRows(distinct, positions, fetched, table.precision, borrowed))
+            for shard, positions in table.sharding.positions_by_shard(distinct).items()
         ]
         if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) > CHUNK_BYTES:
             shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
@@ -84,10 +82,18 @@ class RowWrite:
     message: Callable[..., Message]
     """Makes one message of the call, from its `header`, `rows` and `arrays`."""
     step: int
-    num_steps: int
-    """It uses the learning rates of the first so many steps."""
     rows: Int64Array  # (n,), strictly increasing
     arrays: Mapping[str, StoredArray | Int64Array]  # (n, ...) each, by the name of their field
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to the rows instead of replacing them."""
+        return self.method == "PushGradients"
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps whose learning rates it uses."""
+        return self.step + self.adds
 
     @property
     def array_bytes_per_row(self) -> int:
@@ -135,16 +141,9 @@ class RowWrite:
             header = None
 
 
-def write_rows(
-    shards: Shards, sharding: Sharding, writer: Writer, write: RowWrite, table: int, rates: CarriedRates
-) -> None:
-    """Sends a write to each shard that holds rows of it.
-
-    Args:
-        table: digest of the table.
-        rates: those that the write uses.
-    """
-    by_shard = sharding.positions_by_shard(write.rows)
+def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrite, rates: CarriedRates) -> None:
+    """Sends a write to each shard that holds rows of it; `rates` are those that it uses."""
+    by_shard = table.sharding.positions_by_shard(write.rows)
     if not by_shard:
         return
     write.check_size(by_shard)
@@ -152,17 +151,14 @@ def write_rows(
 
     def send(number: int, those: Collection[int]) -> list[Any]:
         def send_to_shard(shard: int) -> pb.WriteResponse:
-            header = partial(writer.header, number, step=write.step, table=table)
-            messages = partial(write.messages, header, by_shard[shard], sharding.rows_per_block, borrowed)
+            header = partial(writer.header, number, step=write.step, table=table.digest)
+            messages = partial(write.messages, header, by_shard[shard], table.spec.rows_per_block, borrowed)
             return connections[shard].write(write.method, messages, rates, len(write.rows[by_shard[shard]]))
 
         rates.are_sent()
         with BorrowedArrays() as borrowed:
             outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those), upload=True)
-        if is_not_applied(outcomes):
-            rates.were_refused()
-        elif not any(isinstance(outcome, BaseException) for outcome in outcomes):
-            rates.were_used()
+        rates.have_ended(outcomes)
         return outcomes
 
-    writer.write(write.digest(), by_shard, table, send)
+    writer.write(write.digest(), by_shard, table.digest, send, adds=write.adds)

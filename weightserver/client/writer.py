@@ -2,7 +2,9 @@
 
 If a write fails and may have been applied, it stays unsettled: the same call made again repeats it under its number.
 Any other write settles it first: every shard says whether it has applied it, and never will if it has not. Where it was
-applied on some of its shards only, other writes are refused until it is repeated, or undone by a rollback.
+applied on some of its shards only, other writes are refused until it is repeated, or undone by a rollback. Where it was
+applied on all of them, a push that is repeated later is still known to be done; a state write is made again, since the
+other write may have replaced its rows.
 
 An interrupt may come anywhere here. That rules out context managers in Python code: it could hit one outside of both
 its body and its own `try`.
@@ -14,14 +16,15 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from weightserver.client.fan_out import Shards, is_not_applied
-from weightserver.client.threads import raise_first
+from weightserver.client import threads
+from weightserver.client.fan_out import Shards
+from weightserver.client.rates import CarriedRates
+from weightserver.client.threads import is_not_applied, raise_first
 from weightserver.core.errors import ClusterError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
-Result = TypeVar("Result")
 _OF_ANOTHER_TIME = (
     "an earlier write of this client failed, and another client has rolled back or restored the rows since: it may be "
     "part of them or not, so roll back to a checkpoint"
@@ -40,26 +43,23 @@ class Session(NamedTuple):
 
 
 @dataclass
-class _Unsettled:
-    """A write that may have been applied on some of its shards."""
+class _Write:
+    """A write that is being made, or whose caller does not know that it was."""
 
     digest: bytes
-    number: int
+    """Recognises it when it is repeated."""
     shards: Collection[int]
     """Those that may apply it under this number."""
+    adds: bool
+    """Whether it adds to the rows instead of replacing them."""
     timeline: bytes
+    number: int = 0
+    is_applied: bool = False
+    """Whether all shards have applied it."""
     is_partial: bool = False
     """Whether it was applied on other shards, under an earlier number."""
     is_sealed: bool = False
     """Whether shards were asked to apply it no more."""
-
-
-@dataclass
-class _Made:
-    """A write that is being made."""
-
-    digest: bytes
-    is_applied: bool = False
 
 
 class Writer:
@@ -71,38 +71,42 @@ class Writer:
         self._id, self._process = os.urandom(16), os.getpid()
         self._turn = Lock()
         self._number = 0
-        self._unsettled: _Unsettled | None = None
-        self._untold: dict[bytes, bytes] = {}
-        """Digests of writes that were applied although their calls failed, and the timelines that they are part of."""
+        self._unsettled: _Write | None = None
+        self._untold: dict[bytes, _Write] = {}
+        """Writes that were applied although their calls failed, by their digests."""
         self._unfinished_rollback = ""
 
-    def write(self, digest: bytes, shards: Collection[int], table: int, send: Send) -> None:
+    # ---- writes of rows
+
+    def write(self, digest: bytes, shards: Collection[int], table: int, send: Send, *, adds: bool) -> None:
         """Makes a write once: sends it, or finds that an earlier call with the same digest has.
 
         Args:
             table: digest of the table.
+            adds: whether it adds to the rows instead of replacing them.
 
         Raises:
             ClusterError: an earlier write was applied on some of its shards only, or a rollback has not succeeded yet.
         """
-        made = _Made(digest)
+        made = _Write(digest, shards, adds, b"")
         try:
             with self._turn:
-                self._write(made, shards, table, send)
+                made.timeline = self._timeline
+                self._write(made, table, send)
         except BaseException:
             if made.is_applied:  # an interrupt before the caller was told
-                self._untold[digest] = self._timeline
+                self._untold[digest] = made
             raise
 
-    def _write(self, made: _Made, shards: Collection[int], table: int, send: Send) -> None:
+    def _write(self, made: _Write, table: int, send: Send) -> None:
         digest, unsettled = made.digest, self._unsettled
         self._require_one_state()
-        if self._untold.get(digest, self._timeline) != self._timeline:
-            raise ClusterError(_OF_ANOTHER_TIME)
         if digest not in self._untold and (unsettled is None or unsettled.digest != digest or unsettled.is_sealed):
             self._settle(table, digest)
         unsettled = self._unsettled
         if digest in self._untold:
+            if self._untold[digest].timeline != made.timeline:
+                raise ClusterError(_OF_ANOTHER_TIME)
             made.is_applied = True
             if unsettled is not None and unsettled.digest == digest:
                 self._unsettled = None
@@ -110,52 +114,15 @@ class Writer:
             return
         is_new = unsettled is None
         if unsettled is None:
-            unsettled = self._unsettled = _Unsettled(digest, self._next_number(), shards, self._timeline)
+            self._untold = {known: write for known, write in self._untold.items() if write.adds}
+            made.number = self._next_number()
+            unsettled = self._unsettled = made
         outcomes = send(unsettled.number, unsettled.shards)
         if is_new and is_not_applied(outcomes):
             self._unsettled = None
         raise_first(outcomes)
         made.is_applied = True
         self._unsettled = None
-
-    def change(self, table: int, send: Callable[[int], Result]) -> Result:
-        """Sends one change to every shard. After a failure it is repeated under another number, which changes nothing
-        on shards that have made it; late attempts have no effect after a later write.
-
-        Raises:
-            ClusterError: as `write`.
-        """
-        with self._turn:
-            self._require_one_state()
-            self._settle(table)
-            return send(self._next_number())
-
-    def roll_back(self, name: str, timeline: bytes, send: Callable[[int], list[Any]]) -> None:
-        """Sends a rollback to every shard, which gives up an unsettled write. No other write is made until it has ended
-        on all shards, or on none."""
-        with self._turn:
-            unfinished_before, self._unfinished_rollback = self._unfinished_rollback, name
-            outcomes = send(self._next_number())
-            if is_not_applied(outcomes):
-                self._unfinished_rollback = unfinished_before
-            raise_first(outcomes)
-            self._unsettled = None
-            self._untold.clear()
-            if self.session is not None:
-                self.session = self.session._replace(timeline=timeline)
-            self._unfinished_rollback = ""
-
-    def enter(self, open_session: Callable[[], Session]) -> Session:
-        """Opens or joins a session between two writes."""
-        with self._turn:
-            self.session = session = open_session()
-            return session
-
-    def header(self, number: int, **fields: Any) -> pb.WriteHeader:
-        """The header of a write under its number."""
-        session = self.session
-        epoch, session_id = (session.epoch, session.session_id) if session else (0, b"")
-        return pb.WriteHeader(epoch=epoch, session_id=session_id, writer=self._id, sequence=number, **fields)
 
     def _settle(self, table: int, repeated: bytes = b"") -> None:
         """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it.
@@ -165,9 +132,14 @@ class Writer:
         if (write := self._unsettled) is None:
             return
         write.is_sealed = True
-        missing = [shard for shard, answer in self._seal(write, table) if not answer.applied]
+        request = pb.SettleWriteRequest(header=self.header(write.number, table=table))
+        connections = [self._shards.connections()[shard] for shard in write.shards]
+        answers = self._shards.in_parallel(
+            lambda connection: connection.call("SettleWrite", request), zip(connections, strict=True)
+        )
+        missing = [shard for shard, answer in zip(write.shards, answers, strict=True) if not answer.applied]
         if not missing:
-            self._untold[write.digest] = self._timeline
+            self._untold[write.digest] = write
             self._unsettled = None
         elif len(missing) == len(write.shards) and not write.is_partial:
             self._unsettled = None
@@ -180,12 +152,67 @@ class Writer:
                     "on others: repeat it, or roll back to a checkpoint"
                 )
 
-    def _seal(self, write: _Unsettled, table: int) -> list[tuple[int, pb.SettleWriteResponse]]:
-        connections = self._shards.connections()
-        request = pb.SettleWriteRequest(header=self.header(write.number, table=table))
-        asked = [(connections[shard], "SettleWrite", request) for shard in write.shards]
-        answers = self._shards.in_parallel(lambda shard, method, request: shard.call(method, request), asked)
-        return list(zip(write.shards, answers, strict=True))
+    # ---- other changes
+
+    def in_turn(self, table: int, send: Callable[[int], None]) -> None:
+        """Has one change sent to every shard, by its number. After a failure it is repeated under another number, which
+        changes nothing on shards that have made it; late attempts have no effect after a later write.
+
+        Raises:
+            ClusterError: as `write`.
+        """
+        with self._turn:
+            self._require_one_state()
+            self._settle(table)
+            send(self._next_number())
+
+    def change(self, method: str, request: Any, table: int) -> None:
+        """Makes one change of every shard, as `in_turn`."""
+
+        def send(number: int) -> None:
+            request.header.CopyFrom(self.header(number, table=table))
+            raise_first(self.send(method, request))
+
+        self.in_turn(table, send)
+
+    def roll_back(self, request: pb.CheckpointRequest, table: int) -> None:
+        """Sends a rollback to every shard, which gives up an unsettled write. No other write is made until it has ended
+        on all shards, or on none."""
+        with self._turn:
+            unfinished_before, self._unfinished_rollback = self._unfinished_rollback, request.name
+            request.header.CopyFrom(self.header(self._next_number(), table=table))
+            outcomes = self.send("Rollback", request)
+            if is_not_applied(outcomes):
+                self._unfinished_rollback = unfinished_before
+            raise_first(outcomes)
+            self._unsettled = None
+            self._untold.clear()
+            if self.session is not None:
+                self.session = self.session._replace(timeline=request.timeline)
+            self._unfinished_rollback = ""
+
+    def enter(self, open_session: Callable[[], Session]) -> Session:
+        """Opens or joins a session between two writes."""
+        with self._turn:
+            self.session = session = open_session()
+            return session
+
+    # ---- requests
+
+    def header(self, number: int, **fields: Any) -> pb.WriteHeader:
+        """The header of a write under its number."""
+        session = self.session
+        epoch, session_id = (session.epoch, session.session_id) if session else (0, b"")
+        return pb.WriteHeader(epoch=epoch, session_id=session_id, writer=self._id, sequence=number, **fields)
+
+    def send(
+        self, method: str, request: Any, which: slice = slice(None), rates: CarriedRates | None = None
+    ) -> list[Any]:
+        """Sends one request to some or all shards; returns the answer or error of each."""
+        connections = self._shards.connections()[which]
+        return threads.outcomes(
+            lambda connection: connection.call(method, request, rates=rates), zip(connections, strict=True)
+        )
 
     def _require_one_state(self) -> None:
         """Raises ClusterError where only a rollback leads to a state that this client knows."""

@@ -46,6 +46,9 @@ class HashedRates:
         return hasher
 
 
+NO_RATES = HashedRates(np.zeros(0, np.float32))
+
+
 def first_difference(rates: Float32Array, others: Float32Array) -> int | None:
     """The first step at which two schedules that begin at the same step differ; None if none does in both."""
     common = min(len(rates), len(others))

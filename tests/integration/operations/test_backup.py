@@ -207,7 +207,7 @@ def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("weightserver.client.checkpoint_caller:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
+        ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
         ("weightserver.operations.backup:atomic_write", 3),  # after the first shard's rows
         ("weightserver.operations.backup:_release", 1),  # when it is released
         pytest.param(

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import os
 
-from weightserver.client import agreement
-from weightserver.client.agreement import COMMON_STATE_REMEDY, Answers
+from weightserver.client.agreement import Answers, common_identity, require_one_timeline
 from weightserver.client.fan_out import Shards
 from weightserver.client.writer import Session
 from weightserver.core.errors import DataLossError, FencedError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
-def open_session(shards: Shards, answers: Answers, name: str, *, force: bool) -> Session:
+def open_session(shards: Shards, answers: Answers, name: str, *, force: bool = False) -> Session:
     """Opens a session newer than any that the shards describe.
 
     Raises:
         DataLossError, ClusterError: as `require_common_state`, unless `force`.
         FencedError: another client opened a session at the same time.
     """
-    agreement.common_identity(answers, shards.names)
+    common_identity(answers, shards.names)
     if not force:
         require_common_state(shards, answers)
     epoch, session_id = 1 + max(answer.epoch for answer in answers), os.urandom(16)
-    request = pb.OpenSessionRequest(
-        name=name,
-        epoch=epoch,
-        session_id=session_id,
-        peers=[] if force else shards.marks(),
-        force=force,
-    )
+    peers = [] if force else shards.marks()
+    request = pb.OpenSessionRequest(name=name, epoch=epoch, session_id=session_id, peers=peers, force=force)
     _call_in_order(shards, request)
+    shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged
     timeline = answers[0].timeline
     if force:  # each shard has drawn one of its own
         timeline = shards.connections()[0].call("Describe", pb.DescribeRequest()).timeline
@@ -43,12 +38,28 @@ def join_session(shards: Shards, answers: Answers, epoch: int) -> Session:
     Raises:
         FencedError: the session was superseded, or was opened by no client, as after a restore.
     """
-    agreement.common_identity(answers, shards.names)
+    common_identity(answers, shards.names)
     session_id = answers[0].session_id
     if not session_id:
         raise FencedError(f"session {epoch} was opened by no client, as after a restore: open a new one")
     _call_in_order(shards, pb.OpenSessionRequest(epoch=epoch, join=True, session_id=session_id))
     return Session(epoch, session_id, answers[0].timeline)
+
+
+def join_newest_session(shards: Shards, answers: Answers) -> Session:
+    """See `WeightClient.join_newest_session`."""
+    newest = max(answers, key=lambda answer: answer.epoch)
+    for answer in answers:
+        if answer.epoch != newest.epoch:
+            raise FencedError(
+                f"shard {answer.shard} is at session {answer.epoch}, shard {newest.shard} at {newest.epoch}, as "
+                "after restoring only one of them: take all to one checkpoint first, with 'weightserver rollback', or "
+                "resume the run with --resume"
+            )
+    try:
+        return join_session(shards, answers, newest.epoch)
+    except FencedError:  # if another client opened a session meanwhile, shard 0 refuses this one too
+        return open_session(shards, answers, newest.run)
 
 
 def require_common_state(shards: Shards, answers: Answers) -> None:
@@ -64,10 +75,11 @@ def require_common_state(shards: Shards, answers: Answers) -> None:
                 connection.require(mark)
             except DataLossError:
                 raise DataLossError(
-                    f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: "
-                    f"{COMMON_STATE_REMEDY}"
+                    f"{connection.name} lacks what shard {answer.shard} knows it to have acknowledged: serve its "
+                    "newest directory, or take all shards to one checkpoint ('weightserver rollback'), or restore all "
+                    "of them from one backup"
                 ) from None
-    agreement.require_one_timeline(answers)
+    require_one_timeline(answers)
 
 
 def _call_in_order(shards: Shards, request: pb.OpenSessionRequest) -> None:

@@ -1,0 +1,70 @@
+"""How a client finds the checkpoints of all shards, and takes one."""
+
+from __future__ import annotations
+
+import os
+
+from weightserver.client.agreement import Answers, require_one_timeline
+from weightserver.client.fan_out import Shards
+from weightserver.client.schedule import ClientSchedule
+from weightserver.client.threads import raise_first
+from weightserver.client.writer import Writer
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
+from weightserver.core.errors import NoTableError
+from weightserver.protocol._generated import weight_server_pb2 as pb
+
+
+def checkpoints_of(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
+    """The checkpoints that a shard retains, oldest first."""
+    return tuple(Checkpoint(kept.name, kept.step, kept.identity, (kept.mark,)) for kept in answer.checkpoints)
+
+
+def checkpoints_of_all(answers: Answers) -> list[Checkpoint]:
+    """The checkpoints that every shard retains, in the order of their steps."""
+    return common_checkpoints([checkpoints_of(answer) for answer in answers])
+
+
+def find_checkpoint(shards: Shards, name: str) -> Checkpoint:
+    """The checkpoint of that name which every shard retains.
+
+    Raises:
+        NoTableError: a shard has no such checkpoint, or one of another call.
+    """
+    answers = shards.describe()
+    for kept in checkpoints_of_all(answers):
+        if kept.name == name:
+            return kept
+    for answer in answers:
+        if all(kept.name != name for kept in answer.checkpoints):
+            raise NoTableError(
+                f"shard {answer.shard} has no checkpoint {name!r}: call checkpoints() for those of all shards"
+            )
+    raise NoTableError(f"the shards' checkpoints {name!r} are not of one call: use one of checkpoints()")
+
+
+def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, table: int, name: str, step: int) -> None:
+    """See `WeightClient.checkpoint`.
+
+    Args:
+        table: digest of the table.
+
+    Raises:
+        ClusterError: the shards' rows are of different times, or of different learning rates.
+    """
+
+    def send(number: int) -> None:
+        answers = shards.describe()
+        require_one_timeline(answers)
+        schedule.learn(answers)
+        rates = schedule.used(step)
+        request = pb.CheckpointRequest(name=name, identity=os.urandom(16), peers=shards.marks())
+        request.header.CopyFrom(writer.header(number, step=step, table=table))
+        rates.are_sent()
+        outcomes = writer.send("Checkpoint", request, slice(1), rates)
+        if not isinstance(outcomes[0], BaseException):
+            request.identity = outcomes[0].identity  # shard 0's prevails where several calls take the same
+            outcomes += writer.send("Checkpoint", request, slice(1, None), rates)
+        rates.have_ended(outcomes)
+        raise_first(outcomes)
+
+    writer.in_turn(table, send)

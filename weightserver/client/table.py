@@ -1,0 +1,143 @@
+"""The table as a client knows it, and how it is created, extended and dropped on all shards.
+
+Each of these calls may be repeated if it failed halfway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weightserver.client.agreement import ONE_CLUSTER, Answers, common_identity, spec_of
+from weightserver.client.connection import ShardConnection
+from weightserver.client.fan_out import Shards
+from weightserver.core.errors import ClusterError, TableMismatchError
+from weightserver.core.precision import Precision, precision_of
+from weightserver.core.sharding import Sharding
+from weightserver.core.spec import TableSpec
+from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import spec_to_proto, table_digest
+
+
+@dataclass(frozen=True)
+class KnownTable:
+    """A table that all shards hold."""
+
+    spec: TableSpec
+    identity: bytes
+    num_shards: int
+
+    @cached_property
+    def digest(self) -> int:
+        """Names the table in requests."""
+        return table_digest(self.spec, self.identity)
+
+    @cached_property
+    def precision(self) -> Precision:
+        """How values of rows are sent."""
+        return precision_of(self.spec)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        return Sharding(self.spec.rows_per_block, self.num_shards)
+
+
+def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False) -> KnownTable:
+    """The one table that all shards hold.
+
+    Args:
+        is_extended: take the largest size where an extension has reached only some shards.
+
+    Raises:
+        NoTableError: a shard holds no table.
+        ClusterError: the shards hold different tables, or sizes of one table.
+    """
+    specs = [spec_of(answer) for answer in answers]
+    largest = max(specs, key=lambda spec: spec.num_rows)
+    for shard, spec in enumerate(specs):
+        if replace(spec, num_rows=largest.num_rows) != largest:
+            raise ClusterError(f"the shards hold different tables, {largest} and {spec}: {ONE_CLUSTER}")
+        if spec != specs[0] and not is_extended:
+            raise ClusterError(
+                f"the table of shard 0 has {specs[0].num_rows} rows, that of shard {shard} {spec.num_rows}, as after "
+                f"an extend_table() that failed halfway: repeat extend_table({largest.num_rows}), or 'weightserver "
+                "extend'"
+            )
+    return KnownTable(largest, common_identity(answers, shards.names), len(answers))
+
+
+def create_table(shards: Shards, spec: TableSpec) -> KnownTable:
+    """See `WeightClient.create_table`."""
+    answers = shards.describe()
+    _require_creatable(answers, spec)
+
+    def create(connection: ShardConnection, answer: pb.DescribeResponse, identity: bytes) -> bytes:
+        request = pb.CreateTableRequest(spec=spec_to_proto(spec), epoch=answer.epoch, identity=identity)
+        created: bytes = connection.call("CreateTable", request).identity
+        return created
+
+    # Shard 0 alone draws the table's identity, so that two callers at the same time create the same table.
+    first, *others = zip(shards.connections(), answers, strict=True)
+    identity = create(*first, b"")
+    if others:
+        shards.in_parallel(create, ((*other, identity) for other in others))
+    return KnownTable(spec, identity, len(answers))
+
+
+def _require_creatable(answers: Answers, spec: TableSpec) -> None:
+    """Raises TableMismatchError unless every shard holds no table, or this one."""
+    for answer in answers:
+        if answer.HasField("spec") and (existing := spec_of(answer)) != spec:
+            if existing.num_rows < spec.num_rows and replace(existing, num_rows=spec.num_rows) == spec:
+                raise TableMismatchError(
+                    f"the table of shard {answer.shard} has {existing.num_rows} rows, not {spec.num_rows}: "
+                    f"extend_table({spec.num_rows}) makes it larger"
+                )
+            raise TableMismatchError(
+                f"shard {answer.shard} holds another table, {existing}: use its spec, or other shards"
+            )
+    used = [str(answer.shard) for answer in answers if answer.rows_stored or answer.clock]
+    lacking = [str(answer.shard) for answer in answers if not answer.HasField("spec")]
+    if used and lacking:
+        raise TableMismatchError(
+            f"shard {', '.join(used)} holds rows of a table that shard {', '.join(lacking)} lacks: is a disk not "
+            "mounted, an address wrong, or did a drop_table() end halfway? Serve the right directories, or restore all "
+            "shards from one backup"
+        )
+
+
+def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> KnownTable:
+    """See `WeightClient.extend_table`.
+
+    Args:
+        epoch: the client's session; None without one.
+    """
+    answers = shards.describe()
+    table = common_table(shards, answers, is_extended=True)
+    if num_rows < table.spec.num_rows:
+        raise ValueError(
+            f"the table has {table.spec.num_rows} rows and can only become larger, not {num_rows}: give at least as "
+            "many"
+        )
+    extended = replace(table, spec=replace(table.spec, num_rows=num_rows))
+
+    def extend(connection: ShardConnection, answer: pb.DescribeResponse) -> None:
+        if spec_of(answer) != extended.spec:
+            request = pb.ExtendTableRequest(
+                num_rows=num_rows, epoch=answer.epoch if epoch is None else epoch, table=table.digest
+            )
+            connection.call("ExtendTable", request)
+
+    shards.in_parallel(extend, zip(shards.connections(), answers, strict=True))
+    return extended
+
+
+def drop_table(shards: Shards) -> None:
+    """See `WeightClient.drop_table`."""
+    answers = shards.describe()
+    if len({answer.table_identity for answer in answers if answer.HasField("spec")}) > 1:
+        raise ClusterError(f"the shards hold tables of several clusters: {ONE_CLUSTER}")
+    shards.in_parallel(
+        lambda connection, answer: connection.call("DropTable", pb.DropTableRequest(epoch=answer.epoch)),
+        zip(shards.connections(), answers, strict=True),
+    )
