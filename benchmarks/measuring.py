@@ -22,7 +22,6 @@ from unittest.mock import Mock
 
 import grpc
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from benchmarks.measure import Timing, at_least, draw_bars, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -32,7 +31,7 @@ from weightserver.common.version import __version__
 from weightserver.core.rates import HashedRates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import VERSION_KEY, rows_to_proto, to_bytes
-from weightserver.server.metrics import CallMetrics, RowMetrics, ShardMetrics
+from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService
 from weightserver.shard.group_commit import Committer
@@ -45,24 +44,12 @@ STEP = 18_000
 GOAL = 1.02
 
 
-class NoRowMetrics(RowMetrics):
-    """Counts nothing."""
+class NoMetrics(ShardMetrics):
+    """Counts and times nothing."""
 
-    def fetched(self, rows: int, num_bytes: int) -> None: ...
-    def requested(self, operation: str, num_rows: int) -> None: ...
+    def fetched(self, wanted: int, rows: int, num_bytes: int) -> None: ...
     def fetch_stages(self, seconds: dict[str, float]) -> None: ...
-
-
-class NoCallMetrics(CallMetrics):
-    """Times nothing."""
-
     def answered(self, method: str, status: str, seconds: float) -> None: ...
-
-
-def no_metrics() -> ShardMetrics:
-    metrics = ShardMetrics(shard=0, num_shards=1, version="0")
-    metrics.rows, metrics.calls = NoRowMetrics(CollectorRegistry()), NoCallMetrics(CollectorRegistry())
-    return metrics
 
 
 def fill(shard: Shard) -> None:
@@ -88,7 +75,10 @@ def handlers() -> Iterator[tuple[WeightServerService, WeightServerService]]:
         measured = Shard(storage, shard=0, num_shards=1)
         fill(measured)
         services = []
-        for shard, kept in ((measured, metrics), (Shard(storage, shard=0, num_shards=1), no_metrics())):
+        for shard, kept in (
+            (measured, metrics),
+            (Shard(storage, shard=0, num_shards=1), NoMetrics(shard=0, num_shards=1, version="0")),
+        ):
             committer = Committer(shard.batch)
             stack.callback(committer.close)
             services.append(WeightServerService(shard, committer, kept, memory))

@@ -25,7 +25,7 @@ from weightserver.core.errors import (
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
-from weightserver.server.metrics import CallMetrics
+from weightserver.server.metrics import ShardMetrics
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteTransaction
@@ -46,7 +46,7 @@ class Calls:
         self,
         shard: Shard,
         committer: Committer,
-        metrics: CallMetrics,
+        metrics: ShardMetrics,
         *,
         slow_seconds: float,
         on_storage_error: Callable[[], object],
@@ -94,9 +94,9 @@ class Calls:
         except WeightServerError as error:
             status = status_of(type(error))
             if isinstance(error, FencedError):
-                self._metrics.fenced()
+                self._metrics.fenced.inc()
             if isinstance(error, DamagedRecordError):
-                self._metrics.damaged()
+                self._metrics.damaged.inc()
             if isinstance(error, StorageError):
                 self._on_storage_error()
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log("refused", method):

@@ -8,6 +8,7 @@ from weightserver.core.errors import InvalidRequestError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS, float32_from_bytes
 from weightserver.shard.rates import GivenRates
+from weightserver.shard.transaction import WriteHeader
 
 ID_BYTES = 16
 
@@ -38,3 +39,14 @@ def given_rates(rates: pb.Rates) -> GivenRates:
     learning_rates = float32_from_bytes(rates.learning_rates, "learning_rates") + np.float32(0)  # no −0
     require((learning_rates >= 0).all(), "learning rates must be finite and not negative")
     return GivenRates(rates.start, rates.digest, learning_rates)
+
+
+def write_header(header: pb.WriteHeader) -> WriteHeader:
+    return WriteHeader(
+        epoch=header.epoch,
+        session_id=header.session_id,
+        writer=header.writer,
+        sequence=header.sequence,
+        step=header.step,
+        rates=given_rates(header.rates),
+    )

@@ -153,7 +153,7 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
     publish_health(front.metrics.registry, healthy)
     metrics_address = _serve_metrics(config, front.metrics, healthy)
     front.add_health(healthy, reflect=config.reflection)
-    committer = Committer(shard.batch, front.metrics.commits.committed)
+    committer = Committer(shard.batch, front.metrics.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:
         publish_load(front.metrics.registry, front.memory, front.limiter, committer)
@@ -213,11 +213,11 @@ def _listening_server(config: ServerConfig) -> _Front:
         publish_certificate(metrics.registry, tls.expires)
     token = read_token(config.token_file)
     memory = RequestMemory(config.request_memory_mib << 20)
-    limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.calls.cut_off)
+    limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.cut_off.inc)
     limiter.start()
     server = grpc.server(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
-        interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.calls.unauthenticated)]), limiter],
+        interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated.inc)]), limiter],
         maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),

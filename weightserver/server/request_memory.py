@@ -81,9 +81,9 @@ def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
 
 
 def write_bytes(spec: TableSpec, num_rows: int, num_blocks: int, num_arrays: int) -> int:
-    """Bytes of a write until it is on disk: its rows' numbers, their values in `num_arrays` arrays with a flag each
-    whether it is finite, and the blocks that it changes."""
-    values = (spec.value_bytes + 1) * num_arrays * spec.dim
+    """Bytes of a write until it is on disk: its rows' numbers, their values in `num_arrays` arrays, and the blocks that
+    it changes."""
+    values = spec.value_bytes * num_arrays * spec.dim
     return num_rows * (_BYTES_PER_ROW_NAMED + values) + blocks_bytes(spec, num_blocks)
 
 

@@ -30,10 +30,10 @@ from weightserver.server.answers import (
     read_blocks_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_header, check_name, given_rates, require, require_id
+from weightserver.server.checks import check_header, check_name, given_rates, require, require_id, write_header
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
-from weightserver.server.write_stream import receive, write_header
+from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.reading import READ_BYTES
 from weightserver.shard.shard import Shard
@@ -65,11 +65,9 @@ class WeightServerService:
         on_storage_error: Callable[[], object] = lambda: None,
     ) -> None:
         self._shard = shard
-        self._metrics = metrics.rows
+        self._metrics = metrics
         self._memory = memory
-        self.calls = Calls(
-            shard, committer, metrics.calls, slow_seconds=slow_seconds, on_storage_error=on_storage_error
-        )
+        self.calls = Calls(shard, committer, metrics, slow_seconds=slow_seconds, on_storage_error=on_storage_error)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)
@@ -143,7 +141,6 @@ class WeightServerService:
             table_digest=request.table,  # again: it may have been replaced while the call waited for memory
             clock=clock,
         )
-        self._metrics.requested("fetch", len(rows))
         num_rows = num_bytes = 0
         try:
             for part, message in chunks:
@@ -152,7 +149,7 @@ class WeightServerService:
                 num_bytes += len(message)
                 yield message
         finally:
-            self._metrics.fetched(num_rows, num_bytes)
+            self._metrics.fetched(len(rows), num_rows, num_bytes)
         clock.start("end")
         self._metrics.fetch_stages(clock.seconds)
 
@@ -169,34 +166,36 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        clock = call_clock()
-        reserve = partial(self._memory.reserve, context=context)
-        write = receive(request_iterator, ("gradients",), self._shard, reserve)
-        header, rows, (gradients,) = write.header, write.rows(), write.values()
-        self._shard.check_rows(rows)
-        applied = self.calls.commit(context, lambda batch: self._shard.push_gradients(batch, header, rows, gradients))
-        self._metrics.requested("push", len(rows))
-        self._metrics.pushed(len(rows), gradients.nbytes, duplicate=not applied)
-        clock.start("end")
-        self._metrics.write_stages(clock.seconds)
-        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        def push(batch: WriteTransaction, write: ReceivedWrite) -> bool:
+            return self._shard.push_gradients(batch, write.header, write.rows, write.values["gradients"])
+
+        return self._write("push", ("gradients",), push, request_iterator, context)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
+        def replace(batch: WriteTransaction, write: ReceivedWrite) -> bool:
+            weight, momentum_buffer = write.values["weight"], write.values["momentum_buffer"]
+            return self._shard.write_state(batch, write.header, write.rows, weight, momentum_buffer, write.last_step)
+
+        return self._write("write_state", ("weight", "momentum_buffer"), replace, request_iterator, context)
+
+    def _write(
+        self,
+        operation: str,
+        names: tuple[str, ...],
+        change: Callable[[WriteTransaction, ReceivedWrite], bool],
+        messages: Iterator[WriteRequest],
+        context: grpc.ServicerContext,
+    ) -> pb.WriteResponse:
+        """Receives a write, whose fields of values are `names`, and commits it."""
         clock = call_clock()
-        reserve = partial(self._memory.reserve, context=context)
-        write = receive(request_iterator, ("weight", "momentum_buffer"), self._shard, reserve)
-        header, rows, (weight, momentum) = write.header, write.rows(), write.values()
-        last_step = write.last_step()
-        self._shard.check_rows(rows)
-        applied = self.calls.commit(
-            context, lambda batch: self._shard.write_state(batch, header, rows, weight, momentum, last_step)
-        )
-        self._metrics.requested("write_state", len(rows))
-        self._metrics.written(len(rows), 2 * weight.nbytes, duplicate=not applied)
+        write = receive(messages, names, self._shard, partial(self._memory.reserve, context=context))
+        self._shard.check_rows(write.rows)
+        applied = self.calls.commit(context, lambda batch: change(batch, write))
         clock.start("end")
-        self._metrics.write_stages(clock.seconds)
+        num_bytes = sum(values.nbytes for values in write.values.values())
+        self._metrics.wrote(operation, len(write.rows), num_bytes, clock.seconds, duplicate=not applied)
         return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
 
     def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
