@@ -25,9 +25,9 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-c
     pip install --no-cache-dir --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
-# The compiler is for --compile.
-RUN command -v g++ \
-    || (apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*)
+# The compiler is for --compile; tini passes signals on to a process that is still starting.
+RUN (command -v g++ && command -v tini) \
+    || (apt-get update && apt-get install --yes --no-install-recommends g++ tini && rm -rf /var/lib/apt/lists/*)
 RUN useradd --uid 10001 --user-group --create-home pic && install -d -o pic -g pic /runs /certs
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/train.sh /usr/local/bin/train.sh
@@ -35,5 +35,5 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 OUTPUT=/runs/run XDG_CACHE_HOME=
     TORCHINDUCTOR_CACHE_DIR=/runs/.cache/torchinductor MPLCONFIGDIR=/tmp/matplotlib
 WORKDIR /runs
 USER 10001:10001
-ENTRYPOINT ["train.sh"]
+ENTRYPOINT ["tini", "--", "train.sh"]
 CMD ["fashion-mnist"]

@@ -23,11 +23,14 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-c
     pip install --no-cache-dir --no-deps --force-reinstall . && pip uninstall --yes setuptools pip
 
 FROM ${BASE_IMAGE}
+# It passes signals on to a process that is still starting.
+RUN command -v tini \
+    || (apt-get update && apt-get install --yes --no-install-recommends tini && rm -rf /var/lib/apt/lists/*)
 RUN useradd --uid 10001 --user-group --create-home pic \
     && install -d -o pic -g pic /data /certs /certs/authority /certs/shards /certs/clients
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/certificates.sh deploy/health.sh /usr/local/bin/
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
-ENTRYPOINT ["weightserver"]
+ENTRYPOINT ["tini", "--", "weightserver"]
 CMD ["--help"]

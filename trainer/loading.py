@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+
+from weightserver.common.processes import end_at_sigterm
 
 NEEDED = (
     "defusedxml",
@@ -36,6 +41,7 @@ def loading_libraries(command: str) -> Iterator[None]:
     Args:
         command: its name in that line.
     """
+    end_at_sigterm()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         sys.exit(
             f"{command}: the trainer needs {', '.join(missing)}, which a weight server does not: install the extra "
@@ -62,3 +68,21 @@ def _set_up_process() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Pillow's, about an image that is read nevertheless; it refuses one of twice as many pixels.
     warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit")
+    # Another service's; prometheus_client would write there.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    _set_up_home()
+
+
+def _set_up_home() -> None:
+    """Gives a user without a home or a name, as containers have, those that libraries look for: a private folder."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid-{os.getuid()}"
+    if Path(os.path.expanduser("~")).is_absolute():
+        return
+    home = Path(tempfile.gettempdir(), f"home-of-uid-{os.getuid()}")
+    home.mkdir(0o700, exist_ok=True)
+    if home.is_symlink() or home.stat().st_uid != os.getuid():
+        sys.exit(f"{home} belongs to another user: set HOME to a folder of your own")
+    os.environ["HOME"] = str(home)

@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
     name = "weightserver"
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # of another service; prometheus_client would write there
     try:
         log_events(asked_format(argv))
         arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)

@@ -34,7 +34,7 @@ def base_image(docker: Docker, wanted: str) -> str:
     else:
         say(f"{wanted} cannot be pulled: making a stand-in from Debian's packages")
         with tempfile.TemporaryDirectory() as directory:
-            packages = "--include=python3,python3-dev,python3-venv,ca-certificates,g++"
+            packages = "--include=python3,python3-dev,python3-venv,ca-certificates,g++,tini"
             subprocess.run(
                 ["debootstrap", "--variant=minbase", packages, "bookworm", f"{directory}/root"],
                 check=True,

@@ -8,11 +8,10 @@ import resource
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -147,13 +146,26 @@ def test_the_probe_is_cheap(cluster: LocalCluster) -> None:
     assert shard < 0.03
 
 
-def test_an_unknown_path_shows_the_metrics_and_a_shard_that_is_gone_is_unhealthy(tmp_path: Path) -> None:
+def answered(address: str, path: str, method: str = "GET") -> tuple[int, bytes]:
+    connection = HTTPConnection(address, timeout=10)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_the_port_answers_its_own_paths_only(tmp_path: Path) -> None:
+    """A mistyped probe fails; a shard that is gone is unhealthy."""
     with LocalCluster(1, tmp_path) as cluster:
         address = cluster.metrics_addresses[0]
-        with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
-            assert b"weightserver_serving 1.0" in answer.read()
+        for path in ("/healthz", "/readyz", "/readyz?verbose", "/readyz/", "/readyz/?verbose=1"):
+            assert answered(address, path) == (200, b"SERVING\n")
+        for path in ("/", "/health", "/ready", "/readyz/more", "/metrics2", "//", "/%6Detrics"):
+            assert answered(address, path) == (404, b"there is no such page: ask for /metrics, /healthz, /readyz\n")
+        assert b"weightserver_serving 1.0" in answered(address, "/metrics?name[]=all")[1]
+        for path in ("/metrics", "/healthz", "/nothing"):
+            assert answered(address, path, "HEAD") == (404 if path == "/nothing" else 200, b"")
         cluster.processes[0].kill()
         wait_until(lambda: cluster.processes[0].poll() is not None)
         assert asked(cluster)[0] == 1
-        with pytest.raises(urllib.error.URLError):
-            urllib.request.urlopen(f"http://{address}/healthz", timeout=5)
+        with pytest.raises(ConnectionRefusedError):
+            answered(address, "/healthz")

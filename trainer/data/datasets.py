@@ -30,7 +30,7 @@ from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
-CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pic-weightserver"
+CACHE_DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pic-weightserver")
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
 _DIGESTED_IMAGES = 1_000

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import re
 import secrets
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
 
@@ -43,24 +45,37 @@ class _Stderr(logging.Handler):
             print(self.format(record), file=sys.stderr, flush=True)
 
 
-def _printable(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+class _Lines(logging.Formatter):
+    """Makes a line of an event: its time, level and sentence, `fields`, the request's id and its own fields."""
+
+    def __init__(self, log_format: LogFormat, fields: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._as_json = log_format == "json"
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        request = _request.get()
+        fields = self._fields() | ({} if request is None else {"request": request})
+        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        time = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        level, event = record.levelname.lower(), record.getMessage()
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            named = record.args if isinstance(record.args, dict) else {}
+            fields |= {"exception": traceback} if traceback else {}
+            return json.dumps({**named, **fields, "event": event, "level": level, "timestamp": time}, default=repr)
+        line = [f"{time} [{level}] {_printable(event)}"]
+        line += [f"{name}={_printable(str(value))}" for name, value in sorted(fields.items())]
+        return " ".join(line) + (f"\n{traceback}" if traceback else "")
+
+
+_STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
+"""What every record has."""
+
+
+def _printable(text: str) -> str:
     """Escapes text that would control a terminal."""
-    return {
-        key: repr(value)[1:-1] if isinstance(value, str) and not value.isprintable() and key != "exception" else value
-        for key, value in event.items()
-    }
-
-
-def _sentence_values(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Adds the values that a sentence names as fields."""
-    values = event.pop("positional_args", None)
-    return {**values, **event} if isinstance(values, dict) else event
-
-
-def _without_sentence_values(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-    """For text, where the sentence shows them."""
-    event.pop("positional_args", None)
-    return event
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def new_request_id() -> str:
@@ -76,36 +91,9 @@ def follow_request(metadata: Iterable[tuple[str, Any]]) -> None:
 
 def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dict) -> None:
     """Makes this process log to stderr from level info, with `fields` in every line; replaces any earlier set-up."""
-    import structlog  # takes 0.1 s, in which Ctrl-C would leave a traceback of a command's import
-
-    def common(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-        request = _request.get()
-        return {**fields(), **({} if request is None else {"request": request}), **event}
-
-    shared: list[Any] = [
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.stdlib.ExtraAdder(),
-        common,
-        _sentence_values if log_format == "json" else _without_sentence_values,
-    ]
-    if log_format == "json":
-        render: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    else:
-        plain = structlog.dev.plain_traceback  # the default shows local variables, which may include the token
-        render = [
-            _printable,
-            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, pad_level=False, exception_formatter=plain),
-        ]
     handler = _Stderr()
     handler.as_json = log_format == "json"
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            pass_foreign_args=True,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
-        )
-    )
+    handler.setFormatter(_Lines(log_format, fields))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Serves a /metrics page for Prometheus; slow or many callers occupy at most a few threads."""
+"""Serves /metrics for Prometheus, and pages of the caller's; slow or many callers occupy at most a few threads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 MAX_CONNECTIONS = 16
 _SECONDS = 5.0
 """How long a caller may be silent."""
+_TEXT = "text/plain; charset=utf-8"
 
 
 Page = Callable[[], tuple[HTTPStatus, str]]
@@ -25,6 +28,8 @@ def serve_metrics(
     registry: CollectorRegistry, host: str, port: int, pages: Mapping[str, Page] | None = None
 ) -> tuple[int, Callable[[], None]]:
     """Serves /metrics in threads; port 0 takes a free port. Returns the port and a function that stops serving.
+
+    A query or a slash after a path changes nothing; other paths are not found, so that a mistyped probe fails.
 
     Args:
         pages: other paths, and what makes their answers.
@@ -46,21 +51,33 @@ def serve_metrics(
     return server.server_port, close
 
 
-class _Handler(MetricsHandler):
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
     pages: Mapping[str, Page]
 
     def do_GET(self) -> None:
-        page = self.pages.get(self.path)
-        if page is None:
-            super().do_GET()
-            return
-        status, text = page()
-        body = f"{text}\n".encode()
+        status, kind, body = self._answer(urlsplit(self.path).path.rstrip("/"))
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            return HTTPStatus.OK, kind, encode(self.registry)
+        if page := self.pages.get(path):
+            status, text = page()
+            return status, _TEXT, f"{text}\n".encode()
+        known = ", ".join(["/metrics", *self.pages])
+        return HTTPStatus.NOT_FOUND, _TEXT, f"there is no such page: ask for {known}\n".encode()
+
+    def log_message(self, *arguments: Any) -> None:
+        """Logs no requests."""
 
 
 class _Server(ThreadingHTTPServer):

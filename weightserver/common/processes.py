@@ -1,10 +1,20 @@
-"""Ending processes that this one started."""
+"""Ends of processes: of this one at a signal, and of those that it started."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from typing import Any
+
+
+def end_at_sigterm() -> None:
+    """Lets SIGTERM end this process as PID 1 too, which the kernel otherwise spares, until something else handles it.
+
+    Call it before long imports. A signal that comes before it, while Python starts, is lost: an init has none lost.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def end_process(process: subprocess.Popen[Any], *, seconds: float, stop_signal: int = signal.SIGTERM) -> None:

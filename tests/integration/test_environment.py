@@ -1,0 +1,102 @@
+"""Processes take the world as they find it: as PID 1, without a home, beside other services' settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.watching import metric, wait_until
+
+AS_ROOT = os.geteuid() == 0
+NOBODY = 54_321
+"""A user without an entry in /etc/passwd."""
+
+
+def serve(directory: Path, *more: str) -> list[str]:
+    """A command that serves a new shard."""
+    command = [sys.executable, "-m", "weightserver", "serve", "--init", "--announce", "--metrics-port", "0"]
+    return [*command, "--data-dir", str(directory), "--listen", "127.0.0.1:0", *more]
+
+
+@contextmanager
+def first_process(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Runs a command as PID 1 of a namespace, which needs root; yields what waits for it, and its own id."""
+    as_first = ["unshare", "--pid", "--fork", "--kill-child"] if AS_ROOT else []
+    with subprocess.Popen([*as_first, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            wait_until(lambda: not AS_ROOT or bool(children.read_text().split()))
+            yield process, int(children.read_text()) if AS_ROOT else process.pid
+        finally:
+            process.kill()
+
+
+def handles_sigterm(pid: int) -> bool:
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:\t")[2].split()[0]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root may begin a namespace of process ids")
+def test_libraries_are_imported_after_sigterm_has_a_handler(tmp_path: Path) -> None:
+    """The kernel spares PID 1 signals without a handler."""
+    with first_process(serve(tmp_path / "data")) as (_, pid):
+        maps = Path(f"/proc/{pid}/maps")
+        while not any(name in (seen := maps.read_text()) for name in ("numpy", "lmdb", "grpc")):
+            handled = handles_sigterm(pid)
+            time.sleep(0.001)
+    assert handled, seen
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 1.0])
+def test_a_first_process_ends_at_sigterm_while_it_starts(delay: float, tmp_path: Path) -> None:
+    with first_process(serve(tmp_path / "data")) as (process, pid):
+        wait_until(lambda: not AS_ROOT or handles_sigterm(pid))
+        time.sleep(delay)
+        os.kill(pid, signal.SIGTERM)
+        assert process.wait(20) in {128 + signal.SIGTERM, -signal.SIGTERM, 0}
+
+
+@pytest.mark.parametrize("folder", ["other", "missing"])
+def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
+    command = serve(tmp_path / "data")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as shard:
+        assert shard.stdout is not None
+        try:
+            address = json.loads(shard.stdout.readline())["metrics_address"]
+            assert metric(address, "weightserver_serving") == 1
+        finally:
+            shard.terminate()
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root may take another user's id")
+@pytest.mark.guard
+def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
+    """As in a container with a user id of the cluster's choice."""
+    output = tmp_path / "runs"
+    output.mkdir()
+    os.chown(output, NOBODY, NOBODY)
+    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    as_nobody += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "TMPDIR": str(output)}
+    environment |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+    small = ["--num-images", "512", "--batch-size", "64", "--num-negatives", "128", "--window-size", "256"]
+    small += ["--window-stride", "64", "--steps", "3", "--encoder.name", "none", "--output", str(output / "a")]
+    command = [*as_nobody, sys.executable, "-m", "trainer", "synthetic", *small]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads((output / "a/summary.json").read_text())
+    assert (output / f"home-of-uid-{NOBODY}").stat().st_mode & 0o777 == 0o700
