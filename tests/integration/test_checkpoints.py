@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from weightserver import (
     WeightClient,
 )
 from weightserver.cli import main
+from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage import lmdb_storage
@@ -137,6 +139,29 @@ def test_half_a_checkpoint_is_not_listed(writer: WeightClient) -> None:
     with pytest.raises(InvalidRequestError, match=r"shard 0 at .* rows were written since checkpoint 'half' was taken"):
         writer.checkpoint("half", step=1)
     assert writer.checkpoints() == [Checkpoint("half", 1)]
+
+
+def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
+    writer: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shard 0 has taken it; the request to shard 1 is held up until another writer has gone on."""
+    push(writer, 0)
+    call = ShardConnection.call
+
+    def late(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
+        if method == "Checkpoint" and self.shard == 1:
+            with WeightClient(cluster.addresses) as other:
+                other.open_session("test", join=writer.describe().epoch)
+                push(other, 0)
+        return call(self, method, request, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardConnection, "call", late)
+        with pytest.raises(InvalidRequestError, match=r"shard 1 at .* rows were written since .*'half' was begun"):
+            writer.checkpoint("half", step=1)
+    assert writer.checkpoints() == []
+    writer.checkpoint("whole", step=1)
+    assert writer.checkpoints() == [Checkpoint("whole", 1)]
 
 
 def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient) -> None:

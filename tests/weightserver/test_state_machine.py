@@ -795,7 +795,11 @@ class Machine(RuleBasedStateMachine):
                 had_to = fenced or (header is not None and shard.has_settled(header))
         elif error is InvalidRequestError and message.method == "Checkpoint":
             name = call.arguments["name"]
-            had_to = shard.taken[name][0] != call.arguments["step"] or shard.is_changed_since(name)
+            if name in shard.taken:
+                had_to = shard.taken[name][0] != call.arguments["step"] or shard.is_changed_since(name)
+            else:  # something was written since the client described the shards
+                newest = max(self.cluster.directories[message.shard].history)
+                had_to = newest > message.run.knew[message.shard].event
         elif error is InvalidRequestError and message.method == "ExtendTable":
             had_to = message.first.num_rows < shard.num_rows
         elif error is NoTableError:

@@ -383,7 +383,8 @@ class WeightClient(Closing):
 
         Raises:
             FencedError: no session is open, or it was superseded.
-            InvalidRequestError: the name was used for another step, or rows were written since it was used.
+            InvalidRequestError: the name was used for another step, or rows were written since the call began or since
+                the name was used.
         """
         step, name = arguments.checked_step(step, "step"), arguments.checked_name(name)
         writer = self._require_session()

@@ -25,7 +25,7 @@ from weightserver.core.errors import (
     StorageError,
     TableMismatchError,
 )
-from weightserver.core.lineage import Lineage
+from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.rates import HashedRates
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST
@@ -87,6 +87,8 @@ class Shard:
         """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
         self._collector = VersionCollector(storage)
         self._peers: Sequence[str] = []
+        self._rows_commit = 0
+        """Number of the newest commit that may have changed rows; one before the start may have."""
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = ShardIdentity(shard, num_shards)
@@ -104,6 +106,7 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self._rows_commit = self._state.commit
         if (spec := read_spec(txn)) is not None:
             table = Table.of(spec, read_table_identity(txn))
             self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
@@ -254,7 +257,7 @@ class Shard:
         try:
             with self._storage.write() as txn:
                 mark = f"{self._incarnation}:{before.commit + 1}"
-                batch = WriteTransaction(txn, before, mark, self._table, self._peers)
+                batch = WriteTransaction(txn, before, mark, self._table, self._peers, self._rows_commit)
                 yield batch
                 if batch.peers != self._peers:
                     write_peers(txn, batch.peers)
@@ -267,7 +270,7 @@ class Shard:
                     batch.state = state
                 self._next_table = batch.table
             self._lineage, self._peers = lineage, batch.peers
-            self._state = batch.state
+            self._state, self._rows_commit = batch.state, batch.rows_commit
             self._table = batch.table
         finally:
             self._next_table = self._table
@@ -356,6 +359,9 @@ class Shard:
 
         Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
         its own.
+
+        Args:
+            peers: marks of all shards; rows that were written since this shard's own are not those that are meant.
         """
         if not writing.admit(batch, header):
             return False
@@ -364,6 +370,8 @@ class Shard:
         batch.peers = peers or batch.peers
         known = checkpoints.find(batch.state, name)
         if known is None:
+            if peers and split_mark(peers[self.shard])[1] < batch.rows_commit:
+                raise InvalidRequestError(f"rows were written since checkpoint {name!r} was begun: choose another name")
             batch.state = checkpoints.taken(
                 batch.state, name, step, checkpoint_id, batch.mark, num_rows=table.spec.num_rows
             )
@@ -395,6 +403,7 @@ class Shard:
         table = batch.require_table()
         kept = batch.state.checkpoint(name, checkpoint_id)
         batch.peers = peers or batch.peers
+        batch.note_rows()
         batch.txn.check_contents()  # a version that it does not find would stay
         for version in list(batch.txn.versions()):
             if version.generation > kept.generation:

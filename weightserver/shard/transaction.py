@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError
+from weightserver.core.lineage import split_mark
 from weightserver.shard.rates import GivenRates
 from weightserver.shard.table import Table
 from weightserver.storage.interface import Transaction
@@ -37,8 +38,14 @@ class WriteTransaction:
     table: Table | None
     peers: Sequence[str]
     """The marks of all shards that a client reported last."""
+    rows_commit: int
+    """Number of the newest commit that may have changed rows."""
     is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""
+
+    def note_rows(self) -> None:
+        """Takes note that rows are changed."""
+        _, self.rows_commit = split_mark(self.mark)
 
     def require_table(self) -> Table:
         """The table. Raises NoTableError if there is none."""

@@ -103,6 +103,7 @@ def update_rows(
                     delete_unneeded(batch, number)
             rows_stored += num_new
             first = part.stop
+    batch.note_rows()
     state = batch.state
     batch.state = replace(
         state,

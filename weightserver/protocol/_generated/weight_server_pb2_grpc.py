@@ -187,7 +187,7 @@ class WeightServerServicer:
     def Checkpoint(self, request, context):
         """Checkpoint keeps the shard's rows as they are now under a name; only later changes cost anything. Repeating a name
         with its step changes nothing but the identity. The name of a checkpoint with another step, or after which rows
-        were written, is refused (INVALID_ARGUMENT).
+        were written, is refused (INVALID_ARGUMENT); so is a request that comes after rows were written, see `peers`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
