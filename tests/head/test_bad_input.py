@@ -177,7 +177,7 @@ def test_settings(settings: dict[str, Any], match: str) -> None:
 
 @pytest.mark.parametrize("given", [0.1, [[0.1]], [-0.1], [float("nan")]])
 def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> None:
-    with pytest.raises(ValueError, match=r"learning.rates"), make_head("dense", learning_rates=given) as head:
+    with pytest.raises(ValueError, match=r"learning.rate"), make_head("dense", learning_rates=given) as head:
         head.rows([0])
 
 

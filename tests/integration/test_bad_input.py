@@ -81,8 +81,16 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         ValueError,
         r"last_step must be an integer or have shape \[2\], got \[3\]",
     ),
-    "a negative learning rate": (lambda c: c.extend_schedule(20, [0, -0.1]), ValueError, r"got -0\.1 at index 1"),
-    "an infinite learning rate": (lambda c: c.extend_schedule(20, [np.inf]), ValueError, r"must be finite .* got inf"),
+    "a negative learning rate": (
+        lambda c: c.extend_schedule(20, [0, -0.1]),
+        ValueError,
+        r"step 21 .* got -0\.1",
+    ),
+    "an infinite learning rate": (
+        lambda c: c.extend_schedule(20, [np.inf]),
+        ValueError,
+        r"step 20 must be a finite .* got inf",
+    ),
     "a learning rate for nothing": (lambda c: c.extend_schedule(20, 0.1), ValueError, r"shape \[n\], got \[\]"),
     "a session without a name": (lambda c: c.open_session(""), ValueError, r"name must be a non-empty text"),
     "a place for other rows": (

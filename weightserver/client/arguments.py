@@ -68,20 +68,6 @@ def checked_num_rows(value: int) -> int:
     return num_rows
 
 
-def checked_learning_rates(learning_rates: npt.ArrayLike) -> Float32Array:
-    """Finite, non-negative learning rates, float32 [n]."""
-    rates = np.asarray(learning_rates)
-    if rates.size and rates.dtype.kind not in "fiu":
-        raise TypeError(f"learning_rates must be real numbers, got dtype {rates.dtype}")
-    if rates.ndim != 1:
-        raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
-    converted = rates.astype(np.float32) + np.float32(0)  # −0 is 0
-    if not all_finite(converted) or (converted < 0).any():
-        bad = np.flatnonzero(~(np.isfinite(converted) & (converted >= 0)))[0]
-        raise ValueError(f"learning_rates must be finite in float32 and not negative, got {rates[bad]} at index {bad}")
-    return converted
-
-
 # ---- rows and their values
 
 

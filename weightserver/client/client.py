@@ -41,7 +41,7 @@ from weightserver.client.writer import Writer
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
 from weightserver.core.checkpoints import Checkpoint
-from weightserver.core.correction import require_stable
+from weightserver.core.correction import checked_rates
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.spec import TableSpec
@@ -188,9 +188,10 @@ class WeightClient(Closing):
             ClusterError: two shards have used different learning rates for a step.
         """
         start_step = arguments.checked_step(start_step, "start_step")
-        rates = arguments.checked_learning_rates(learning_rates)
         spec = self._table.spec
-        require_stable(rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step)
+        rates = checked_rates(
+            learning_rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step
+        )
         self._schedule.extend(start_step, rates)
 
     # ---- sessions and states

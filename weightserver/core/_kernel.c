@@ -39,7 +39,7 @@
 #endif
 
 /* A change of any function's arguments or results; kernel.py takes no other. */
-#define INTERFACE 7
+#define INTERFACE 8
 
 typedef float __attribute__((aligned(1), may_alias)) packed_float;
 typedef uint16_t __attribute__((aligned(1), may_alias)) packed_u16;
@@ -48,13 +48,13 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) packed_u64;
 typedef uint64_t (*checksum_function)(const void *, size_t, uint64_t); /* XXH3_64bits_withSeed */
 
 enum { WEIGHT, MOMENTUM_BUFFER };
-enum { HEADER_BYTES = 16, CHECKSUM_AT = 8 }; /* of a block: see blocks.py */
+enum { HEADER_BYTES = 16, CHECKSUM_AT = 8, GROUP_BYTES = 2048 };
 
 /* ---- arguments */
 
 /* Rows of a table, and the blocks that they lie in: block b has rows number starts[b] to starts[b + 1] of all. */
 typedef struct {
-    Py_ssize_t rows, dim, value_bytes, group_rows, last_step_at, weight_at, momentum_at, groups_at, num_bytes;
+    Py_ssize_t rows, dim, value_bytes; /* of a block */
     unsigned long long initial_seed, rounding_seed, checksum_address;
     float init_std;
     Py_buffer quantiles, numbers, write_ids, starts, slots;
@@ -62,7 +62,7 @@ typedef struct {
     Py_buffer *blocks; /* `obj` is NULL for one that was never written */
     float *scratch;    /* 5 rows */
     /* derived from these: */
-    Py_ssize_t row_bytes, num_groups;
+    Py_ssize_t row_bytes, group_rows, num_groups, last_step_at, weight_at, momentum_at, groups_at, num_bytes;
     const packed_i64 *number, *start, *slot;
     checksum_function checksum;
 } Places;
@@ -75,15 +75,23 @@ static int has_items(const Py_buffer *view, Py_ssize_t count, Py_ssize_t item_by
     return 0;
 }
 
-static int is_consistent(const Places *p)
+/* See blocks.py. */
+static int lay_out(Places *p)
 {
-    if (p->rows < 1 || p->rows >= 1 << 16 || p->dim < 1 || p->dim >= 1 << 24 || p->group_rows < 1
-        || (p->value_bytes != 2 && p->value_bytes != 4) || p->checksum_address == 0)
+    if (p->rows < 1 || p->rows >= 1 << 16 || p->dim < 1 || p->dim >= 1 << 24
+        || (p->value_bytes != 2 && p->value_bytes != 4) || p->checksum_address == 0) {
+        PyErr_SetString(PyExc_ValueError, "there is no such block");
         return 0;
-    Py_ssize_t values = p->value_bytes * p->dim * p->rows;
-    return p->last_step_at >= HEADER_BYTES + (p->rows + 7) / 8 && p->weight_at >= p->last_step_at + 8 * p->rows
-           && p->momentum_at >= p->weight_at + values && p->groups_at >= p->momentum_at + values
-           && p->num_bytes >= p->groups_at + 8 * ((p->rows - 1) / p->group_rows + 1);
+    }
+    p->row_bytes = p->dim * p->value_bytes;
+    p->group_rows = p->row_bytes < GROUP_BYTES ? GROUP_BYTES / p->row_bytes : 1;
+    p->num_groups = (p->rows - 1) / p->group_rows + 1;
+    p->last_step_at = HEADER_BYTES + (p->rows + 63) / 64 * 8;
+    p->weight_at = p->last_step_at + 8 * p->rows;
+    p->momentum_at = p->weight_at + p->row_bytes * p->rows;
+    p->groups_at = p->momentum_at + p->row_bytes * p->rows;
+    p->num_bytes = p->groups_at + 8 * p->num_groups;
+    return 1;
 }
 
 static int are_inside(const Places *p)
@@ -101,14 +109,10 @@ static int are_inside(const Places *p)
 
 static int fill_places(Places *p, PyObject *blocks)
 {
-    if (!is_consistent(p)) {
-        PyErr_SetString(PyExc_ValueError, "the layout of a block is inconsistent");
+    if (!lay_out(p))
         return 0;
-    }
     p->num_rows = p->slots.len / 8;
     p->num_blocks = PyList_Size(blocks);
-    p->row_bytes = p->dim * p->value_bytes;
-    p->num_groups = (p->rows - 1) / p->group_rows + 1;
     p->number = p->numbers.buf;
     p->start = p->starts.buf;
     p->slot = p->slots.buf;
@@ -160,10 +164,9 @@ static int take_places(PyObject *object, void *out)
         PyErr_SetString(PyExc_TypeError, "places must be a tuple");
         return 0;
     }
-    if (!PyArg_ParseTuple(object, "(nnnnnnnnnKKKfy*)O!y*y*y*y*", &p->rows, &p->dim, &p->value_bytes, &p->group_rows,
-                          &p->last_step_at, &p->weight_at, &p->momentum_at, &p->groups_at, &p->num_bytes,
-                          &p->initial_seed, &p->rounding_seed, &p->checksum_address, &p->init_std, &p->quantiles,
-                          &PyList_Type, &blocks, &p->numbers, &p->write_ids, &p->starts, &p->slots))
+    if (!PyArg_ParseTuple(object, "(nnnKKKfy*)O!y*y*y*y*", &p->rows, &p->dim, &p->value_bytes, &p->initial_seed,
+                          &p->rounding_seed, &p->checksum_address, &p->init_std, &p->quantiles, &PyList_Type, &blocks,
+                          &p->numbers, &p->write_ids, &p->starts, &p->slots))
         return 0;
     if (!fill_places(p, blocks)) {
         release_places(p);
@@ -213,8 +216,10 @@ static void write_start(const Places *p, unsigned char *out)
     memcpy(out + 4, &dim, 4);
 }
 
-/* Whether the content of block b is as its write left it, as far as rows i to end depend on it, or all if i is -1. */
-static int is_sound(const Places *p, Py_ssize_t b, const unsigned char *bytes, Py_ssize_t i, Py_ssize_t end)
+/* Whether the content of block b is as its write left it, as far as the values in some slots depend on it: those of
+ * number `i` to `end`, or if there are no slots, the first `end` ones. */
+static int is_sound(const Places *p, Py_ssize_t b, const unsigned char *bytes, const packed_i64 *slots, Py_ssize_t i,
+                    Py_ssize_t end)
 {
     unsigned char start[CHECKSUM_AT];
     write_start(p, start);
@@ -223,14 +228,8 @@ static int is_sound(const Places *p, Py_ssize_t b, const unsigned char *bytes, P
     if (memcmp(bytes, start, CHECKSUM_AT) != 0 || checksum_of_root(p, bytes, number, write_id) != stored)
         return 0;
     const packed_u64 *of_groups = (const packed_u64 *)(bytes + p->groups_at);
-    if (i < 0) {
-        for (Py_ssize_t group = 0; group < p->num_groups; group++)
-            if (checksum_of_group(p, bytes, number, group) != of_groups[group])
-                return 0;
-        return 1;
-    }
     for (Py_ssize_t group, known = -1; i < end; i++, known = group) {
-        group = p->slot[i] / p->group_rows;
+        group = (slots == NULL ? i : slots[i]) / p->group_rows;
         if (group != known && checksum_of_group(p, bytes, number, group) != of_groups[group])
             return 0;
     }
@@ -256,7 +255,7 @@ static PyObject *look(PyObject *module, PyObject *args)
             if (p.blocks[b].obj == NULL) {
                 for (; i < end; i++)
                     out[i] = 0;
-            } else if (p.blocks[b].len != p.num_bytes || (verify && !is_sound(&p, b, bytes, i, end))) {
+            } else if (p.blocks[b].len != p.num_bytes || (verify && !is_sound(&p, b, bytes, p.slot, i, end))) {
                 bad = b;
             } else {
                 const packed_i64 *steps = (const packed_i64 *)(bytes + p.last_step_at);
@@ -478,7 +477,7 @@ typedef struct {
     long long step; /* -1 if rows are replaced */
 } Update;
 
-/* correction._apply_on_time for one row: torch.optim.SGD, product by product. Returns whether the result is finite. */
+/* correction.apply_push for one row: torch.optim.SGD, product by product. Returns whether the result is finite. */
 static int take_step(const Update *update, const packed_float *restrict gradient, Py_ssize_t dim,
                      const packed_float *before_w, const packed_float *before_u, packed_float *weight,
                      packed_float *momentum)
@@ -534,9 +533,19 @@ static int push_row(const Places *p, const Update *update, Py_ssize_t i, uint64_
     return 1;
 }
 
-static void seal_group(const Places *p, uint64_t number, Py_ssize_t group, unsigned char *out)
+/* Writes the header and the checksums of the groups of some slots, as in `is_sound`. */
+static void seal(const Places *p, uint64_t number, uint64_t write_id, const packed_i64 *slots, Py_ssize_t i,
+                 Py_ssize_t end, unsigned char *out)
 {
-    ((packed_u64 *)(out + p->groups_at))[group] = checksum_of_group(p, out, number, group);
+    packed_u64 *of_groups = (packed_u64 *)(out + p->groups_at);
+    for (Py_ssize_t group, known = -1; i < end; i++, known = group) {
+        group = (slots == NULL ? i : slots[i]) / p->group_rows;
+        if (group != known)
+            of_groups[group] = checksum_of_group(p, out, number, group);
+    }
+    write_start(p, out);
+    uint64_t checksum = checksum_of_root(p, out, number, write_id);
+    memcpy(out + CHECKSUM_AT, &checksum, 8);
 }
 
 /* Copies block b, checks it, changes its rows and seals it; returns how many of them were never written before, or -1
@@ -553,7 +562,7 @@ static Py_ssize_t change_block(const Places *p, const Update *update, Py_ssize_t
         if (p->blocks[b].len != p->num_bytes)
             return -1;
         memcpy(out, p->blocks[b].buf, p->num_bytes); /* checked are the bytes that will be stored */
-        if (!is_sound(p, b, out, -1, -1))
+        if (!is_sound(p, b, out, NULL, 0, p->rows))
             return -1;
     }
     Py_ssize_t added = 0;
@@ -575,19 +584,10 @@ static Py_ssize_t change_block(const Places *p, const Update *update, Py_ssize_t
         added += !(*written & bit);
         *written |= bit;
     }
-    if (is_new) {
-        for (Py_ssize_t group = 0; group < p->num_groups; group++)
-            seal_group(p, number, group, out);
-    } else {
-        for (Py_ssize_t i = p->start[b], group, known = -1; i < p->start[b + 1]; i++, known = group) {
-            group = p->slot[i] / p->group_rows;
-            if (group != known)
-                seal_group(p, number, group, out);
-        }
-    }
-    write_start(p, out);
-    uint64_t checksum = checksum_of_root(p, out, number, update->write_id);
-    memcpy(out + CHECKSUM_AT, &checksum, 8);
+    if (is_new)
+        seal(p, number, update->write_id, NULL, 0, p->rows, out);
+    else
+        seal(p, number, update->write_id, p->slot, p->start[b], p->start[b + 1], out);
     return added;
 }
 

@@ -119,10 +119,9 @@ class BlockCodec:
     def compiled(self) -> kernel.Table:
         """What the compiled kernel knows of the table."""
         spec = self._spec
-        sizes = spec.rows_per_block, spec.dim, spec.value_bytes, self._group_rows
         seeds = mix_seed(spec.seed), self.precision.mixed_seed
-        layout = (*sizes, *[self.offsets[name] for name in (*Block._fields, "groups")], self.num_bytes)
-        return (*layout, *seeds, kernel.checksum_address(), spec.init_std, quantiles())
+        address = kernel.checksum_address()
+        return spec.rows_per_block, spec.dim, spec.value_bytes, *seeds, address, spec.init_std, quantiles()
 
     def num_written(self, buffer: Buffer) -> int:
         """Number of rows that were ever written."""

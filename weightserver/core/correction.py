@@ -9,7 +9,7 @@ and a gradient g adds the impulse (−η_t·g, g). So an untouched row is brough
 and the gradients of a row may arrive in any order. The paper's correction takes one learning rate for all steps of a
 gap instead, `single_rate_products`; it serves comparisons.
 
-Learning rates under which a single update makes rows grow, η·λ ≥ 2·(1 + m), are refused (`require_stable`), and so is
+Learning rates under which a single update makes rows grow, η·λ ≥ 2·(1 + m), are refused (`checked_rates`), and so is
 a result that is infinite or NaN (`require_finite`).
 
 NumPy only, no I/O.
@@ -79,24 +79,16 @@ class Schedule:
         that were followed by the same learning rates.
 
         Raises:
-            ValueError: not one-dimensional, or a learning rate < 0, NaN, infinite or unstable.
+            TypeError, ValueError: see `checked_rates`.
         """
         longer = copy(self)
         longer._append(learning_rates)
         return longer
 
     def _append(self, learning_rates: npt.ArrayLike) -> None:
-        with np.errstate(over="ignore"):
-            rates = np.asarray(learning_rates, dtype=np.float32)
-        if rates.ndim != 1:
-            raise ValueError(f"learning_rates must have shape [n], got {list(rates.shape)}")
-        bad = ~((rates >= 0) & (rates < np.inf))
-        if bad.any():
-            first = int(bad.argmax())
-            raise ValueError(
-                f"learning rates must be finite and ≥ 0, got {rates[first]} for step {self.horizon + first}"
-            )
-        require_stable(rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=self.horizon)
+        rates = checked_rates(
+            learning_rates, momentum=self.momentum, weight_decay=self.weight_decay, start_step=self.horizon
+        )
         self._tree = self._tree.with_rates(self.horizon, rates)
         self.horizon += len(rates)
 
@@ -124,13 +116,29 @@ class Schedule:
             return np.ascontiguousarray(products, np.float32)
 
 
-def require_stable(rates: Float32Array, *, momentum: float, weight_decay: float, start_step: int = 0) -> None:
-    """Refuses learning rates of steps from `start_step` on (float32 [n]) under which one update makes some row grow
-    that has no gradient: η·λ ≥ 2·(1 + m).
+def checked_rates(
+    learning_rates: npt.ArrayLike, *, momentum: float, weight_decay: float, start_step: int
+) -> Float32Array:
+    """Learning rates of steps from `start_step` on, as float32 [n] without −0.
 
     Raises:
-        ValueError: with the first such step, its learning rate, and the limit.
+        TypeError: they are no real numbers.
+        ValueError: not one-dimensional, < 0, NaN or infinite; or one update makes some row grow that has no gradient:
+            η·λ ≥ 2·(1 + m).
     """
+    given = np.asarray(learning_rates)
+    if given.size and given.dtype.kind not in "fiu":
+        raise TypeError(f"learning_rates must be real numbers, got dtype {given.dtype}")
+    if given.ndim != 1:
+        raise ValueError(f"learning_rates must have shape [n], got {list(given.shape)}")
+    with np.errstate(over="ignore"):
+        rates = given.astype(np.float32) + np.float32(0)
+    valid = (rates >= 0) & (rates < np.inf)
+    if not valid.all():
+        first = int(valid.argmin())
+        raise ValueError(
+            f"the learning rate of step {start_step + first} must be a finite number ≥ 0, got {given[first]}"
+        )
     unstable = rates.astype(np.float64) * weight_decay >= 2 * (1 + momentum)
     if unstable.any():
         first = int(unstable.argmax())
@@ -139,6 +147,7 @@ def require_stable(rates: Float32Array, *, momentum: float, weight_decay: float,
             f"momentum {momentum:g} and weight decay {weight_decay:g} it must be less than "
             f"{2 * (1 + momentum) / weight_decay:g}"
         )
+    return rates
 
 
 def require_finite(rows: Int64Array, step: int, *values: Float32Array) -> None:
@@ -234,9 +243,6 @@ def apply_push(
             row=int(rows[first]),
             step=step,
         )
-    if not len(late):
-        _apply_on_time(schedule, correction, step, last_step, weight, momentum_buffer, gradient, rows)
-        return
     for stop in np.unique(last_step[late]).tolist():
         some = late[last_step[late] == stop]
         by_weight, by_momentum = _late_impulse(schedule, step, stop)
@@ -244,11 +250,21 @@ def apply_push(
             weight[some] += by_weight * gradient[some]
             momentum_buffer[some] += by_momentum * gradient[some]
         require_finite(rows[some], stop - 1, weight[some], momentum_buffer[some])
-    on_time = np.flatnonzero(last_step <= step)
-    if len(on_time):
-        seen, w, u = last_step[on_time], weight[on_time], momentum_buffer[on_time]
-        _apply_on_time(schedule, correction, step, seen, w, u, gradient[on_time], rows[on_time])
-        last_step[on_time], weight[on_time], momentum_buffer[on_time] = seen, w, u
+    on_time: slice | Int64Array = np.flatnonzero(last_step <= step) if len(late) else slice(None)
+    seen, w, u = last_step[on_time], weight[on_time], momentum_buffer[on_time]  # views, if all rows are
+    if correction and (seen != step).any():
+        correct(w, u, schedule.coefficients(seen, step))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite or NaN stays so until the check
+        scratch = np.multiply(w, np.float32(schedule.weight_decay))
+        scratch += gradient[on_time]
+        u *= np.float32(schedule.momentum)
+        u += scratch
+        np.multiply(u, schedule.learning_rates[step], out=scratch)
+        w -= scratch
+    require_finite(rows[on_time], step, w, u)
+    if len(late):
+        weight[on_time], momentum_buffer[on_time] = w, u
+    last_step[on_time] = step + 1
 
 
 def _late_impulse(schedule: Schedule, step: int, stop: int) -> Float32Array:
@@ -259,27 +275,3 @@ def _late_impulse(schedule: Schedule, step: int, stop: int) -> Float32Array:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         impulse: Float64Array = transfer[:, 1] - learning_rate * transfer[:, 0]
         return impulse.astype(np.float32)
-
-
-def _apply_on_time(
-    schedule: Schedule,
-    correction: bool,
-    step: int,
-    last_step: Int64Array,
-    weight: Float32Array,
-    momentum_buffer: Float32Array,
-    gradient: Float32Array,
-    rows: Int64Array,
-) -> None:
-    """torch.optim.SGD's update `step`, product by product in float32, of rows with last_step ≤ step."""
-    if correction and (last_step != step).any():
-        correct(weight, momentum_buffer, schedule.coefficients(last_step, step))
-    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite or NaN stays so until the check
-        scratch = np.multiply(weight, np.float32(schedule.weight_decay))
-        scratch += gradient
-        momentum_buffer *= np.float32(schedule.momentum)
-        momentum_buffer += scratch
-        np.multiply(momentum_buffer, schedule.learning_rates[step], out=scratch)
-        weight -= scratch
-    require_finite(rows, step, weight, momentum_buffer)
-    last_step[:] = step + 1

@@ -18,8 +18,8 @@ import xxhash
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, UInt64Array
 
 Table = tuple[int | float | Float32Array, ...]
-"""Of a table: what a block's docstring says of its layout, the seeds and the distribution of initial weights, and the
-checksum's function, see `BlockCodec.compiled`."""
+"""Rows of a block, their length and the bytes of a value; mixed seeds of initial weights and of rounding; the address
+of the checksum's function; standard deviation and quantiles of initial weights (float32 [65536])."""
 Places = tuple[Table, list[memoryview | None], Int64Array, UInt64Array, Int64Array, Int64Array]
 """Rows, and the blocks that they lie in: the table, the stored blocks (None for those that were never written), their
 numbers and write ids, starts and slots. Block j has rows number starts[j] to starts[j + 1] of all."""
@@ -31,7 +31,7 @@ RawRows = tuple[StoredArray, StoredArray, Int64Array]
 
 VARIABLE = "WEIGHTSERVER_KERNEL"
 """Set to "numpy", the compiled kernel is left alone; to "compiled", a process without it does not start."""
-_INTERFACE = 7
+_INTERFACE = 8
 """What this version expects of the kernel; a build of other sources may lie beside it."""
 _CHECKSUMS = ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed")
 """Functions of the xxhash package's library, the fastest first."""

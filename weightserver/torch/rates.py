@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import numpy.typing as npt
 
 from weightserver import TableSpec
-from weightserver.core.correction import Schedule, require_stable
+from weightserver.core.correction import Schedule, checked_rates
 
 
 class LearningRates:
@@ -31,10 +28,10 @@ class LearningRates:
         Raises:
             ValueError: the learning rate of `step` is known and differs, or it is negative, infinite, NaN or unstable.
         """
-        with np.errstate(over="ignore"):
-            rate = np.float32(learning_rate)
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"the learning rate of step {step} must be a finite number ≥ 0, got {learning_rate!r}")
+        schedule = self._schedule
+        (rate,) = checked_rates(
+            [learning_rate], momentum=schedule.momentum, weight_decay=schedule.weight_decay, start_step=step
+        )
         if step < len(self):
             if rate != self._rates[step]:
                 raise ValueError(
@@ -43,10 +40,6 @@ class LearningRates:
                 )
             return
         assert step == len(self), "updates are told in order"
-        schedule = self._schedule
-        require_stable(
-            np.array([rate]), momentum=schedule.momentum, weight_decay=schedule.weight_decay, start_step=step
-        )
         self._rates.append(float(rate))
 
     def of_step(self, step: int) -> float:
