@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.helpers.comparing import same
+from tests.helpers.raw_calls import raw_channel
 from weightserver import (
     ClusterError,
     DataLossError,
@@ -25,7 +26,6 @@ from weightserver import (
     LocalCluster,
     NoTableError,
     ShardUnavailableError,
-    TableMismatchError,
     TableSpec,
     WeightClient,
 )
@@ -35,6 +35,7 @@ from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
 from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
 ROWS = np.arange(SPEC.num_rows)
@@ -71,15 +72,12 @@ class Place:
         self.cluster.restart(shard)
         return copied
 
-    def replace(self, shard: int, source: Path, *, whole: bool = True) -> None:
-        """Replaces the directory, or only the data file, of a killed shard."""
+    def replace(self, shard: int, source: Path) -> None:
+        """Replaces the directory of a killed shard."""
         self.kill(shard)
         own = self.directory / f"shard-{shard}"
-        if whole:
-            own.rename(self.directory / f"replaced-{time.monotonic_ns()}")
-            shutil.copytree(source, own)
-        else:
-            shutil.copy(source / "data.mdb", own / "data.mdb")
+        own.rename(self.directory / f"replaced-{time.monotonic_ns()}")
+        shutil.copytree(source, own)
         self.cluster.restart(shard)
 
     def close(self) -> None:
@@ -111,28 +109,17 @@ def stopped(place: Place, shard: int) -> Iterator[None]:
 # ---- older copies
 
 
-@pytest.mark.guard
-def test_an_older_copy_of_a_data_file_alone_is_refused_at_the_start(place: Place) -> None:
-    place.push()
-    older = place.copy(1, "older")
-    place.push()
-    with pytest.raises(ShardUnavailableError, match=r"data\.mdb lacks transactions that it had"):
-        place.replace(1, older, whole=False)
-
-
-@pytest.mark.parametrize("written_since", [1, pytest.param(37, marks=pytest.mark.guard)])
-def test_an_older_copy_of_a_directory_is_refused(place: Place, written_since: int) -> None:
+def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
     """Even after writes to it, so that its numbers have caught up."""
     place.push()
     older = place.copy(1, "older")
-    for _ in range(written_since):
-        place.push()
+    place.push()
     newest = place.directory / "newest"
     shutil.copytree(place.directory / "shard-1", newest)  # as it is when the shard is killed
     place.replace(1, older)
     with place.connect() as other:  # it knows of nothing that was lost, and makes the copy catch up
         other.open_session("other", join=other.describe().epoch)
-        for _ in range(2 * written_since):
+        for _ in range(2):
             other.push_gradients(ROWS, ONES, step=0)
     for call in (
         lambda: place.push(),
@@ -147,17 +134,14 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place, written_since: in
         ):
             call()
     with place.connect() as other:
-        written = -1 - 3 * written_since
-        assert (other.fetch(np.arange(5), step=1) == written - 1).all(), (
-            "shard 0 took the push that found out, no other"
-        )
+        assert (other.fetch(np.arange(5), step=1) == -5).all(), "shard 0 took the push that found out, no other"
         assert other.checkpoints() == []
     place.replace(1, newest)
     place.client.open_session("again")
     place.push()
     found = place.client.fetch(ROWS, step=1)
     mine = (ROWS // SPEC.rows_per_block) % 2 == 1
-    assert (found[mine] == -2 - written_since).all(), "nothing that was acknowledged is missing"
+    assert (found[mine] == -3).all(), "nothing that was acknowledged is missing"
 
 
 @pytest.mark.guard
@@ -188,18 +172,6 @@ def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> Non
         assert (later.fetch(ROWS, step=1) == -2).all()
     with place.connect() as later:
         later.open_session("since the rollback the shards are of one time")
-
-
-@pytest.mark.guard
-def test_a_restart_and_a_complete_copy_are_not_losses(place: Place) -> None:
-    place.push()
-    place.kill(1)
-    place.cluster.restart(1)
-    place.push()
-    newest = place.copy(1, "newest")
-    place.replace(1, newest)
-    place.push()
-    assert (place.client.fetch(ROWS, step=1) == -3).all()
 
 
 # ---- two clusters
@@ -240,18 +212,21 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
 
 @pytest.mark.guard
 def test_a_session_is_more_than_its_number(place: Place) -> None:
-    """The same epoch with another session id is another session, as if a copy of both shards was served meanwhile."""
+    """The same epoch with another session id is another session, as when copies of both shards were served."""
     place.push()
-    copies = [place.copy(shard, f"copy-{shard}") for shard in range(2)]
+    copy = place.copy(1, "copy")
     with place.connect() as newer:
-        newer.open_session("newer")
-        for shard, source in enumerate(copies):
-            place.replace(shard, source)
-        with place.connect() as third:
-            assert third.open_session("third") == 2
-            with pytest.raises((FencedError, DataLossError)):
-                newer.push_gradients(ROWS, ONES, step=0)
-            assert (third.fetch(ROWS, step=1) == -1).all()
+        assert newer.open_session("newer") == 2
+        place.replace(1, copy)
+        with raw_channel(place.cluster.addresses[1]) as channel:
+            request = pb.OpenSessionRequest(name="of copies", epoch=2, session_id=b"c" * 16)
+            WeightServerStub(channel).OpenSession(request, timeout=60)
+        with pytest.raises((FencedError, DataLossError)):
+            newer.push_gradients(ROWS, ONES, step=0)
+        with place.connect() as mistyped:
+            for call in (mistyped.describe, lambda: mistyped.open_session("typo", force=True)):
+                with pytest.raises(ClusterError, match=r"shard 1 .* is in another session 2 .* than shard 0"):
+                    call()
 
 
 # ---- errors with an unknown outcome
@@ -275,29 +250,13 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("shard", [pytest.param(0, marks=pytest.mark.guard), 1])
-def test_an_interrupted_push_is_repeated_once(place: Place, shard: int) -> None:
-    """Whichever shard it waits for, the client's threads no longer use the caller's arrays."""
-    for number in range(3):
-        gradients = ONES.copy()
-        with stopped(place, shard):
-            with pytest.raises(Interrupted), interrupted_after(0.3):
-                place.client.push_gradients(ROWS, gradients, step=0)
-            gradients[:] = 100.0
-        place.push()
-        assert (place.client.fetch(ROWS, step=1) == -1 - number).all()
-    place.client.checkpoint("after", step=1)
-    place.client.rollback("after")
-    place.push()
-    assert (place.client.fetch(ROWS, step=1) == -4).all()
-
-
-@pytest.mark.guard
-def test_a_write_that_failed_is_repeated_in_the_next_session(place: Place) -> None:
-    """The shards know the writer in any session."""
-    with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
-        place.push()
-    place.client.open_session("again")
+def test_an_interrupted_push_leaves_its_array_alone(place: Place) -> None:
+    """The client's threads no longer read it, and the push counts once when it is repeated."""
+    gradients = ONES.copy()
+    with stopped(place, 1):
+        with pytest.raises(Interrupted), interrupted_after(0.3):
+            place.client.push_gradients(ROWS, gradients, step=0)
+        gradients[:] = 100.0
     place.push()
     assert (place.client.fetch(ROWS, step=1) == -1).all()
 
@@ -317,31 +276,16 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
 @pytest.mark.guard
 def test_a_session_opened_during_a_push_counts_it_once(place: Place) -> None:
     with ThreadPoolExecutor(2) as pool:
-        for number in range(1, 6):
+        for number in range(1, 3):
             with stopped(place, 1):
                 pushing = pool.submit(place.push)
-                time.sleep(0.1 * (number % 3))
+                time.sleep(0.1 * number)
                 opening = pool.submit(place.client.open_session, "again")
                 time.sleep(0.1)
             opening.result(30)
             if pushing.exception(30) is not None:
                 place.push()
             assert (place.client.fetch(ROWS, step=1) == -number).all()
-
-
-@pytest.mark.guard
-def test_a_write_that_failed_is_repeated_in_another_clients_session(place: Place) -> None:
-    """It is on one of two shards, which nobody else can know: the client makes no other write before."""
-    with stopped(place, 1), pytest.raises(Interrupted), interrupted_after(0.3):
-        place.push()
-    with place.connect() as other:
-        epoch = other.open_session("other")
-        with pytest.raises(FencedError):
-            place.push()
-        place.client.open_session("other", join=epoch)
-        place.push()
-        place.client.push_gradients(ROWS, 2 * ONES, step=0)
-        assert (place.client.fetch(ROWS, step=1) == -3).all()
 
 
 # ---- shards of different times
@@ -391,53 +335,6 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
         assert (later.fetch(ROWS, step=1) == -2).all()
 
 
-@pytest.mark.guard
-def test_a_shard_restored_again_from_the_backup_of_all_is_not_taken(place: Place, tmp_path: Path) -> None:
-    """The other shards have been written to since all were restored from it."""
-    place.push()
-    place.client.checkpoint("a", step=1)
-    backup(place.client, tmp_path / "backup")
-    for shard in range(2):
-        restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
-        place.replace(shard, tmp_path / f"restored-{shard}")
-    with place.connect() as later:
-        later.open_session("later")
-        later.push_gradients(ROWS, ONES, step=0)
-    restore(tmp_path / "backup", tmp_path / "again", shard=1)
-    place.replace(1, tmp_path / "again")
-    with place.connect() as latest:
-        with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what shard 0 knows it to have acknowledged"):
-            latest.open_session("latest")
-        latest.open_session("latest", force=True)
-        latest.rollback("a")
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("restored", [False, True])
-def test_a_session_opened_halfway_reopens_without_force(place: Place, tmp_path: Path, restored: bool) -> None:
-    place.push()
-    if restored:
-        place.client.checkpoint("a", step=1)
-        backup(place.client, tmp_path / "backup")
-        for shard in range(2):
-            restore(tmp_path / "backup", tmp_path / f"restored-{shard}", shard=shard)
-            place.replace(shard, tmp_path / f"restored-{shard}")
-    place.kill(1)
-    with WeightClient(place.cluster.addresses, retry_seconds=1) as other:
-        place.cluster.restart(1)
-        assert other.describe().epoch == 1
-        place.kill(1)
-        described, half = other.call_shard(0, "Describe", pb.DescribeRequest()), b"h" * 16
-        other.call_shard(
-            0, "OpenSession", pb.OpenSessionRequest(name="half", epoch=described.epoch + 1, session_id=half)
-        )
-    place.cluster.restart(1)
-    with place.connect() as later:
-        later.open_session("later")
-        later.push_gradients(ROWS, ONES, step=0)
-        assert (later.fetch(ROWS, step=1) == -2).all()
-
-
 # ---- rows of several times
 
 
@@ -456,9 +353,8 @@ def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) 
             place.client.rollback("one")
 
 
-@pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.guard)])
 def test_a_rollback_that_ended_halfway_leaves_no_common_state(
-    place: Place, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.push()
     place.client.checkpoint("one", step=1)
@@ -466,8 +362,8 @@ def test_a_rollback_that_ended_halfway_leaves_no_common_state(
     epoch = place.client.describe().epoch
     with place.connect() as beside:
         beside.open_session("run", join=epoch)
-        dies_in_rollback(place, monkeypatch, shard)
-        place.cluster.restart(shard)
+        dies_in_rollback(place, monkeypatch, shard=0)
+        place.cluster.restart(0)
         with pytest.raises(
             ClusterError, match=r"was not rolled back .* together with shard 0, .*weightserver rollback"
         ):
@@ -497,28 +393,6 @@ def merged(place: Place, target: Path) -> Resharded:
 
 
 @pytest.mark.guard
-def test_a_forced_session_opened_halfway_leaves_no_common_state(place: Place, tmp_path: Path) -> None:
-    """A restored shard, or an older copy, would otherwise look like the other shards after that."""
-    place.push()
-    place.client.checkpoint("one", step=1)
-    backup(place.client, tmp_path / "backup")
-    place.push(1)
-    place.kill(1)
-    (place.directory / "shard-1").rename(tmp_path / "lost")
-    restore(tmp_path / "backup", place.directory / "shard-1", shard=1)
-    place.cluster.restart(1)
-    with place.connect() as killed:
-        killed.open_session("rollback to one", force=True)
-    with place.connect() as other:
-        with pytest.raises(ClusterError, match="weightserver rollback"):
-            other.open_session("other")
-        other.open_session("other", force=True)
-        other.rollback("one")
-        other.open_session("other")
-        assert (other.fetch(ROWS, step=1) == -1).all()
-
-
-@pytest.mark.guard
 @pytest.mark.parametrize("restored", [False, True], ids=["older copy", "restored"])
 def test_directories_of_several_times_are_not_resharded_as_they_are(
     place: Place, restored: bool, tmp_path: Path
@@ -542,56 +416,3 @@ def test_directories_of_several_times_are_not_resharded_as_they_are(
     shutil.rmtree(newest)
     (tmp_path / "newest").rename(newest)
     assert merged(place, tmp_path / "new").step == 2
-
-
-@pytest.mark.guard
-def test_copies_of_a_cluster_are_not_taken_as_one(place: Place, tmp_path: Path) -> None:
-    """Both have the same table."""
-    place.client.close()
-    place.cluster.close()
-    shutil.copytree(place.directory, tmp_path / "copy")
-    with LocalCluster(2, place.directory) as first, LocalCluster(2, tmp_path / "copy") as second:
-        for cluster in first, second:
-            with WeightClient(cluster.addresses) as client:
-                client.extend_schedule(0, np.ones(10, np.float32))
-                client.open_session("run")
-                client.push_gradients(ROWS, ONES, step=0)
-        with WeightClient([first.addresses[0], second.addresses[1]]) as mixed:
-            for call in (mixed.describe, lambda: mixed.open_session("typo", force=True)):
-                with pytest.raises(ClusterError, match=r"shard 1 .* is in another session 2 .* than shard 0"):
-                    call()
-
-
-def test_a_table_in_use_is_not_taken_into_another_cluster(place: Place, tmp_path: Path) -> None:
-    """Even though none of its rows has been written."""
-    with LocalCluster(2, tmp_path / "other") as other, WeightClient(other.addresses) as client:
-        client.create_table(SPEC)
-        with (
-            WeightClient([other.addresses[0], place.cluster.addresses[1]]) as mistyped,
-            pytest.raises(TableMismatchError, match=r"of epoch 1 \(run 'run'\): are all addresses of one cluster"),
-        ):
-            mistyped.create_table(SPEC)
-    place.push()
-
-
-@pytest.mark.guard
-def test_a_checkpoint_taken_again_stays_one(place: Place) -> None:
-    """Repeated, made by several clients at once, and interrupted halfway."""
-    epoch = place.client.describe().epoch
-    with place.connect() as other, ThreadPoolExecutor() as pool:
-        other.open_session("run", join=epoch)
-        for step in range(1, 30):
-            place.push()
-            name = f"step {step}"
-            list(pool.map(lambda client, name=name: client.checkpoint(name, step=1), (place.client, other)))
-            assert name in [known.name for known in place.client.checkpoints()]
-        checkpoint_id = place.client.checkpoints()[-1].checkpoint_id
-        place.kill(1)
-        place.client._shards.connections()[1]._retry_seconds = 0.3
-        with pytest.raises(ShardUnavailableError):
-            place.client.checkpoint(name, step=1)
-        place.cluster.restart(1)
-        place.client._shards.connections()[1]._retry_seconds = 20
-        place.push()
-        assert place.client.checkpoints()[-1].checkpoint_id == checkpoint_id
-        place.client.rollback(name)
