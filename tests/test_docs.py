@@ -228,8 +228,9 @@ OWN_LOOPS = [
     block("docs/own-loop.md", beginning)
     for beginning in (
         "import torch",
-        "for ids, images in batches",
+        "for ids, images in batches:\n    loss",
         "(first_ids, first)",
+        "for ids, images in batches:\n    with",
         "scaler = ",
         "model = ",
         "rows = ",

@@ -149,7 +149,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
                 updates = view < run.config.views  # small crops update no rows
-                loss_of = partial(run.head, ids=ids[part], update_rows=updates, temperature=temperature)
+                loss_of = partial(run.head, ids=ids[part], view=view, update_rows=updates, temperature=temperature)
                 part_loss = loss_of(embeddings) if mix is None else mix.loss(loss_of, embeddings)
                 part_loss /= len(run.parts)
             with stage("backward"):

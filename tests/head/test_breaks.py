@@ -230,28 +230,6 @@ def test_the_next_batch_is_taken_before_a_step_ends(make_head: MakeHead, rows: s
     Result(losses, head.rows(range(NUM_CLASSES)), encoder.weight()).assert_close(expected)
 
 
-@STORES
-def test_a_step_is_skipped(make_head: MakeHead, rows: str) -> None:
-    """One after its forward pass failed, and one whose batch is left out: its classes count as visited."""
-    head, encoder, batches = make_head(rows), Encoder(), shuffled(5, STEPS)
-    dense, other = Dense(head), Encoder()
-    for step, (ids, batch) in enumerate(head.announced(loaded(batches))):
-        dense.visits += ids.tolist()
-        if step in (2, 5):
-            if step == 2:
-                head(encoder.module(batch), ids).backward()
-                encoder.optimizer.zero_grad()
-            head.skip(learning_rate(step))
-        else:
-            head(encoder.module(batch), ids).backward()
-            head.step(learning_rate(step))
-            encoder.update(learning_rate(step))
-            dense.loss(other.module(batch), ids.tolist()).backward()
-            other.update(learning_rate(step))
-        dense.update(learning_rate(step))
-    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
-
-
 def test_a_gradient_scaler(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     """A scaled loss trains the same; a step whose gradients overflow is one without gradients."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)

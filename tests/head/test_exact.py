@@ -219,8 +219,9 @@ def test_workers_load_the_batches(make_head: MakeHead) -> None:
 
 def test_ids_of_many_types(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     head = make_head("dense")
-    for ids in ([1, 2, 3, 1], np.array([1, 2, 3, 1], np.uint8), torch.tensor([1, 2, 3, 1], dtype=torch.int32)):
-        head(embeddings, ids).backward()
+    types = ([1, 2, 3, 1], np.array([1, 2, 3, 1], np.uint8), torch.tensor([1, 2, 3, 1], dtype=torch.int32))
+    for view, ids in enumerate(types):
+        head(embeddings, ids, view=view).backward()
     head.step(0.1)
     assert head.num_steps == 1
 

@@ -133,11 +133,12 @@ ERRORS = {
 }
 
 
-def launch(out: Path, kind: str, rows: str = "resident") -> None:
+def launch(module: str, *arguments: str) -> None:
+    """Runs a module as two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "tests.head.test_ranks", str(out), kind]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", module, *arguments]
     finished = subprocess.run(
-        [*command, rows],
+        command,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -156,7 +157,7 @@ def launch(out: Path, kind: str, rows: str = "resident") -> None:
 def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, rows: str) -> None:
     """Also after a checkpoint was restored in the middle, with embedded shards that rank 0 starts."""
     expected = run(tmp_path / "one", kind, rows)
-    launch(tmp_path, kind, rows)
+    launch("tests.head.test_ranks", str(tmp_path), kind, rows)
     for rank in range(2):
         Result(**torch.load(tmp_path / f"result-{rank}", weights_only=True)).assert_close(expected)
 
@@ -165,7 +166,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, row
 @pytest.mark.parametrize("kind", list(ERRORS))
 def test_ranks_that_do_not_agree(tmp_path: Path, kind: str) -> None:
     """Each of them says so in one line, and none waits for the other."""
-    launch(tmp_path, kind)
+    launch("tests.head.test_ranks", str(tmp_path), kind, "resident")
     for rank, message in enumerate(ERRORS[kind]):
         error = (tmp_path / f"error-{rank}").read_text()
         assert error.startswith(message)

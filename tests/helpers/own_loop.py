@@ -108,8 +108,8 @@ def trained(
         for step in as_steps(epoch, batches_per_step):
             result.losses.append(0.0)
             for ids, batch in step:
-                for embeddings in encoder.views(batch, views):
-                    loss = head(embeddings, ids) / (views * batches_per_step)
+                for view, embeddings in enumerate(encoder.views(batch, views)):
+                    loss = head(embeddings, ids, view=view) / (views * batches_per_step)
                     loss.backward()
                     result.losses[-1] += loss.item()
             encoder.update(learning_rate(head.num_steps))

@@ -35,11 +35,12 @@ class Visited:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Coming:
     """A step in the queue."""
 
     announced: Announced
     before: Visited
+    """What was recently visited before it."""
 
 
 class ComingSteps:
@@ -55,7 +56,7 @@ class ComingSteps:
         self._recent = MostRecent(negatives.num_recent)
         self._sampled: tuple[WindowSampler, ScheduledRows] | None = None
         self._drawn_by: WindowSampler | None = None  # the sampler of the last step in the queue, or before it
-        self._steps: deque[_Entry] = deque()
+        self._steps: deque[Coming] = deque()
 
     def use(self, ranks: Ranks, sharding: Sharding) -> None:
         """Sets the ranks that share the rows, and how."""
@@ -74,7 +75,7 @@ class ComingSteps:
 
     def visited_before(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Rows (≤ K,) and their last visits before `step`, the next one that begins."""
-        visited = self._steps[0].before if self._steps else self._visited()
+        visited = self._steps[0].before if self._steps else self.visited()
         if visited.sampler is None:
             return visited.rows, visited.last_visit
         return self._scheduled(visited.sampler).visited(step - 1)
@@ -84,7 +85,7 @@ class ComingSteps:
         self._steps.clear()
         self._set(Visited(*visited))
 
-    def _visited(self) -> Visited:
+    def visited(self) -> Visited:
         """What was recently visited after the last step in the queue."""
         return Visited(self._recent.rows, self._recent.last_visit, self._drawn_by)
 
@@ -107,7 +108,7 @@ class ComingSteps:
 
     def add_batches(self, step: int, ids: Int64Array) -> Announced:
         """Adds the next step, of these classes: int64 (A, B), or (A, B, P) with -1 for none; returns it."""
-        before, drawn_by = self._visited(), None
+        before, drawn_by = self.visited(), None
         if self._sampled is not None and self._is_drawn(self._sampled[0], step, ids):
             drawn_by, scheduled = self._sampled
             active = scheduled.active(step)
@@ -117,7 +118,7 @@ class ComingSteps:
             active = self._active(step, ids)
         self._drawn_by = drawn_by
         announced = self._shared(active, ids)
-        self._steps.append(_Entry(announced, before))
+        self._steps.append(Coming(announced, before))
         return announced
 
     @staticmethod
@@ -136,20 +137,24 @@ class ComingSteps:
 
     def add_sampled(self, announced: Announced, sampler: WindowSampler) -> None:
         """Adds the next step, drawn by a sampler."""
-        self._steps.append(_Entry(announced, self._visited()))
+        self._steps.append(Coming(announced, self.visited()))
         self._drawn_by = sampler
 
     def remove_last(self) -> None:
         """Removes the step that was added last."""
         self._set(self._steps.pop().before)
 
-    def take(self) -> tuple[Announced, Visited]:
-        """Removes and returns the next step, and what was recently visited before it."""
-        entry = self._steps.popleft()
-        return entry.announced, entry.before
+    @property
+    def first(self) -> Coming:
+        """The next step."""
+        return self._steps[0]
+
+    def take(self) -> Coming:
+        """Removes and returns the next step."""
+        return self._steps.popleft()
 
     def forget(self, before: Visited | None = None) -> None:
-        """Forgets all steps; with `before`, also the one that was taken last."""
+        """Forgets all steps; with `before`, also the one that was taken last, or whatever came after it."""
         if self._steps:
             before = before or self._steps[0].before
         self._steps.clear()

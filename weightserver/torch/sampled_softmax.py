@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from weightserver.torch.ranks import Ranks, ranks_of_process
 from weightserver.torch.recency import announced, check_num_active
 from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.step_in_progress import StepInProgress
+from weightserver.torch.step import Step
 from weightserver.torch.windows import RangesOrder
 
 
@@ -65,7 +65,7 @@ class SampledSoftmax(nn.Module, ABC):
         self._ranks = Ranks()  # those of the rows that were opened last
         self._known_ranks: Ranks | None = None
         self._coming = ComingSteps(negatives, order)
-        self._current: StepInProgress | None = None
+        self._current: Step | None = None
         self._iteration = 0  # number of the current iteration over announced batches
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
         # Dynamo would trace the calls of the servers. Not a decorator: it would import dynamo, which takes longer than
@@ -233,7 +233,8 @@ class SampledSoftmax(nn.Module, ABC):
         `in_progress` also the one in progress, with its gradients."""
         current = self._current if in_progress else None
         self._coming.forget(current.before if current else None)
-        if in_progress:
+        if current is not None:
+            current.end()
             self._current = None
         self._announced_in_vain = True
 
@@ -253,7 +254,13 @@ class SampledSoftmax(nn.Module, ABC):
     # ---- a step
 
     def forward(
-        self, embeddings: Tensor, ids: Any, *, update_rows: bool = True, temperature: float | None = None
+        self,
+        embeddings: Tensor,
+        ids: Any,
+        *,
+        view: int = 0,
+        update_rows: bool = True,
+        temperature: float | None = None,
     ) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
@@ -262,6 +269,7 @@ class SampledSoftmax(nn.Module, ABC):
             ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
                 distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
                 reading them from a GPU waits for it.
+            view: number of a further view of the batch, each of which may have a backward pass of its own.
             update_rows: whether the loss's gradient updates the rows too.
             temperature: τ of this pass, on every rank the same, for schedules; by default the head's.
 
@@ -270,19 +278,19 @@ class SampledSoftmax(nn.Module, ABC):
                 impossible temperature.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
-        loss: Tensor = self._untraced_loss(self, embeddings, ids, update_rows, temperature)
+        loss: Tensor = self._untraced_loss(self, embeddings, ids, view, update_rows, temperature)
         return loss
 
-    def _loss_of(self, embeddings: Tensor, ids: Any, update_rows: bool, temperature: float | None) -> Tensor:
+    def _loss_of(self, embeddings: Tensor, ids: Any, view: int, update_rows: bool, temperature: float | None) -> Tensor:
         own = {} if temperature is None else {"temperature": checked_temperature(temperature)}
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         step = self._begin(checked)
         part = step.part_of(checked)
-        weight = step.rows_for(part, embeddings)
+        weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows)
         loss: Tensor = self._loss(
             embeddings.float(),
-            weight if update_rows else weight.detach(),
+            weight,
             step.labels[part],
             ranks=self._ranks,
             num_rows=len(step.announced.rows),
@@ -290,25 +298,75 @@ class SampledSoftmax(nn.Module, ABC):
         )
         return loss
 
+    @contextmanager
+    def step_of(self, *batches: Any) -> Iterator[Step]:
+        """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
+        are made inside. If an exception leaves the block before `step()`, the gradients are dropped and the rows are as
+        before: give the same batch again, or (if it was not announced) another one, or `skip()`.
+
+        Raises:
+            ValueError: as `announce` and `forward` do, or the step before has not ended.
+        """
+        if not batches:
+            raise ValueError("a step needs at least one batch: call step_of(ids)")
+        checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
+        if self._current is not None:
+            self._current.check_without_pass(checked[0])
+        number = self.num_steps
+        try:
+            step = self._begin(*checked)
+            step.check_classes(checked)
+            yield step
+        except BaseException:
+            if self._current is not None and self.num_steps == number:
+                if self._may_be_forgotten(self._current):
+                    self.forget_announced(in_progress=True)
+                else:
+                    self._current.restart()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the step in progress; its batches may be given again. Of a step that was not
+        announced, the next forward pass may be that of another batch."""
+        super().zero_grad(set_to_none)
+        if self._current is not None:
+            self._current.clear_gradients()
+
+    def _may_be_forgotten(self, step: Step) -> bool:
+        """Whether other classes may be given instead of those of a step that was begun."""
+        return not step.is_announced and not self._coming
+
     @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
-    def _begin(self, ids: Int64Array | None = None) -> StepInProgress:
+    def _begin(self, *batches: Int64Array) -> Step:
         """The step in progress; starts the next one that was announced, or one of these classes."""
+        if self._current is not None and self._current.is_cleared and batches and self._may_be_forgotten(self._current):
+            self.forget_announced(in_progress=True)
         if self._current is None:
-            if not self._coming:
-                if ids is None:
-                    raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
-                self.announce(ids)
-            assert self._opened is not None
-            announced, before = self._coming.take()
-            self._current = StepInProgress(
-                self._opened,
-                announced,
-                before,
-                number=self.num_steps,
-                num_padded=self._num_padded(),
-                init_norm=self._init_norm,
-            )
+            is_announced, before = bool(self._coming), self._coming.visited()
+            if not (is_announced or batches):
+                raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
+            try:
+                if not is_announced:
+                    self.announce(*batches)
+                step = self._next_step(is_announced)
+                self._current, _ = step, self._coming.take()
+            except BaseException:
+                if not is_announced:
+                    self._coming.forget(before)
+                    self._announced_in_vain = True
+                raise
         return self._current
+
+    def _next_step(self, is_announced: bool) -> Step:
+        assert self._opened is not None
+        return Step(
+            self._opened,
+            self._coming.first,
+            number=self.num_steps,
+            is_announced=is_announced,
+            num_padded=self._num_padded(),
+            init_norm=self._init_norm,
+        )
 
     def _num_padded(self) -> int:
         """Number of rows that a rank's active rows are padded to; only a GPU needs them."""
@@ -356,12 +414,13 @@ class SampledSoftmax(nn.Module, ABC):
         step = self._begin()
         self._finish(step, step.no_gradients(), learning_rate)
 
-    def _finish(self, step: StepInProgress, gradients: Tensor, learning_rate: float | None) -> None:
+    def _finish(self, step: Step, gradients: Tensor, learning_rate: float | None) -> None:
         table = self._open().table
         if learning_rate is not None:
             table.tell(self.num_steps, float(learning_rate))
         elif self.num_steps >= len(table.rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
         step.update(gradients)
+        step.end()
         self._current = None
         self.num_steps += 1

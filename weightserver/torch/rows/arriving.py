@@ -48,8 +48,8 @@ class ArrivingRows:
             _, slots, fetch = self._fetches[0]
             with self._counters.waiting():
                 state = fetch.result()
-            self._fetches.popleft()
             yield slots, state
+            self._fetches.popleft()  # not before they were placed
             self._counters.fetched(len(slots), 2 * state.weight.size, len(state.last_step))
             self._counters.prefetch_pending_rows -= len(slots)
 

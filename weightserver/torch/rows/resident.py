@@ -103,15 +103,20 @@ class ResidentRows:
         if len(leaving):
             self._leave(leaving[self._changed[leaving]])
             self._slots.remove(leaving)
-        slots = self._slots.add(rows)
-        self._slots.last_announced[slots] = step
-        self._changed[slots] = False
         queued, state = self._write_back.take(rows)
-        if state is not None:
-            self._values.place(slots[queued], state)
-        elsewhere = np.delete(np.arange(len(rows)), queued)
-        if len(elsewhere):
-            self._arriving.want(rows[elsewhere], slots[elsewhere], step)
+        try:
+            slots = self._slots.add(rows)
+            self._slots.last_announced[slots] = step
+            self._changed[slots] = False
+            if state is not None:
+                self._values.place(slots[queued], state)
+            elsewhere = np.delete(np.arange(len(rows)), queued)
+            if len(elsewhere):
+                self._arriving.want(rows[elsewhere], slots[elsewhere], step)
+        except BaseException:  # a row without values would be taken for one that has arrived
+            entered = self._slots.find(rows)
+            self._slots.remove(entered[entered >= 0])
+            raise
         return slots
 
     def _leave(self, slots: Int64Array, *, keep: bool = False) -> None:

@@ -72,9 +72,9 @@ class SlotValues:
         (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each: Equation (3)
         chosen = self._tensor(slots)
         weight, momentum_buffer = self.weight[chosen], self.momentum_buffer[chosen]
-        self.weight[chosen] = ww * weight + wu * momentum_buffer
-        self.momentum_buffer[chosen] = uu * momentum_buffer + uw * weight
-        self.last_step[slots] = step
+        corrected = ww * weight + wu * momentum_buffer, uu * momentum_buffer + uw * weight
+        # All at once: a row whose correction failed half-way would be corrected twice.
+        (self.weight[chosen], self.momentum_buffer[chosen]), self.last_step[slots] = corrected, step
         return gaps
 
     @torch.no_grad()

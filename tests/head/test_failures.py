@@ -1,0 +1,191 @@
+"""A step that fails at any of its lines, and is then repeated, left out or skipped, trains as dense SGD does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.head.conftest import MakeHead
+from tests.head.test_ranks import launch
+from tests.helpers.failing_steps import (
+    ATTEMPTS,
+    BATCHES,
+    Attempt,
+    DenseHead,
+    Point,
+    Then,
+    Tracer,
+    lines_of,
+    run,
+    with_step,
+)
+from tests.helpers.own_loop import (
+    BATCH_SIZE,
+    DIM,
+    INPUTS,
+    NUM_CLASSES,
+    SETTINGS,
+    Dense,
+    Encoder,
+    Result,
+    loaded,
+    shuffled,
+)
+from weightserver import LocalCluster, WeightClient
+from weightserver.torch import ClassifierHead
+
+STORES = ["dense", "resident", "remote"]
+OF_RANKS = [
+    *itertools.product(["dense"], ATTEMPTS, get_args(Then)),
+    *itertools.product(STORES[1:], [with_step], ["repeated", "skipped"]),
+]
+EVERY_STORE = pytest.mark.parametrize("rows", STORES)
+EVERY_WAY = pytest.mark.parametrize("attempt", ATTEMPTS)
+EVERY_END = pytest.mark.parametrize("then", get_args(Then))
+
+
+@EVERY_WAY
+@EVERY_END
+def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Then) -> None:
+    """Those of the encoder's two passes included."""
+    lines = lines_of(attempt, make_head("dense"))
+    assert len(lines) >= 9
+    for point in lines:
+        head = make_head("dense")
+        expected = run(DenseHead(head), loaded(BATCHES), attempt, then, Tracer(attempt, point))
+        run(head, loaded(BATCHES), attempt, then, Tracer(attempt, point)).assert_close(expected)
+
+
+@pytest.mark.guard
+@EVERY_WAY
+@EVERY_END
+@EVERY_STORE
+def test_at_any_line_inside(make_head: MakeHead, client: WeightClient, attempt: Attempt, then: Then, rows: str) -> None:
+    """Those that step() runs excepted, which cannot be undone; of heads with servers, the lines of their rows."""
+    with make_head(rows) as head:
+        run(head, loaded(BATCHES), attempt, then, lines := Tracer(attempt, inside=True))
+    before_the_loss, expected = lines.points[0], dict[Point, Result]()
+    own_file = before_the_loss[0]
+    for point in lines.points:
+        if rows != "dense" and point[0] != own_file and "/rows/" not in point[0]:
+            continue
+        as_dense = point if point[0] == own_file else before_the_loss
+        if rows != "dense":
+            client.drop_table()
+        with make_head(rows) as head:
+            if as_dense not in expected:
+                expected[as_dense] = run(DenseHead(head), loaded(BATCHES), attempt, then, Tracer(attempt, as_dense))
+            result = run(head, loaded(BATCHES), attempt, then, Tracer(attempt, point, inside=point[0] != own_file))
+        result.assert_close(expected[as_dense])
+
+
+@EVERY_STORE
+def test_a_batch_that_is_repeated_without_a_word_is_refused(make_head: MakeHead, rows: str) -> None:
+    """Before its second backward pass reaches rows or encoder: the step is that of the first one."""
+    head, dense, encoder = make_head(rows), Dense(make_head("dense")), Encoder()
+    ids, batch = [5, 13, 17, 19], INPUTS[[5, 13, 17, 19]]
+    dense.visits += ids
+    dense.loss(encoder.module(batch), ids).backward()
+    encoder.optimizer.zero_grad()
+    first = head(encoder.module(batch), ids)
+    first.backward(retain_graph=True)
+    encoder.optimizer.zero_grad()
+    for again in (first, head(encoder.module(batch), ids)):
+        with pytest.raises(ValueError, match=r"a second backward pass .* call head\.zero_grad\(\) before you repeat"):
+            again.backward(retain_graph=True)
+        assert encoder.module.weight.grad is None
+    head.step(0.3)
+    dense.update(0.3)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"backward\(\) of a loss of step 0, which has ended: call head"):
+        first.backward()
+
+
+def test_views_of_a_batch_have_a_backward_pass_together_or_one_each(make_head: MakeHead) -> None:
+    ids, rows = list(range(BATCH_SIZE)), []
+    for together in (True, False):
+        head, encoder = make_head("dense"), Encoder()
+        losses = [
+            head(view, ids, view=0 if together else number) / 2
+            for number, view in enumerate(encoder.views(INPUTS[ids], 2))
+        ]
+        if together:
+            sum(losses).backward()
+        else:
+            for loss in losses:
+                loss.backward()
+        head.step(0.3)
+        rows.append(head.rows(ids))
+    torch.testing.assert_close(*rows)
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_what_was_forgotten_is_said_first(make_head: MakeHead, announces: bool) -> None:
+    head, encoder, batches = make_head("dense"), Encoder(), loaded(shuffled(0, 6))
+    coming = iter(head.announced(batches) if announces else batches)
+    ids, batch = next(coming)
+    head(encoder.module(batch), ids)
+    ids, batch = next(coming)
+    with pytest.raises(ValueError, match=r"^backward\(\) of the batch before was not called: .*, but step 0 .* has no"):
+        head(encoder.module(batch), ids)
+    head(encoder.module(batches[0][1]), batches[0][0]).backward()
+    for begins in (lambda: head(encoder.module(batch), ids), head.step_of(ids).__enter__):
+        with pytest.raises(ValueError, match=r"^step\(\) of the batch before was not called: a batch of the classes"):
+            begins()
+    head.step(0.3)
+    with head.step_of(ids):
+        head(encoder.module(batch), ids).backward()
+        head.step(0.3)
+    with pytest.raises(ValueError, match=r"a step needs at least one batch: call step_of"), head.step_of():
+        pass
+    assert head.num_steps == 2
+
+
+@pytest.mark.guard
+def test_on_both_of_two_ranks(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
+    lines = {attempt.__name__: lines_of(attempt, make_head("dense")) for attempt in ATTEMPTS}
+    launch("tests.head.test_failures", str(tmp_path), json.dumps(lines), *cluster.addresses)
+    for rows, attempt, then in OF_RANKS:
+        for point in lines[attempt.__name__]:
+            expected = run(DenseHead(make_head("dense")), loaded(BATCHES), attempt, then, Tracer(attempt, point))
+            result = Result(**torch.load(tmp_path / file_name(rows, attempt, then, point), weights_only=True))
+            if rows == "dense":
+                result.rows = expected.rows  # each rank has a part of them
+            result.assert_close(expected)
+
+
+def file_name(rows: str, attempt: Attempt, then: str, point: Point) -> str:
+    return "-".join([rows, attempt.__name__, then, str(point[1])])
+
+
+def as_rank(directory: Path, lines: dict[str, list[Point]], servers: list[str]) -> None:
+    """Fails at each line of the loop, and writes what the rows are then."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    rank, share = dist.get_rank(), BATCH_SIZE // 2
+    batches = loaded([ids[rank * share : (rank + 1) * share] for ids in BATCHES])
+    for rows, attempt, then in OF_RANKS:
+        for file, number in lines[attempt.__name__]:
+            given: dict[str, Any] = SETTINGS | {"rows": rows} | ({} if rows == "dense" else {"servers": servers})
+            with ClassifierHead(NUM_CLASSES, DIM, **given) as head:
+                result = run(head, batches, attempt, then, Tracer(attempt, (file, number)))
+            dist.barrier()
+            if rank == 0:
+                torch.save(vars(result), directory / file_name(rows, attempt, then, (file, number)))
+                if rows != "dense":
+                    with WeightClient(servers) as client:
+                        client.drop_table()
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    as_rank(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
