@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +20,6 @@ import pytest
 
 from tests.helpers.schedules import naming
 from tests.helpers.stored import decoded, get, put, stored, version_of
-from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
     DataLossError,
@@ -42,14 +38,12 @@ from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST
-from weightserver.operations.inspect import inspect_directory
 from weightserver.protocol.codec import table_digest
 from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.storage import directory as owner_files
 from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -60,6 +54,10 @@ SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
 ROWS = np.array([1, 2, 50], np.int64)
 GRADIENT = np.ones((3, 4), np.float32)
 RATES = naming(np.full(30, 0.5))
+
+
+def header(sequence: int, step: int = 0) -> WriteHeader:
+    return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
 
 
 class Served:
@@ -113,51 +111,15 @@ def test_a_note_that_cannot_be_written_undoes_no_commit(
 
     served.push(1, step=0)
     weights = served.weights()
-    header = WriteHeader(1, SESSION_ID, b"w" * 16, 2, 1, rates=RATES)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
-        assert served.do(lambda batch: served.shard.checkpoint(batch, header, "kept", b"i" * 16)) is True
+        assert served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "kept", b"i" * 16)) is True
     assert served.push(3, step=1) is True
     served.close()
     again = Served(tmp_path)
     chunks = again.shard.fetch(np.arange(100), step=None, state=False, checkpoint="kept")
     assert np.array_equal(decoded(chunks, SPEC).weight, weights)
     again.close()
-
-
-def test_everything_survives_a_restart(served: Served, tmp_path: Path) -> None:
-    served.push(1, step=3)
-    weights, state = served.weights(), served.shard.state
-    served.close()
-    again = Served(tmp_path)
-    try:
-        assert again.shard.state == state
-        assert (state.clock, state.rows_stored, state.epoch, state.run) == (4, 3, 1, "first")
-        assert again.shard.spec == SPEC
-        assert again.shard.used_rates.values.tolist() == [0.5] * 4
-        assert np.array_equal(again.weights(), weights)
-        assert again.push(1, step=3) is False  # exactly-once state too
-    finally:
-        again.close()
-
-
-def test_sessions_fence(served: Served) -> None:
-    served.push(1)
-    assert (
-        served.do(lambda batch: served.shard.open_session(batch, "first", 1, SESSION_ID)) is None
-    )  # a repeated attempt
-    with pytest.raises(FencedError, match="not newer than epoch 1"):
-        served.do(lambda batch: served.shard.open_session(batch, "thief", 1, b"p" * 16))
-    served.do(lambda batch: served.shard.open_session(batch, "second", 5, b"q" * 16))
-    before = served.weights()
-    with pytest.raises(FencedError, match=r"session 1 was superseded by epoch 5 \(run 'second'\)"):
-        served.push(2)
-    with pytest.raises(FencedError, match="session 6 is not known"):
-        served.push(2, epoch=6)
-    with pytest.raises(FencedError):
-        served.shard.join_session(1, SESSION_ID)
-    served.shard.join_session(5, b"q" * 16)
-    assert np.array_equal(served.weights(), before)
 
 
 def test_dropping_fences_and_forgets(served: Served) -> None:
@@ -193,9 +155,6 @@ def test_a_fetch_ends_when_others_learning_rates_are_used_meanwhile(
 def test_a_fetch_ends_when_rows_are_rolled_back_meanwhile(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may use other learning rates from then on, and its rows are of two times."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
-
-    def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
 
     served.do(lambda batch: served.shard.checkpoint(batch, header(1), "one"))
     served.push(2)
@@ -248,7 +207,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     blocked = served.committer.submit(block)
     assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
-    headers = [WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 5, rates=RATES) for sequence in (1, 2, 3)]
+    headers = [header(sequence, 5) for sequence in (1, 2, 3)]
     good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
 
     def twice(batch: WriteTransaction) -> None:
@@ -349,9 +308,6 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
 def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
-    def header(sequence: int, step: int) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
-
     def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         following: int | None = first
@@ -395,9 +351,6 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
-    def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
-
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
     kept = served.weights()
@@ -491,46 +444,6 @@ def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
     assert num_refused > 10
 
 
-def test_a_write_is_undone_by_an_exception(tmp_path: Path) -> None:
-    storage = LmdbStorage(tmp_path)
-
-    def fail() -> None:
-        with storage.write() as txn:
-            txn.put("meta", b"key", b"value")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    with storage.read() as txn:
-        assert txn.get("meta", b"key") is None
-    storage.close()
-
-
-def test_a_directory_has_one_owner(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_files, "_OWNER_SECONDS", 0.2)
-    with pytest.raises(StorageError, match="is served by another process"):
-        LmdbStorage(tmp_path)
-
-
-def test_inspect_reads_while_a_shard_writes(tmp_path: Path) -> None:
-    with closing(Served(tmp_path)) as served:
-        served.do(lambda batch: served.shard.create_table(batch, SPEC))
-        served.do(lambda batch: served.shard.open_session(batch, "live", 1, SESSION_ID))
-        served.push(1, step=2)
-        # LMDB forbids opening an environment twice in one process.
-        done = subprocess.run(
-            [sys.executable, "-m", "weightserver", "inspect", str(tmp_path)], capture_output=True, text=True, check=True
-        )
-        seen = json.loads(done.stdout)
-        assert seen["spec"]["dim"] == 4
-        assert (seen["shard"], seen["num_shards"], seen["format"]) == (0, 1, FORMAT)
-        assert (seen["run"], seen["epoch"], seen["clock"]) == ("live", 1, 3)
-        assert seen["rows_stored"] == 3
-        assert seen["block_versions"] == 2
-        assert served.push(2, step=3) is True  # the writer continues
-    assert inspect_directory(tmp_path)["clock"] == 4
-
-
 def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
     """Every process that writes is a new incarnation; a process that only reads keeps the previous one."""
     marks: list[Any] = []
@@ -576,9 +489,6 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
 ) -> None:
     monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
-    def header(sequence: int, step: int = 0) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, step, rates=RATES)
-
     for number in range(1, 7):
         served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
     for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
@@ -599,17 +509,6 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
         served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
 
 
-def test_a_write_names_its_session(served: Served) -> None:
-    """Another session may have the same number on other shards, or after a restore."""
-    header = WriteHeader(1, b"p" * 16, b"w" * 16, 1, 0, rates=RATES)
-    before = served.weights()
-    with pytest.raises(FencedError, match=r"session 1 of this shard is another one, epoch 1 \(run 'first'\)"):
-        served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
-    with pytest.raises(FencedError, match="is another one"):
-        served.shard.join_session(1, b"p" * 16)
-    assert np.array_equal(served.weights(), before)
-
-
 def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
     """Disk errors and unknown ones may follow a commit, and a wrong directory knows nothing of the right one."""
     proofs = {kind for kind in ERROR_OF_STATUS.values() if kind.not_applied}
@@ -623,12 +522,11 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be a thousand of them."""
-    header = WriteHeader(1, SESSION_ID, b"c" * 16, 1, 0, rates=RATES)
-    served.do(lambda batch: served.shard.checkpoint(batch, header, "kept"))
+    served.do(lambda batch: served.shard.checkpoint(batch, header(1), "kept"))
     written = []
     put_json = records.put_json
     monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
-    served.push(1)
+    served.push(2)
     assert written == ["state"]
 
 
@@ -673,8 +571,8 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     num_swept = 0
 
     def change(method: Callable[..., object], *arguments: object) -> None:
-        header = WriteHeader(1, SESSION_ID, b"w" * 16, next(sequence), 0, rates=RATES)
-        served.do(lambda batch: method(batch, header, *arguments))
+        number = next(sequence)
+        served.do(lambda batch: method(batch, header(number), *arguments))
 
     for _ in range(150):
         kept = [known.name for known in served.shard.state.checkpoints]
@@ -719,9 +617,6 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 
 
 def test_a_failed_sweep_is_repeated(served: Served) -> None:
-    def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
-
     sweep(served)  # what the start left to look at
     served.push(1)
     served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
@@ -746,9 +641,6 @@ def test_a_failed_sweep_is_repeated(served: Served) -> None:
 def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def header(sequence: int) -> WriteHeader:
-        return WriteHeader(1, SESSION_ID, b"w" * 16, sequence, 0, rates=RATES)
-
     monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sweeper, "SHARE", 0.5)  # a pause is as long as the piece before it, even on a slow disk
