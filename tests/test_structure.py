@@ -255,6 +255,7 @@ def test_the_public_names_stay() -> None:
         "NoTableError",
         "OverloadedError",
         "RowState",
+        "SessionInUseError",
         "ShardUnavailableError",
         "StepError",
         "StorageError",

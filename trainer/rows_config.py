@@ -78,6 +78,8 @@ class ServersConfig(Settings):
     one machine)."""
     num_shards: int = resumable(2)
     """Number of local weight servers that a run without --servers starts; they store rows in the run's directory."""
+    take_over: bool = resumable(False)
+    """End a live run that uses the weight servers, and begin instead of it."""
     retry_seconds: float = resumable(300.0)
     """Time for which calls to a weight server that has answered before are retried before the run stops."""
     wait_for_servers: float = resumable(15.0)
@@ -108,7 +110,7 @@ class ServersConfig(Settings):
                 )
 
     def unused_settings(self) -> dict[str, str]:
-        return {} if self.servers else {"token_file": "--servers"}
+        return {} if self.servers else {"token_file": "--servers", "take_over": "--servers"}
 
     @property
     def security(self) -> ClientSecurity:

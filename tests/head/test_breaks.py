@@ -284,7 +284,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_calls(
     """Another session has begun meanwhile; nothing is pretended to be stored."""
     head, encoder = make_head(rows), Encoder()
     trained(head, [loaded(shuffled(8, 3))], steps=3, encoder=encoder)
-    client.open_session("another run")
+    client.open_session("another run", take_over=True)
     with pytest.raises(WeightServerError, match="another run"):
         trained(head, [loaded(shuffled(9, STEPS))], encoder=encoder)
     with pytest.raises(WeightServerError, match="another run"):

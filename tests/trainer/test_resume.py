@@ -35,11 +35,11 @@ from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config, read_encoder, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
-from weightserver import LocalCluster, WeightClient
+from weightserver import FencedError, LocalCluster, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.common.atomic_files import sync
 from weightserver.operations.inspect import inspect_directory
-from weightserver.torch import Ranks
+from weightserver.torch import Ranks, served_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -416,6 +416,29 @@ def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> No
     with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: resume it"):
         train(small_run(output, resume="auto"))
     assert not (output / "config.json").exists()
+
+
+@pytest.mark.guard  # seconds
+def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError("the power went out")
+
+    monkeypatch.setattr(served_table, "process_name", lambda: "process 1 on another machine")
+    with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as other:
+        run = small_run(tmp_path / "run", servers=cluster.addresses[0], steps=4, checkpoint_every=0)
+        with pytest.raises(OSError, match="power"):
+            train(run, on_step=fail)
+        other.open_session("other", hold=True)
+        begin = replace(run, output=tmp_path / "second")
+        with pytest.raises(
+            ValueError, match=r"hold the rows of run 'other' up to step 0 \(process \d+ on .*, for 0 s, alive 0 s ago"
+        ):
+            train(begin)
+        assert train(replace(begin, take_over=True)).summary["steps"] == 4
+        with pytest.raises(FencedError):
+            other.checkpoint("late", step=0)
 
 
 @pytest.mark.guard  # seconds

@@ -33,7 +33,7 @@ from weightserver.torch import (
     ResidentRows,
     RowStore,
     SharedSession,
-    refuse_used_table,
+    open_new_run,
     share_of_capacity,
     share_session,
 )
@@ -165,9 +165,8 @@ def _open_session(
     if config.resume:
         epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
     else:
-        refuse_used_table(client, "resume it by --resume, or use other servers")
-        client.create_table(spec)
-        epoch = client.open_session(config.output.name, force=False)
+        remedy = "resume it by --resume, or use other servers"
+        epoch = open_new_run(client, spec, config.output.name, remedy=remedy, take_over=config.take_over)
     return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 
@@ -188,7 +187,9 @@ def _resume_table(
     history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
     history = history.lengthened(step or 0, run_settings(config.output), config)
     _open_table(client, spec if history.classes else replace(spec, num_rows=before.num_images))
-    epoch = client.open_session(config.output.name, force=step is not None)
+    name = config.output.name
+    take_over = config.take_over or client.describe().run == name
+    epoch = client.open_session(name, force=step is not None, hold=True, take_over=take_over)
     if step is not None:
         client.rollback(checkpoint_name(step))  # all shards, whatever they held before
     remove_unfinished(files)

@@ -33,6 +33,7 @@ from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint,
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
+from weightserver.client.lease import HeldLease
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
 from weightserver.client.table import KnownTable, common_table, create_table, drop_table, extend_table
@@ -91,6 +92,7 @@ class WeightClient(Closing):
         self._known_table: KnownTable | None = None
         self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)
+        self._lease: HeldLease | None = None
 
     # ---- the table
 
@@ -126,6 +128,7 @@ class WeightClient(Closing):
         Raises:
             ClusterError: the shards hold tables of several clusters; nothing was deleted.
         """
+        self._leave()
         drop_table(self._shards)
         self._forget_table()
 
@@ -196,25 +199,48 @@ class WeightClient(Closing):
 
     # ---- sessions and states
 
-    def open_session(self, name: str, *, join: int | None = None, force: bool = False) -> int:
+    def open_session(
+        self,
+        name: str,
+        *,
+        join: int | None = None,
+        force: bool = False,
+        hold: bool = False,
+        take_over: bool = False,
+    ) -> int:
         """Opens a session under the run's `name`, which fences every older one; or joins session `join` as one more
         writer. Returns the session's epoch. Needed before a write.
 
-        With `force` the shards need no common state: for a caller that rolls all of them back next.
+        Args:
+            force: the shards need no common state: for a caller that rolls all of them back next.
+            hold: until this client is closed, or its process has been silent for a minute, no other session is opened
+                without `take_over`, except one that resumes the run of this name by `force`.
+            take_over: open it although a live run holds the newest session; that run's next write is refused.
 
         Raises:
+            SessionInUseError: a live run holds the newest session.
             FencedError: the session to join was superseded, or another client opened one at the same time.
             DataLossError: a shard lacks what the others know it to have acknowledged.
             ClusterError: the shards' rows are not of one time, as after restoring only one of them.
         """
         name = arguments.checked_name(name)
         answers = self._shards.describe()
-        if join is None:
-            session = self._writer.enter(lambda: sessions.open_session(self._shards, answers, name, force=force))
-        else:
+        if join is not None:
             epoch = arguments.checked_step(join, "join")
-            session = self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch))
+            return self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch)).epoch
+        take_over = take_over or (force and all(answer.run == name for answer in answers))
+        session = self._writer.enter(
+            lambda: sessions.open_session(self._shards, answers, name, force=force, take_over=take_over)
+        )
+        if hold:
+            self._lease = HeldLease(self._shards.connections()[0], session)
         return session.epoch
+
+    def require_session(self) -> None:
+        """Raises FencedError if another run has taken over the session that this client holds, or held; for a trainer
+        whose steps need no write. It is noticed within a second or two."""
+        if self._lease is not None and self._lease.lost is not None:
+            raise self._lease.lost
 
     def join_newest_session(self) -> int:
         """Adds a writer to the newest session, which fences no writer; for operations on the table of a running
@@ -455,4 +481,11 @@ class WeightClient(Closing):
 
     def close(self) -> None:
         """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
+        self._leave()
         self._shards.close()
+
+    def _leave(self) -> None:
+        """Ends the lease of the session that this client holds."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()

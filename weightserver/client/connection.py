@@ -9,6 +9,7 @@ the channel is replaced: the attempt's outcome is unknown, and the next call has
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
@@ -160,6 +161,11 @@ class ShardConnection:
             return answer
 
         return self._attempts(self._new_call(method), attempt, rates, acknowledged)
+
+    def tell(self, method: str, request: Message, seconds: float) -> None:
+        """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            self._channel.stubs[method](request, timeout=seconds, metadata=self._metadata)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""

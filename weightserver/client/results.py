@@ -48,6 +48,8 @@ class TableInfo:
     """Newest session."""
     run: str
     """Name of the newest session."""
+    holder: str
+    """Which process holds it, and for how long; empty if none is known to."""
     clock: int
     """Highest number of finished updates that an acknowledged write carried."""
     horizon: int
@@ -84,6 +86,7 @@ def table_info(table: KnownTable, horizon: int, answers: Answers, addresses: Seq
         identity=table.identity,
         epoch=newest.epoch,
         run=newest.run,
+        holder=answers[0].holder,
         clock=max(shard.clock for shard in shards),
         horizon=horizon,
         rows_stored=sum(shard.rows_stored for shard in shards),

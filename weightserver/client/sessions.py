@@ -11,19 +11,24 @@ from weightserver.core.errors import DataLossError, FencedError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
-def open_session(shards: Shards, answers: Answers, name: str, *, force: bool = False) -> Session:
+def open_session(
+    shards: Shards, answers: Answers, name: str, *, force: bool = False, take_over: bool = False
+) -> Session:
     """Opens a session newer than any that the shards describe.
 
     Raises:
         DataLossError, ClusterError: as `require_common_state`, unless `force`.
         FencedError: another client opened a session at the same time.
+        SessionInUseError: a live run holds the newest session; without `take_over`.
     """
     common_identity(answers, shards.names)
     if not force:
         require_common_state(shards, answers)
     epoch, session_id = 1 + max(answer.epoch for answer in answers), os.urandom(16)
     peers = [] if force else shards.marks()
-    request = pb.OpenSessionRequest(name=name, epoch=epoch, session_id=session_id, peers=peers, force=force)
+    request = pb.OpenSessionRequest(
+        name=name, epoch=epoch, session_id=session_id, peers=peers, force=force, take_over=take_over
+    )
     _call_in_order(shards, request)
     shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged
     timeline = answers[0].timeline
@@ -59,7 +64,7 @@ def join_newest_session(shards: Shards, answers: Answers) -> Session:
     try:
         return join_session(shards, answers, newest.epoch)
     except FencedError:  # if another client opened a session meanwhile, shard 0 refuses this one too
-        return open_session(shards, answers, newest.run)
+        return open_session(shards, answers, newest.run, take_over=True)
 
 
 def require_common_state(shards: Shards, answers: Answers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from typing import Any
 
@@ -26,3 +27,8 @@ def end_process(process: subprocess.Popen[Any], *, seconds: float, stop_signal: 
         except subprocess.TimeoutExpired:
             process.kill()
     process.wait()
+
+
+def process_name() -> str:
+    """This process among those of all machines, for people."""
+    return f"process {os.getpid()} on {socket.gethostname()}"

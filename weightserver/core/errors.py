@@ -10,6 +10,7 @@ WeightServerError
 ├── StepError                OUT_OF_RANGE         beyond the schedule, before an update a row has seen, or rows diverge
 │   └── MissingRatesError                         retried with the learning rates that the shard lacks
 ├── FencedError              ABORTED              the session was superseded, or none was opened
+├── SessionInUseError        PERMISSION_DENIED    a live run holds the session
 ├── AuthenticationError      UNAUTHENTICATED      the call's token is missing or not the shard's
 ├── StorageError             FAILED_PRECONDITION  the data directory is damaged or another one
 └── DataLossError            DATA_LOSS            the shard lacks what it had acknowledged
@@ -101,6 +102,12 @@ class MissingRatesError(StepError):
 
 class FencedError(WeightServerError):
     """The writer's session was superseded by a newer one, or no session was opened."""
+
+    not_applied = True
+
+
+class SessionInUseError(WeightServerError):
+    """A run that is alive holds the newest session; another one may take it over."""
 
     not_applied = True
 

@@ -23,6 +23,6 @@ def run(arguments: argparse.Namespace) -> None:
         step, info = steps[name], client.describe()
         if not arguments.yes:
             raise ValueError(f"this would undo run {info.run!r} from step {info.clock} to {step}: give --yes to do it")
-        client.open_session(f"rollback to {name}"[:MAX_NAME_CHARACTERS], force=True)
+        client.open_session(f"rollback to {name}"[:MAX_NAME_CHARACTERS], force=True, take_over=True)
         client.rollback(name)
     print(f"rolled back to step {step}")

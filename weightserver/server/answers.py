@@ -27,6 +27,7 @@ def describe_response(shard: Shard) -> pb.DescribeResponse:
         peers=shard.peers,
         timeline=bytes.fromhex(state.timeline),
         checkpoints=[_checkpoint(known) for known in state.checkpoints],
+        holder=shard.lease.holder(bytes.fromhex(state.session_id)),
         schedule_digest=rates.digest(len(rates)),
     )
 

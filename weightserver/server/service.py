@@ -104,8 +104,12 @@ class WeightServerService:
         if request.session_id or not request.join:  # joining an epoch that nobody opened needs no id
             require_id(request.session_id, "session_id")
         self._shard.require_table()
+        require(
+            len(request.holder.name) <= MAX_NAME_CHARACTERS, f"holder has more than {MAX_NAME_CHARACTERS} characters"
+        )
         if request.join:
             self._shard.join_session(request.epoch, request.session_id)
+            self._note_lease(request)
         else:
             peers = self._peers(request.peers)
             self.calls.commit(
@@ -117,10 +121,17 @@ class WeightServerService:
                     request.session_id,
                     peers=peers,
                     force=request.force,
+                    take_over=request.take_over,
                 ),
             )
             _log.info("session opened", extra={"run": request.name})
         return pb.OpenSessionResponse()
+
+    def _note_lease(self, request: pb.OpenSessionRequest) -> None:
+        if request.leave:
+            self._shard.lease.release(request.session_id)
+        elif request.HasField("holder"):
+            self._shard.lease.renew(request.session_id, request.holder.name, request.holder.held_seconds)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yields serialized FetchResponses."""

@@ -32,6 +32,7 @@ from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
 from weightserver.shard.collector import Submit, VersionCollector
+from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
@@ -89,6 +90,7 @@ class Shard:
         self._peers: Sequence[str] = []
         self._rows_commit = 0
         """Number of the newest commit that may have changed rows; one before the start may have."""
+        self.lease = Lease()
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
             identity = ShardIdentity(shard, num_shards)
@@ -300,11 +302,19 @@ class Shard:
         *,
         peers: list[str] | None = None,
         force: bool = False,
+        take_over: bool = False,
     ) -> None:
-        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing."""
+        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
+
+        Raises:
+            SessionInUseError: without `take_over`, if a live run holds the newest session.
+        """
         state = sessions.opened(batch.state, name, epoch, session_id, force=force)
-        if state is not batch.state:
-            batch.state, batch.peers = state, peers or batch.peers
+        if state is batch.state:
+            return
+        if not take_over:
+            self.lease.require_free(bytes.fromhex(batch.state.session_id), batch.state.run)
+        batch.state, batch.peers = state, peers or batch.peers
 
     def join_session(self, epoch: int, session_id: bytes) -> None:
         """Raises FencedError unless `epoch`, with `session_id`, is the current one."""

@@ -22,7 +22,7 @@ from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.served_table import refuse_used_table
+from weightserver.torch.served_table import open_new_run
 from weightserver.torch.shared_session import SharedSession, share_session
 from weightserver.torch.store_sizes import share_of_capacity
 from weightserver.torch.transfer import HostCopy, to_device
@@ -63,10 +63,10 @@ __all__ = [
     "gathered",
     "loss_of",
     "margin_of",
+    "open_new_run",
     "padded",
     "padded_rows",
     "read_labels",
-    "refuse_used_table",
     "resident_rows",
     "share_of_capacity",
     "share_session",

@@ -89,6 +89,7 @@ class ClassifierHead(SampledSoftmax):
         credentials: gRPC channel credentials (TLS) for servers on other machines.
         token: bearer token sent with every call.
         insecure: whether servers on other machines may be called without credentials.
+        take_over: end a live run that uses the servers: its next step raises FencedError.
         dtype: of the stored rows, see `TableSpec`; they are float32 while they are resident.
 
     Raises:
@@ -130,6 +131,7 @@ class ClassifierHead(SampledSoftmax):
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         insecure: bool = False,
+        take_over: bool = False,
         dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         spec = TableSpec(
@@ -151,6 +153,7 @@ class ClassifierHead(SampledSoftmax):
             num_shards=checked_integer(num_shards, "num_shards"),
             rows=rows,
             learning_rates=float32_rates(learning_rates),
+            take_over=take_over,
             client_options={
                 "timeout_seconds": timeout_seconds,
                 "retry_seconds": retry_seconds,

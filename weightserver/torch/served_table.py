@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
+from weightserver.common.processes import process_name
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.ranks import Ranks
@@ -52,6 +54,8 @@ class ServedTable:
     num_shards: int
     rows: Literal["resident", "remote", "dense"]
     learning_rates: Float32Array
+    take_over: bool = False
+    """Whether to end a live run of another name that holds the servers."""
     client_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,25 +128,36 @@ class ServedTable:
             remedy = "call load_state_dict() with a state of them, or use other servers" + " or another directory" * (
                 not self.servers
             )
-            refuse_used_table(client, remedy)
-            client.create_table(self.spec)
-            epoch = client.open_session(self.run)
+            epoch = open_new_run(client, self.spec, self.run, remedy=remedy, take_over=self.take_over)
         else:
             saved.check_held(client)
             client.create_table(self.spec)
-            epoch = client.open_session(self.run, force=True)
+            epoch = client.open_session(self.run, force=True, hold=True, take_over=self.take_over)
             client.rollback(saved.name)
         return SharedSession(client, addresses, epoch)
 
 
-def refuse_used_table(client: WeightClient, remedy: str) -> None:
-    """Raises ValueError if the servers hold rows that were written, or a checkpoint."""
-    try:
+def open_new_run(client: WeightClient, spec: TableSpec, run: str, *, remedy: str, take_over: bool = False) -> int:
+    """Creates the table of a new run, and opens and holds its session; returns the epoch.
+
+    Raises:
+        ValueError: the servers hold rows that were written, or, without `take_over`, another run's checkpoint.
+        SessionInUseError: without `take_over`, if a run of another process holds the servers.
+    """
+    is_own = False
+    with contextlib.suppress(NoTableError):
         info = client.describe()
-    except NoTableError:
-        return
-    if info.clock > 0 or info.rows_stored > 0 or client.checkpoints():
-        raise ValueError(f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: {remedy}")
+        is_own = info.holder.startswith(f"{process_name()},")  # a head that was made again, as in a notebook
+        if info.clock > 0 or info.rows_stored > 0 or (info.checkpoint_names and not take_over):
+            holder = f" ({info.holder})" if info.holder and not is_own else ""
+            raise ValueError(
+                f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}{holder}: {remedy}"
+            )
+    client.create_table(spec)
+    epoch = client.open_session(run, hold=True, take_over=take_over or is_own)
+    for kept in client.checkpoints():  # of a run that was taken over before it wrote a row
+        client.release(kept.name)
+    return epoch
 
 
 def float32_rates(learning_rates: Any) -> Float32Array:

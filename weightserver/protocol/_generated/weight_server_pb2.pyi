@@ -61,7 +61,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "session_id", "peers", "timeline", "schedule_digest")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "session_id", "peers", "timeline", "schedule_digest", "holder")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class DescribeResponse(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     spec: TableSpec
@@ -94,7 +95,8 @@ class DescribeResponse(_message.Message):
     peers: _containers.RepeatedScalarFieldContainer[str]
     timeline: bytes
     schedule_digest: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ...) -> None: ...
+    holder: str
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
@@ -223,24 +225,38 @@ class DropTableResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("name", "epoch", "join", "session_id", "peers", "force")
+    __slots__ = ("name", "epoch", "join", "session_id", "peers", "force", "holder", "take_over", "leave")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     join: bool
     session_id: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     force: bool
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
+    holder: Holder
+    take_over: bool
+    leave: bool
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., join: _Optional[bool] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., take_over: _Optional[bool] = ..., leave: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("name", "held_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    held_seconds: float
+    def __init__(self, name: _Optional[str] = ..., held_seconds: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity", "rates")

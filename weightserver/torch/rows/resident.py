@@ -88,6 +88,7 @@ class ResidentRows:
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         self._write_back.raise_error()
+        self._client.require_session()
         slots = self._slots.find(rows)
         entering = slots < 0
         self._slots.last_announced[slots[~entering]] = step

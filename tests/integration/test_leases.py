@@ -1,0 +1,88 @@
+"""One job at a time: a session that a live run holds is not taken by accident."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from tests.helpers.watching import wait_until
+from weightserver import FencedError, LocalCluster, SessionInUseError, TableSpec, WeightClient
+from weightserver.shard.lease import LEASE_SECONDS, Lease
+
+SPEC = TableSpec(num_rows=60, dim=4, rows_per_block=4)
+ROWS = np.arange(SPEC.num_rows)
+ONES = np.ones((60, 4), np.float32)
+PATIENCE_SECONDS = 60
+
+MakeClient = Callable[[], WeightClient]
+
+
+@pytest.fixture
+def make_client(cluster: LocalCluster, client: WeightClient) -> Iterator[MakeClient]:
+    client.create_table(SPEC)
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(WeightClient(cluster.addresses, retry_seconds=PATIENCE_SECONDS))
+
+
+def is_lost(client: WeightClient) -> bool:
+    try:
+        client.require_session()
+    except FencedError:
+        return True
+    return False
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(make_client: MakeClient) -> None:
+    first, second = make_client(), make_client()
+    first.open_session("first", hold=True)
+    for options in ({}, {"hold": True}, {"force": True}):
+        with pytest.raises(SessionInUseError, match="run 'first' uses these weight servers") as refused:
+            second.open_session("second", **options)
+        assert f"process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+    first.require_session()
+    first.write_state(ROWS, ONES, ONES, 0)
+    first.close()
+    second.open_session("second", hold=True)
+
+
+def test_a_run_that_was_taken_over_is_told(make_client: MakeClient) -> None:
+    first, second = make_client(), make_client()
+    first.open_session("first", hold=True)
+    second.open_session("second", hold=True, take_over=True)
+    wait_until(lambda: is_lost(first))
+    with pytest.raises(FencedError, match="superseded"):
+        first.require_session()
+    with pytest.raises(FencedError):
+        first.write_state(ROWS, ONES, ONES, 0)
+    first.close()  # ends no lease of another run
+    with pytest.raises(SessionInUseError, match="'second'"):
+        make_client().open_session("third")
+
+
+def test_a_run_is_resumed_although_it_seems_alive(make_client: MakeClient) -> None:
+    """Its process was killed a moment ago."""
+    make_client().open_session("run", hold=True)
+    make_client().open_session("run", hold=True, force=True)
+
+
+def test_a_session_that_nobody_holds_is_superseded(make_client: MakeClient) -> None:
+    make_client().open_session("first")
+    make_client().open_session("second")
+
+
+def test_a_silent_run_loses_its_lease() -> None:
+    now = 100.0
+    lease = Lease(lambda: now)
+    lease.require_free(b"a", "run")
+    lease.renew(b"a", "process 1 on here", held_seconds=40)
+    now += LEASE_SECONDS
+    with pytest.raises(SessionInUseError, match=r"process 1 on here, for 100 s, alive 60 s ago"):
+        lease.require_free(b"a", "run")
+    lease.require_free(b"b", "run")  # a newer session
+    now += 0.1
+    lease.require_free(b"a", "run")
