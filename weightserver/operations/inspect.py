@@ -14,8 +14,9 @@ from weightserver.common.atomic_files import to_path
 from weightserver.common.version import FORMAT
 from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file
+from weightserver.storage.lmdb_transaction import LmdbTransaction
 from weightserver.storage.records import State, read_identity, read_spec, read_state
-from weightserver.storage.snapshot import Snapshot, read_snapshot
+from weightserver.storage.snapshot import read_snapshot
 
 _ATTEMPTS = 20
 
@@ -58,7 +59,7 @@ def _main(directory: Path) -> None:
     print(json.dumps(found))
 
 
-def _inspect(snapshot: Snapshot) -> dict[str, Any]:
+def _inspect(snapshot: LmdbTransaction) -> dict[str, Any]:
     identity = read_identity(snapshot)
     complete = identity is not None and not identity.unfinished
     spec, state = (read_spec(snapshot), read_state(snapshot)) if complete else (None, State())

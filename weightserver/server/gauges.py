@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from weightserver.core.errors import StorageError
+from weightserver.core.errors import WeightServerError
 from weightserver.server.admission import MAX_THREADS, CallLimiter
 from weightserver.server.health import ShardHealth
 from weightserver.server.request_memory import RequestMemory
@@ -77,7 +77,7 @@ class _DiskCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         try:
             usage, disk_bytes = self._shard.disk_usage(), self._shard.disk_bytes()
-        except (OSError, StorageError):  # the directory is gone, or the shard is closing: the other metrics are shown
+        except (OSError, WeightServerError):  # the directory or the disk is gone, say: the other metrics are shown
             return
         yield GaugeMetricFamily("weightserver_disk_bytes", "Size of the data file on disk.", value=disk_bytes)
         pages = GaugeMetricFamily(

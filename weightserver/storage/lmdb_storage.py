@@ -93,9 +93,8 @@ class LmdbStorage:
         self._num_reading = 0
         self._next_reader_check = 0.0
         self._closed = False
-        self._damaged = False
         self._damage = ""
-        """The first error that shows that the file is damaged."""
+        """The first error that shows that the file is damaged: it takes no more writes."""
         self._failure = ""
         self._on_failure = on_failure
         with translated(directory), contextlib.ExitStack() as opened:
@@ -141,25 +140,18 @@ class LmdbStorage:
     def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
         data, readonly = files.data_file(self.directory), self._readonly
         least = (data.stat().st_size if data.exists() else 0) + _ROOM_BYTES
-        map_bytes = least if readonly else _address_space(least)
-        while True:
-            try:
-                return lmdb.open(
-                    str(self.directory),
-                    map_size=map_bytes,
-                    max_dbs=len(DATABASES),
-                    readonly=readonly,
-                    create=not readonly,
-                    mode=PRIVATE_FILE,
-                    lock=not readonly,
-                    max_readers=_MAX_READERS,
-                    readahead=readahead,
-                    lib_version=0,
-                )
-            except lmdb.MemoryError:
-                if map_bytes == least:
-                    raise
-                map_bytes = max(least, map_bytes // 2)
+        return lmdb.open(
+            str(self.directory),
+            map_size=least if readonly else _address_space(least),
+            max_dbs=len(DATABASES),
+            readonly=readonly,
+            create=not readonly,
+            mode=PRIVATE_FILE,
+            lock=not readonly,
+            max_readers=_MAX_READERS,
+            readahead=readahead,
+            lib_version=0,
+        )
 
     def _read_contents(self, last_transaction: int) -> bytes:
         """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
@@ -208,25 +200,22 @@ class LmdbStorage:
             StorageError: the disk or the map is full, or LMDB found damage, after which all writes are refused.
         """
         self._require_usable()
-        if self._damaged:
-            raise StorageError(f"{self.directory} is damaged and takes no writes: restore it from a backup")
+        if self._damage:
+            raise StorageError(self._damage)
         self._forget_dead_readers()
-        with self._using_lmdb():
-            try:
-                with contextlib.ExitStack() as commit, self._env.begin(write=True, buffers=True) as txn:
-                    contents = self._contents_found(txn)
-                    transaction = LmdbTransaction(
-                        self.directory, txn, self._databases, touch=self._touch, contents=contents
-                    )
-                    yield transaction
-                    number, changed = txn.id(), contents.packed(txn.id())
-                    if transaction.changed:
-                        txn.put(CONTENTS, changed)
-                    if transaction.block_bytes >= _WRITE_BACK_BYTES:
-                        commit.enter_context(writing_back(self._data))
-            except (lmdb.CorruptedError, lmdb.PageNotFoundError):
-                self._damaged = True
-                raise
+        with (
+            self._using_lmdb(),
+            contextlib.ExitStack() as commit,
+            self._env.begin(write=True, buffers=True) as txn,
+        ):
+            contents = self._contents_found(txn)
+            transaction = LmdbTransaction(self.directory, txn, self._databases, touch=self._touch, contents=contents)
+            yield transaction
+            number, changed = txn.id(), contents.packed(txn.id())
+            if transaction.changed:
+                txn.put(CONTENTS, changed)
+            if transaction.block_bytes >= _WRITE_BACK_BYTES:
+                commit.enter_context(writing_back(self._data))
         if transaction.changed:
             self._contents = changed
             try:
@@ -238,12 +227,9 @@ class LmdbStorage:
         """Raises DamagedFileError if the last transaction is not there any more."""
         stored = bytes(txn.get(CONTENTS) or b"")
         if stored != self._contents:
-            self._damaged = True
-            self._failure = (
-                f"{self.directory}: data.mdb lacks its last transaction, which the disk confirmed: restart the shard, "
-                "which checks its data"
-            )
-            raise DamagedFileError(self._failure, ["it lacks its last transaction"])
+            problem = "it lacks its last transaction, which the disk confirmed"
+            self._fail(f"{self.directory}: data.mdb is damaged ({problem})")
+            raise DamagedFileError(self._failure, [problem])
         return Contents(stored)
 
     @contextlib.contextmanager
@@ -262,26 +248,23 @@ class LmdbStorage:
                 with self._env.begin():
                     pass
             except lmdb.PanicError:
-                self._fail(error.__cause__)
+                self._fail(f"{self.directory}: LMDB cannot continue after an error of its file ({error.__cause__})")
                 raise ShardUnavailableError(self._failure) from error.__cause__
             except lmdb.Error:  # no free slot for another reader, say
                 pass
             if isinstance(error.__cause__, _DAMAGE):
-                self._damage = self._damage or str(error)
+                self._damage = self._damage or f"{error}: restart the shard, which checks its data"
             raise
 
     def _require_usable(self) -> None:
         if self._failure:
             raise ShardUnavailableError(self._failure)
 
-    def _fail(self, error: lmdb.Error) -> None:
+    def _fail(self, problem: str) -> None:
         with self._idle:
             if self._failure:
                 return
-            self._failure = (
-                f"{self.directory}: LMDB cannot continue after an error of its file ({error}): the shard ends, and its "
-                "next start shows whether the last writes were stored"
-            )
+            self._failure = f"{problem}: the shard ends, and its next start shows whether the last writes were stored"
         self._on_failure(self._failure)
 
     def _forget_dead_readers(self) -> None:
@@ -306,7 +289,7 @@ class LmdbStorage:
         """Why the data can no longer be used: an error that LMDB had, or a file that is gone or was replaced. Empty if
         nothing is known. Takes a tenth of a millisecond."""
         if self._failure or self._damage:
-            return self._failure or f"{self._damage}: restart the shard, which checks its data"
+            return self._failure or self._damage
         path = files.data_file(self.directory)
         try:
             if not os.path.samestat(path.stat(), os.fstat(self._data)):
@@ -359,17 +342,14 @@ class LmdbStorage:
 
     def disk_usage(self) -> DiskUsage:
         volume = os.statvfs(self.directory)
-        with self.read() as txn:
-            pages = txn.pages()
-        page_bytes = self._env.stat()["psize"]
-        used = {name: count * page_bytes for name, count in pages.items()}
-        total = _used_bytes(self._env)
-        return DiskUsage(
-            used,
-            free=max(0, total - sum(used.values())),
-            volume_free=volume.f_bavail * volume.f_frsize,
-            map_size=self._env.info()["map_size"],
-        )
+        with self.read() as txn:  # which keeps the environment open
+            used = txn.disk_bytes()
+            return DiskUsage(
+                used,
+                free=max(0, _used_bytes(self._env) - sum(used.values())),
+                volume_free=volume.f_bavail * volume.f_frsize,
+                map_size=self._env.info()["map_size"],
+            )
 
     def close(self) -> None:
         """Waits for running reads, whose memory closing unmaps. Later reads are refused."""

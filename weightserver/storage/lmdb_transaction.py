@@ -107,19 +107,22 @@ class LmdbTransaction:
                 cursor.first()
                 cursor.last()
 
-    def pages(self) -> dict[str, int]:
-        """Number of pages of each database."""
+    def disk_bytes(self) -> dict[str, int]:
+        """Bytes of each database's pages."""
         stats = {name: self._txn.stat(database) for name, database in self._databases.items()}
         return {
-            name: stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for name, stat in stats.items()
+            name: stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+            for name, stat in stats.items()
         }
+
+    def num_entries(self, database: str) -> int:
+        return int(self._txn.stat(self._databases[database])["entries"])
 
     def check_contents(self) -> None:
         """See `Transaction.check_contents`."""
         contents = self._contents or Contents(bytes(self._txn.get(CONTENTS) or b""))
         lost = [name for name in COUNTED if not contents.agrees(name, self.items(name))]
-        num_versions, num_blocks = (self._txn.stat(self._databases[name])["entries"] for name in ("versions", "blocks"))
-        if not lost and num_versions != num_blocks:
+        if not lost and self.num_entries("versions") != self.num_entries("blocks"):
             lost = ["blocks"]
         if lost:
             problem = f"writes are lost: its {' and '.join(lost)} are not what transaction {contents.transaction} left"

@@ -8,7 +8,7 @@ overwritten. LMDB may end a process that reads overwritten pages: so it is one t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import lmdb
 from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file, require_data
 from weightserver.storage.interface import DATABASES
-from weightserver.storage.lmdb_transaction import open_databases
+from weightserver.storage.lmdb_transaction import LmdbTransaction, open_databases
 
 Result = TypeVar("Result")
 _PATIENCE_SECONDS = 10.0
@@ -25,28 +25,9 @@ _ROOM_BYTES = 64 << 20
 """By which the file may grow between its opening and the beginning of the snapshot."""
 
 
-class Snapshot:
-    """The last committed transaction, whose pages may change while they are read."""
-
-    def __init__(self, directory: Path, environment: lmdb.Environment, txn: lmdb.Transaction) -> None:
-        self.directory = directory
-        self._txn = txn
-        self._databases = open_databases(environment, directory, txn)
-
-    def num_entries(self, database: str) -> int:
-        return int(self._txn.stat(self._databases[database])["entries"])
-
-    def get(self, database: str, key: bytes) -> memoryview | None:
-        value = self._txn.get(key, db=self._databases[database])
-        return None if value is None else memoryview(value)
-
-    def items(self, database: str) -> Iterator[tuple[bytes, memoryview]]:
-        for key, value in self._txn.cursor(self._databases[database]):
-            yield bytes(key), memoryview(value)
-
-
-def read_snapshot(directory: Path, read: Callable[[Snapshot], Result]) -> Result:
-    """The result of `read` on the last committed transaction; reads again if that was overwritten meanwhile.
+def read_snapshot(directory: Path, read: Callable[[LmdbTransaction], Result]) -> Result:
+    """The result of `read` on the last committed transaction, whose pages may change while they are read; reads again
+    if that was overwritten meanwhile.
 
     Raises:
         StorageError: the directory holds no data, damaged data, or is written to faster than it can be read.
@@ -57,7 +38,7 @@ def read_snapshot(directory: Path, read: Callable[[Snapshot], Result]) -> Result
         with _opened(directory) as environment, environment.begin(buffers=True) as txn:
             failure: Exception | None = None
             try:
-                result = read(Snapshot(directory, environment, txn))
+                result = read(LmdbTransaction(directory, txn, open_databases(environment, directory, txn)))
             except lmdb.Error as error:
                 failure = _damaged(directory, error)
             except StorageError as error:
