@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver.client import connection
 from weightserver.client.security import ClientSecurity
+from weightserver.core.errors import InvalidRequestError
 from weightserver.operations.health import _serving_status
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
@@ -335,6 +336,36 @@ def test_writes_wait_for_memory_and_impossible_ones_are_refused(tmp_path: Path) 
         assert "MiB of memory, the shard has 128 MiB for all requests: split it, or give" in refusal(5000, 5000)
         assert refusal(500, 499) == "the write announced 499 blocks and changes 500"
         wait_until(lambda: crowd.metric("request_memory_bytes") == 0)
+
+
+def test_learning_rates_that_a_shard_does_not_hold_take_a_fetchs_memory(tmp_path: Path) -> None:
+    """However far ahead of its steps they are; and only once, then the shard holds them."""
+    with closing(LmdbStorage(tmp_path)) as storage:
+        shard, memory = Shard(storage, shard=0, num_shards=1), RequestMemory(64 << 20)
+        with shard.batch() as batch:
+            shard.create_table(batch, SPEC)
+        with closing(Committer(shard.batch)) as committer:
+            metrics = ShardMetrics(shard=0, num_shards=1, version="0")
+            service = WeightServerService(shard, committer, metrics, memory)
+
+            def taken(num_rates: int, learning_rate: float = 0.5) -> int:
+                """Bytes of memory while a fetch by so many learning rates is answered."""
+                context, rates = FakeContext(), np.full(num_rates, learning_rate, np.float32)
+                request = pb.FetchRequest(rows=rows_to_proto(np.arange(2)), step=5)
+                request.rates.learning_rates = rates.tobytes()
+                with closing(service.Fetch(request, context)) as answers:
+                    next(answers)
+                    taken = memory.used_bytes
+                context.leave()
+                return taken
+
+            few, many = taken(5), taken(300_000)
+            assert many - few >= 80 * 299_000
+            assert taken(300_000) < many // 10
+            assert taken(300_000, learning_rate=0.25) == many
+            with pytest.raises(InvalidRequestError, match="MiB of memory, the shard has 64 MiB for all requests"):
+                taken(1_000_000)
+            assert memory.used_bytes == 0
 
 
 @pytest.mark.guard

@@ -8,10 +8,11 @@
 A shard's memory stays below
 
     BASE_BYTES + limit of `RequestMemory` + MAX_THREADS · 3 · largest message
-        + SCHEDULE_BYTES_PER_STEP · horizon · (2 + fetches in progress that name other learning rates)
+        + 2 · SCHEDULE_BYTES_PER_STEP · horizon
 
 where the third term is messages as they arrive: received, parsed, and the field being processed. Writes of this
-project's clients have messages of 1 MiB, any message at most `MAX_REQUEST_BYTES`.
+project's clients have messages of 1 MiB, any message at most `MAX_REQUEST_BYTES`. The last one is the learning rates
+that were used, and those that a fetch brought last.
 """
 
 from __future__ import annotations
@@ -40,9 +41,6 @@ MAX_THREADS = 64
 """Calls at a time that are being received, executed or answered."""
 MAX_CALLS = 1024
 """Calls at a time that have a thread or wait for one."""
-SCHEDULE_BYTES_PER_STEP = 80
-"""A learning rate and its transfer products, up to twice what they need: of those that were used, of those that a fetch
-brought last, and of each fetch in progress that names others."""
 _KEPT_BYTES = 160 << 20
 """Free memory of the allocator beyond this, and beyond what requests hold, is returned to the kernel."""
 _PRESSED_SECONDS = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
@@ -120,6 +121,8 @@ def serve(config: ServerConfig) -> None:
         ValueError: a certificate, key or token is invalid.
     """
     _check_streams(config)
+    if sys.stderr is not None:
+        faulthandler.enable(all_threads=False)  # a data file that is truncated while it is mapped ends the process
     stop = _Stop()
     stop.follow(parent=config.stop_with_parent)
     keep_large_buffers()

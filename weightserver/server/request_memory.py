@@ -14,6 +14,8 @@ from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 
 _PAGE = 4096
+SCHEDULE_BYTES_PER_STEP = 80
+"""A learning rate and its transfer products, up to twice what they need."""
 _BYTES_PER_ROW_NAMED = 56
 """A row's number, its last step, and the arrays that checking it and assigning it to blocks takes meanwhile."""
 
@@ -74,10 +76,12 @@ class RequestMemory:
 # ---- costs of requests
 
 
-def fetch_bytes(spec: TableSpec, num_rows: int) -> int:
-    """Upper bound of a fetch: its rows' numbers, and one chunk as it is read, corrected, framed and sent."""
+def fetch_bytes(spec: TableSpec, num_rows: int, num_rates: int) -> int:
+    """Upper bound of a fetch: its rows' numbers, one chunk as it is read, corrected, framed and sent, and the learning
+    rates of the first `num_rates` steps if it names others than the shard holds."""
     rows_per_chunk = max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)) + spec.rows_per_block
-    return _BYTES_PER_ROW_NAMED * num_rows + 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
+    chunk_bytes = 4 * min(num_rows, rows_per_chunk) * (8 + 8 * spec.dim)
+    return _BYTES_PER_ROW_NAMED * num_rows + chunk_bytes + SCHEDULE_BYTES_PER_STEP * num_rates
 
 
 def write_bytes(spec: TableSpec, num_rows: int, num_blocks: int, num_arrays: int) -> int:

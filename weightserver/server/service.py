@@ -137,8 +137,9 @@ class WeightServerService:
         """Yields serialized FetchResponses."""
         clock = call_clock()
         self._shard.check_table(request.table)
-        named = named_rows(request.rows)
-        self._memory.reserve(fetch_bytes(self._shard.require_table().spec, named.count), context)
+        named, rates = named_rows(request.rows), given_rates(request.rates)
+        num_bytes = fetch_bytes(self._shard.require_table().spec, named.count, self._shard.num_other_rates(rates))
+        self._memory.reserve(num_bytes, context)
         rows = named.array()
         self._shard.check_rows(rows)
         step = None if request.raw else request.step
@@ -148,7 +149,7 @@ class WeightServerService:
             state=request.state,
             checkpoint=request.checkpoint or None,
             checkpoint_id=request.identity,
-            rates=given_rates(request.rates),
+            rates=rates,
             table_digest=request.table,  # again: it may have been replaced while the call waited for memory
             clock=clock,
         )

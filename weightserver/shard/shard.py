@@ -16,6 +16,7 @@ import numpy as np
 
 from weightserver.common.stages import StageClock
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import (
     DataLossError,
     InvalidRequestError,
@@ -210,6 +211,12 @@ class Shard:
                 answer = found.answer(table, step, state=state)
                 del found  # its memory is the snapshot's
             yield len(touched.rows), answer
+
+    def num_other_rates(self, given: GivenRates) -> int:
+        """The number of learning rates of a schedule of its own that a fetch by these may need; 0 if it needs none."""
+        held = (self._ahead or self.require_table().rates).hashed.values[given.start : given.stop]
+        brings = given.learning_rates
+        return 0 if np.array_equal(held[: len(brings)], brings) else min(given.stop, MAX_STEPS)
 
     def _following(self, table: Table, given: GivenRates, step: int) -> Table:
         """The table with the learning rates that a fetch for `step` names, which are kept in memory."""
