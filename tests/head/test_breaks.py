@@ -230,25 +230,6 @@ def test_the_next_batch_is_taken_before_a_step_ends(make_head: MakeHead, rows: s
     Result(losses, head.rows(range(NUM_CLASSES)), encoder.weight()).assert_close(expected)
 
 
-def test_a_gradient_scaler(make_head: MakeHead, embeddings: torch.Tensor) -> None:
-    """A scaled loss trains the same; a step whose gradients overflow is one without gradients."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    head, dense = make_head("dense"), Dense(make_head("dense"))
-    for ids in shuffled(6, 3):
-        dense.visits += ids
-        scaler.scale(head(embeddings, ids)).backward()
-        if head.num_steps == 1:
-            assert head._current is not None
-            assert head._current.weight is not None
-            assert head._current.weight.grad is not None
-            head._current.weight.grad[0, 0] = float("inf")
-        else:
-            dense.loss(embeddings, ids).backward()
-        head.step(0.1, gradient_scale=scaler.get_scale())
-        dense.update(0.1)
-    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-6)
-
-
 def test_a_gradient_that_is_infinite_names_its_class(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     """Nothing is updated, and the step can be skipped."""
     head = make_head()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -25,6 +26,7 @@ from weightserver.torch.ranks import Ranks, ranks_of_process
 from weightserver.torch.recency import announced, check_num_active
 from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.scaling import check_scaling, clipped, unscaled
 from weightserver.torch.step import Step
 from weightserver.torch.windows import RangesOrder
 
@@ -391,13 +393,29 @@ class SampledSoftmax(nn.Module, ABC):
         other ranks."""
         return torch.cat(list(self._current.labels)) if self._current else torch.zeros(0, dtype=torch.int64)
 
-    def step(self, learning_rate: float | None = None, *, gradient_scale: float = 1.0) -> None:
+    def step(
+        self,
+        learning_rate: float | None = None,
+        *,
+        gradient_scale: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor | None:
         """Updates the rows by the gradients since the last step; may return before it is done.
 
         Args:
             learning_rate: of this update, on every rank the same; may be omitted if it was given in advance.
-            gradient_scale: what the loss was multiplied by, as `torch.amp.GradScaler.get_scale()` returns it before the
-                scaler's update(). If then a gradient overflowed, the step is one without gradients, as in `skip`.
+            gradient_scale: what the loss was multiplied by, if there is no `scaler`. If then a gradient overflowed, the
+                step is one without gradients, as in `skip`.
+            scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
+                overflowed, the step is one without gradients, and the scaler leaves out that of the encoder.
+            optimizer: the encoder's, whose step follows: it is needed for `max_norm`, and with a scaler, so that an
+                overflow in the rows leaves out the encoder's step. Without it, call scaler.step(...) before.
+            max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
+
+        Returns:
+            With `max_norm`, the norm before clipping, a scalar; infinite if a gradient overflowed.
 
         Raises:
             ValueError: no forward and backward pass of each of the step's batches precedes, no learning rate is known,
@@ -406,20 +424,39 @@ class SampledSoftmax(nn.Module, ABC):
         """
         if (step := self._current) is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
-        self._finish(step, step.gradients(gradient_scale), learning_rate)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        check_scaling(gradient_scale, scaler, optimizer, max_norm)
+        gradients, norm = step.gradients(), None
+        if not (is_scaled := scaler is not None or gradient_scale is not None):
+            step.require_finite(gradients)
+        self._tell(learning_rate)
+        if is_scaled:
+            valid = unscaled(gradients, self._ranks, gradient_scale=gradient_scale, scaler=scaler, optimizer=optimizer)
+            if valid is None:
+                self._finish(step, step.no_gradients())
+                return gradients.new_tensor(math.inf) if max_norm is not None else None
+            gradients = valid
+        if optimizer is not None and max_norm is not None:
+            gradients, norm = clipped(gradients, self._ranks, optimizer=optimizer, max_norm=max_norm)
+        self._finish(step, gradients)
+        return norm
 
     def skip(self, learning_rate: float | None = None) -> None:
         """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
         move by their momentum and weight decay. For batches that failed or are left out."""
         step = self._begin()
-        self._finish(step, step.no_gradients(), learning_rate)
+        self._tell(learning_rate)
+        self._finish(step, step.no_gradients())
 
-    def _finish(self, step: Step, gradients: Tensor, learning_rate: float | None) -> None:
+    def _tell(self, learning_rate: float | None) -> None:
+        """Sets the learning rate of the step in progress. Raises ValueError if it is unknown, or known as another."""
         table = self._open().table
         if learning_rate is not None:
             table.tell(self.num_steps, float(learning_rate))
         elif self.num_steps >= len(table.rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
+
+    def _finish(self, step: Step, gradients: Tensor) -> None:
         step.update(gradients)
         step.end()
         self._current = None

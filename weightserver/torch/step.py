@@ -163,15 +163,12 @@ class Step:
 
     # ---- update
 
-    def gradients(self, scale: float) -> Tensor:
-        """The rows' gradients divided by the loss's scale: float32 (K of this rank, D); zeros if they overflowed.
+    def gradients(self) -> Tensor:
+        """The rows' gradients as the backward passes left them: float32 (K of this rank, D).
 
         Raises:
-            ValueError: a batch without a forward pass, no backward pass, a scale that is not positive, or (without a
-                scale, on a CPU) a gradient that is infinite or NaN.
+            ValueError: a batch without a forward pass, or no backward pass.
         """
-        if not 0 < scale < math.inf:
-            raise ValueError(f"gradient_scale must be a positive number, got {scale:g}: give scaler.get_scale()")
         if self.weight is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
         if self.weight.grad is None:
@@ -182,13 +179,9 @@ class Step:
                 f"step() after {passed} of the {self._num_batches} batches that were announced for step "
                 f"{self.number}: call it after the last one, or skip().{what}"
             )
-        gradients = self.weight.grad[: len(self.announced.rows)]
-        if scale == 1:
-            self._require_finite(gradients)
-            return gradients
-        return self._unscaled(gradients, scale)
+        return self.weight.grad[: len(self.announced.rows)]
 
-    def _require_finite(self, gradients: Tensor) -> None:
+    def require_finite(self, gradients: Tensor) -> None:
         """Raises ValueError if a gradient is infinite or NaN; on a GPU it would have to wait to find out."""
         if gradients.device.type != "cpu" or math.isfinite(gradients.sum()):
             return
@@ -198,12 +191,6 @@ class Step:
                 f"the gradient of class {named} is infinite or NaN in step {self.number}, nothing was updated: "
                 "skip() the step, or lower the learning rate"
             )
-
-    def _unscaled(self, gradients: Tensor, scale: float) -> Tensor:
-        """Gradients divided by a scale; zeros on all ranks if those of one are infinite or NaN."""
-        overflowed = not bool(gradients.isfinite().all())
-        (overflowed_somewhere,) = self._rows.ranks.max_over_ranks([overflowed])
-        return torch.zeros_like(gradients) if overflowed_somewhere else gradients / scale
 
     def no_gradients(self) -> Tensor:
         """Zeros of the shape of `gradients`."""

@@ -1,0 +1,211 @@
+"""Scaled losses, overflows and clipped norms: an encoder and a head take each step as dense SGD over both does."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.head.conftest import MakeHead
+from tests.head.test_ranks import launch
+from tests.helpers.own_loop import (
+    BATCH_SIZE,
+    DIM,
+    INPUTS,
+    NUM_CLASSES,
+    SETTINGS,
+    Dense,
+    Encoder,
+    Result,
+    loaded,
+    shuffled,
+)
+from weightserver import LocalCluster
+from weightserver.torch import ClassifierHead
+
+BATCHES = shuffled(6, 6)
+RATE, MAX_NORM = 0.3, 4.9
+
+
+def infinite(gradient: Tensor) -> Tensor:
+    return gradient * float("inf")
+
+
+def spoil(head: ClassifierHead) -> None:
+    """Lets a gradient of the rows overflow, and none of the encoder."""
+    step = head._current
+    assert step is not None
+    assert step.weight is not None
+    assert step.weight.grad is not None
+    step.weight.grad[0, 0] = float("inf")
+
+
+@pytest.mark.parametrize("rows", ["dense", "resident"])
+@pytest.mark.parametrize("scale", [1.0, 256.0, 0.5])
+@pytest.mark.parametrize("overflows", ["encoder", "rows", "both"])
+def test_an_overflow_is_decided_once(make_head: MakeHead, rows: str, scale: float, overflows: str) -> None:
+    """In either of them: both are updated without gradients, and the scaler lowers its scale, whatever it is."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    head, encoder, other = make_head(rows), Encoder(), Encoder()
+    dense = Dense(head)
+    for ids in BATCHES[:4]:
+        dense.visits += ids
+        embeddings = encoder.module(INPUTS[ids])
+        if (fails := head.num_steps == 1) and overflows != "rows":
+            embeddings.register_hook(infinite)
+        scaler.scale(head(embeddings, ids)).backward()
+        if fails and overflows != "encoder":
+            spoil(head)
+        head.step(RATE, scaler=scaler, optimizer=encoder.optimizer)
+        scaler.step(encoder.optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        assert scaler.get_scale() == before / (2 if fails else 1)
+        encoder.optimizer.zero_grad()
+        if not fails:
+            dense.loss(other.module(INPUTS[ids]), ids).backward()
+            other.optimizer.step()
+            other.optimizer.zero_grad()
+        dense.update(RATE)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(encoder.weight(), other.weight(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["scaler first", "scale alone"])
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+def test_an_encoder_that_takes_its_step_before(make_head: MakeHead, order: str, scale: float) -> None:
+    """An overflow that the scaler found is the head's too; with the scale alone, the head has its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    head, encoder = make_head("dense"), Encoder()
+    dense = Dense(head)
+    for step, ids in enumerate(BATCHES[:3]):
+        dense.visits += ids
+        embeddings = encoder.module(INPUTS[ids])
+        expected = dense.loss(embeddings.detach(), ids)
+        if step == 1 and order == "scaler first":
+            embeddings.register_hook(infinite)
+        scaler.scale(head(embeddings, ids)).backward()
+        if step == 1 and order == "scale alone":
+            spoil(head)
+        scaler.step(encoder.optimizer)
+        if order == "scaler first":
+            head.step(RATE, scaler=scaler)
+        else:
+            head.step(RATE, gradient_scale=scaler.get_scale())
+        scaler.update()
+        encoder.optimizer.zero_grad()
+        if step != 1:
+            expected.backward()
+        dense.update(RATE)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
+
+
+def test_a_scaler_that_is_disabled_scales_nothing(make_head: MakeHead, embeddings: Tensor) -> None:
+    head, scaler = make_head("dense"), torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(head(embeddings, [1, 2, 3, 4])).backward()
+    spoil(head)
+    with pytest.raises(ValueError, match="is infinite or NaN in step 0, nothing was updated"):
+        head.step(RATE, scaler=scaler)
+    head.skip(RATE)
+
+
+def clipped(head: ClassifierHead, encoder: Encoder, batches: Any, max_norm: float, **scaled: Any) -> list[float]:
+    norms, scaler = [], scaled.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
+    for ids, batch in batches:
+        scaler.scale(head(encoder.module(batch), ids)).backward()
+        norm = head.step(RATE, optimizer=encoder.optimizer, max_norm=max_norm, **scaled)
+        assert norm is not None
+        norms.append(norm.item())
+        scaler.step(encoder.optimizer)
+        scaler.update()
+        encoder.optimizer.zero_grad()
+    return norms
+
+
+def clipped_by_torch(dense: Dense, encoder: Encoder, max_norm: float) -> list[float]:
+    norms = []
+    for ids in BATCHES:
+        dense.visits += ids
+        dense.loss(encoder.module(INPUTS[ids]), ids).backward()
+        everything = [*encoder.module.parameters(), dense.weight]
+        norms.append(torch.nn.utils.clip_grad_norm_(everything, max_norm).item())
+        dense.update(RATE)
+        encoder.update(encoder.optimizer.param_groups[0]["lr"])
+    return norms
+
+
+@pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_norm_is_clipped_as_torch_clips_that_of_a_dense_matrix(make_head: MakeHead, rows: str, scaled: bool) -> None:
+    """Of some steps, which are longer than the others."""
+    head, encoder, other = make_head(rows), Encoder(), Encoder()
+    dense = Dense(head)
+    expected = clipped_by_torch(dense, other, MAX_NORM)
+    assert min(expected) < MAX_NORM < max(expected)
+    scaler = {"scaler": torch.amp.GradScaler("cpu", init_scale=256.0)} if scaled else {}
+    norms = clipped(head, encoder, loaded(BATCHES), MAX_NORM, **scaler)
+    result = Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())
+    result.assert_close(Result(expected, dense.weight.detach(), other.weight()))
+
+
+def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings: Tensor) -> None:
+    head, encoder, scaler = make_head("dense"), Encoder(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(head(embeddings, [1, 2, 3, 4]) + encoder.module(INPUTS[:1]).sum()).backward()
+    with pytest.raises(ValueError, match="gradient_scale is that of the scaler: give scaler alone"):
+        head.step(RATE, scaler=scaler, gradient_scale=2.0)
+    with pytest.raises(ValueError, match="max_norm clips the gradients of the encoder and the rows together: give its"):
+        head.step(RATE, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0: omit it"):
+        head.step(RATE, max_norm=0.0, optimizer=encoder.optimizer)
+    scaler.step(encoder.optimizer)
+    with pytest.raises(ValueError, match=r"was made before: call head.step\(\) before scaler.step\(optimizer\)"):
+        head.step(RATE, scaler=scaler, optimizer=encoder.optimizer)
+    assert head.num_steps == 0
+    head.step(RATE, scaler=scaler)
+    scaler.update()
+
+
+@pytest.mark.guard
+def test_two_ranks_clip_and_overflow_together(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
+    """The rows of one rank overflow in the last step."""
+    launch("tests.head.test_scaling", str(tmp_path), *cluster.addresses)
+    dense, encoder = Dense(make_head("dense")), Encoder()
+    expected = Result(clipped_by_torch(dense, encoder, MAX_NORM), encoder=encoder.weight())
+    dense.visits += BATCHES[0]
+    dense.update(RATE)
+    expected.rows = dense.weight.detach()
+    for rank in range(2):
+        result = torch.load(tmp_path / f"result-{rank}", weights_only=True)
+        Result(**result).assert_close(expected)
+
+
+def as_rank(directory: Path, servers: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    rank, share, encoder = dist.get_rank(), BATCH_SIZE // 2, Encoder()
+    encoder.module = DistributedDataParallel(encoder.module)
+    batches = loaded([ids[rank * share : (rank + 1) * share] for ids in [*BATCHES, BATCHES[0]]])
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with ClassifierHead(NUM_CLASSES, DIM, servers=servers, **SETTINGS) as head:
+        norms = clipped(head, encoder, batches[:-1], MAX_NORM, scaler=scaler)
+        ids, batch = batches[-1]
+        scaler.scale(head(encoder.module(batch), ids)).backward()
+        if rank == 1:
+            spoil(head)
+        head.step(RATE, scaler=scaler, optimizer=encoder.optimizer)
+        scaler.step(encoder.optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 128
+        torch.save(vars(Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())), directory / f"result-{rank}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    as_rank(Path(sys.argv[1]), sys.argv[2:])
