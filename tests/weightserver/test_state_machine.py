@@ -993,8 +993,9 @@ def test_a_write_that_a_wrong_directory_refused_counts_once(machine: Machine) ->
 
 
 def test_failed_writes_are_repeated_after_another_clients_session(machine: Machine) -> None:
+    """One of two shards has applied it, the other one refuses it until there is a session again."""
     (writer,) = machine.writers
-    machine.perform(writer, PUSH, UNHEARD)
+    machine.perform(writer, PUSH, Plan((Fate.ANSWERED, Fate.LOST), False, (), None))
     machine.perform(machine.new_writer(), Action("open_session"))
     machine.perform(writer, Action("repeat"))
     assert isinstance(machine.told, FencedError)

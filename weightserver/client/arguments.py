@@ -87,25 +87,14 @@ def check_rows_exist(rows: Int64Array, num_rows: int) -> None:
 
 def checked_values(values: npt.ArrayLike, shape: tuple[int, int], name: str) -> Float32Array:
     """Finite values of the given shape, float32 [n, D]. An array or tensor must be float32 already."""
-    array = _float32(values, name)
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
-    return _finite(array, name)
-
-
-def _float32(values: npt.ArrayLike, name: str) -> Float32Array:
-    if not hasattr(values, "dtype"):
-        values = np.asarray(values, np.float32)
     try:
-        array = np.asarray(values)
+        array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
     except RuntimeError as error:  # a torch tensor with a gradient, or on another device
         raise TypeError(f"{name} cannot be read as a NumPy array: {error}") from None
     if array.dtype != np.float32:
         raise TypeError(f"{name} must be float32, got {array.dtype}: convert it first")
-    return array
-
-
-def _finite(array: Float32Array, name: str) -> Float32Array:
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}")
     if not all_finite(array):
         row, column = np.argwhere(~np.isfinite(array))[0]
         raise ValueError(f"{name} must be finite, got {array[row, column]} at [{row}, {column}]: nothing was sent")
@@ -144,23 +133,17 @@ def sum_repeats(rows: Int64Array, gradients: Float32Array) -> tuple[Int64Array, 
     with np.errstate(over="ignore"):
         summed = np.add.reduceat(gradients[order], starts, axis=0)
     if not all_finite(summed):
-        row = distinct[~np.isfinite(summed).all(axis=1)][0]
-        message = f"the gradients of row {row} add up beyond float32: nothing was sent, scale them down"
-        raise RowError(message, row=int(row))
+        row = int(distinct[~np.isfinite(summed).all(axis=1)][0])
+        raise RowError(f"the gradients of row {row} add up beyond float32: nothing was sent, scale them down", row=row)
     return distinct, summed
 
 
 def distinct_order(rows: Int64Array) -> Int64Array:
-    """The order that sorts the rows, int64 [n].
-
-    Raises:
-        ValueError: a row is given twice.
-    """
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    if (repeats := np.flatnonzero(np.diff(ordered) == 0)).size:
-        row = int(ordered[repeats[0]])
-        raise RowError(f"row {row} is given twice: write_state takes each row once", row=row)
+    """The order that sorts the rows, int64 [n], each of which is given once."""
+    order = np.argsort(rows)
+    repeated = rows[order][1:][np.diff(rows[order]) == 0]
+    if len(repeated):
+        raise RowError(f"row {repeated[0]} is given twice: write_state takes each row once", row=int(repeated[0]))
     return order
 
 

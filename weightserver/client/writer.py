@@ -1,10 +1,9 @@
 """The writer of a client: its writes take turns, each under a higher number, which shards apply at most once.
 
-If a write fails and may have been applied, it stays unsettled: the same call made again repeats it under its number.
-Any other write settles it first: every shard says whether it has applied it, and never will if it has not. Where it was
-applied on some of its shards only, other writes are refused until it is repeated, or undone by a rollback. Where it was
-applied on all of them, a push that is repeated later is still known to be done; a state write is made again, since the
-other write may have replaced its rows.
+If a write fails and may have been applied, the next one settles it first: every shard says whether it has applied it,
+and never will if it has not. Where only some of its shards have, other writes are refused until the same call has been
+made again, for the others, or a rollback has undone it. Where all have, a push that is repeated later is still known to
+be done; a state write is made again, since another one may have replaced its rows.
 
 An interrupt may come anywhere here. That rules out context managers in Python code: it could hit one outside of both
 its body and its own `try`.
@@ -52,14 +51,12 @@ class _Write:
     """Those that may apply it under this number."""
     adds: bool
     """Whether it adds to the rows instead of replacing them."""
-    timeline: bytes
+    timeline: bytes = b""
     number: int = 0
     is_applied: bool = False
     """Whether all shards have applied it."""
     is_partial: bool = False
     """Whether it was applied on other shards, under an earlier number."""
-    is_sealed: bool = False
-    """Whether shards were asked to apply it no more."""
 
 
 class Writer:
@@ -88,10 +85,9 @@ class Writer:
         Raises:
             ClusterError: an earlier write was applied on some of its shards only, or a rollback has not succeeded yet.
         """
-        made = _Write(digest, shards, adds, b"")
+        made = _Write(digest, shards, adds)
         try:
             with self._turn:
-                made.timeline = self._timeline
                 self._write(made, table, send)
         except BaseException:
             if made.is_applied:  # an interrupt before the caller was told
@@ -99,26 +95,20 @@ class Writer:
             raise
 
     def _write(self, made: _Write, table: int, send: Send) -> None:
-        digest, unsettled = made.digest, self._unsettled
-        self._require_one_state()
-        if digest not in self._untold and (unsettled is None or unsettled.digest != digest or unsettled.is_sealed):
-            self._settle(table, digest)
-        unsettled = self._unsettled
-        if digest in self._untold:
-            if self._untold[digest].timeline != made.timeline:
+        made.timeline = self._timeline
+        self._settle(table, made.digest)
+        if (known := self._untold.get(made.digest)) is not None:
+            if known.timeline != made.timeline:
                 raise ClusterError(_OF_ANOTHER_TIME)
             made.is_applied = True
-            if unsettled is not None and unsettled.digest == digest:
-                self._unsettled = None
-            del self._untold[digest]
+            del self._untold[made.digest]
             return
-        is_new = unsettled is None
-        if unsettled is None:
-            self._untold = {known: write for known, write in self._untold.items() if write.adds}
+        if (write := self._unsettled) is None:
+            self._untold = {digest: known for digest, known in self._untold.items() if known.adds}
             made.number = self._next_number()
-            unsettled = self._unsettled = made
-        outcomes = send(unsettled.number, unsettled.shards)
-        if is_new and is_not_applied(outcomes):
+            write = self._unsettled = made
+        outcomes = send(write.number, write.shards)
+        if not write.is_partial and is_not_applied(outcomes):
             self._unsettled = None
         raise_first(outcomes)
         made.is_applied = True
@@ -129,9 +119,9 @@ class Writer:
 
         Afterwards none is unsettled, unless it is the one that is now to be `repeated`, on the shards that lack it.
         """
+        self._require_one_state()
         if (write := self._unsettled) is None:
             return
-        write.is_sealed = True
         request = pb.SettleWriteRequest(header=self.header(write.number, table=table))
         connections = [self._shards.connections()[shard] for shard in write.shards]
         answers = self._shards.in_parallel(
@@ -144,8 +134,7 @@ class Writer:
         elif len(missing) == len(write.shards) and not write.is_partial:
             self._unsettled = None
         else:
-            number = self._next_number()
-            self._unsettled = replace(write, number=number, shards=missing, is_partial=True, is_sealed=False)
+            self._unsettled = replace(write, number=self._next_number(), shards=missing, is_partial=True)
             if write.digest != repeated:
                 raise ClusterError(
                     f"an earlier write of this client failed on shard {', '.join(map(str, missing))} and was applied "
@@ -162,7 +151,6 @@ class Writer:
             ClusterError: as `write`.
         """
         with self._turn:
-            self._require_one_state()
             self._settle(table)
             send(self._next_number())
 

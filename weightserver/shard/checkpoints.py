@@ -54,7 +54,7 @@ def rolled_back(state: State, kept: ShardCheckpoint, timeline: str) -> State:
         clock=kept.clock,
         rows_stored=kept.rows_stored,
         generation=kept.generation + 1,
-        written=kept.generation,
+        written=min(state.written, kept.generation),
         timeline=timeline,
         checkpoints=tuple(other for other in state.checkpoints if other.generation <= kept.generation),
     )
