@@ -24,12 +24,14 @@ def checkpoints_of_all(answers: Answers) -> list[Checkpoint]:
     return common_checkpoints([checkpoints_of(answer) for answer in answers])
 
 
-def find_checkpoint(shards: Shards, name: str) -> Checkpoint:
-    """The checkpoint of that name which every shard retains.
+def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
+    """The checkpoint of that name which every shard retains; a checkpoint itself is not looked for.
 
     Raises:
         NoTableError: a shard has no such checkpoint, or one of another call.
     """
+    if isinstance(name, Checkpoint):
+        return name
     answers = shards.describe()
     for kept in checkpoints_of_all(answers):
         if kept.name == name:

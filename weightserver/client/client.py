@@ -97,11 +97,8 @@ class WeightClient(Closing):
     # ---- the table
 
     def create_table(self, spec: TableSpec) -> TableSpec:
-        """Creates the table on every shard; does nothing if the same table exists.
-
-        Raises:
-            TableMismatchError: another table exists; nothing was created.
-        """
+        """Creates the table on every shard; does nothing if the same table exists. Raises TableMismatchError, and
+        creates nothing, if another one does."""
         if not isinstance(spec, TableSpec):
             raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
         return self._know(create_table(self._shards, spec)).spec
@@ -123,11 +120,7 @@ class WeightClient(Closing):
 
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session. A call that failed
-        halfway may be repeated.
-
-        Raises:
-            ClusterError: the shards hold tables of several clusters; nothing was deleted.
-        """
+        halfway may be repeated. Raises ClusterError, and deletes nothing, if the shards are of several clusters."""
         self._leave()
         drop_table(self._shards)
         self._forget_table()
@@ -163,12 +156,7 @@ class WeightClient(Closing):
 
     def table_identity(self) -> bytes:
         """16 random bytes, drawn when the table was created. Unlike describe(), also works while an extension of the
-        table is incomplete.
-
-        Raises:
-            NoTableError: a shard holds no table.
-            ClusterError: the shards hold tables of several clusters.
-        """
+        table is incomplete. Raises as describe()."""
         return common_identity(self._shards.describe(), self._shards.names)
 
     def learning_rates(self, *, shard: int | None = None) -> Float32Array:
@@ -254,24 +242,17 @@ class WeightClient(Closing):
         return self._writer.enter(lambda: sessions.join_newest_session(self._shards, answers)).epoch
 
     def require_common_state(self) -> None:
-        """Checks that the shards' rows are of one time, as open_session does; for reading all rows without a session.
-
-        Raises:
-            DataLossError, ClusterError: as open_session.
-        """
+        """Checks that the shards' rows are of one time, for reading them without a session. Raises as open_session."""
         sessions.require_common_state(self._shards, self._shards.describe())
 
     def marks(self) -> list[str]:
-        """The newest mark of each shard that this client has seen: the argument of `expect`. The marks cover
-        everything that was acknowledged to this client."""
+        """The newest mark of each shard that this client has seen, which covers all that it was told is durable: the
+        argument of `expect`."""
         return self._shards.marks()
 
     def expect(self, marks: Sequence[str]) -> None:
-        """Checks that every shard holds the state of its mark, as `marks` returned it earlier.
-
-        Raises:
-            DataLossError: a shard's data does not descend from that state.
-        """
+        """Checks that every shard holds the state of its mark, as `marks` returned it earlier. Raises DataLossError if
+        its data does not descend from that."""
         connections = self._shards.connections()
         if len(marks) != len(connections):
             raise ValueError(f"{len(marks)} marks were given, one for each of {len(connections)} shards is needed")
@@ -301,32 +282,23 @@ class WeightClient(Closing):
     def fetch_state(
         self, rows: npt.ArrayLike, *, step: int | None = None, checkpoint: str | Checkpoint = ""
     ) -> RowState:
-        """All state of `rows` (int64 [n]): before update `step`, or raw as stored if it is None. Never writes.
-
-        Raises:
-            StepError, NoTableError: as for `fetch`.
-        """
+        """All state of `rows` (int64 [n]): before update `step`, or raw as stored if it is None. Raises as `fetch`."""
         rows, dim = self._rows(rows), self._table.spec.dim
-        state = RowState(
-            np.empty((len(rows), dim), np.float32),
-            np.empty((len(rows), dim), np.float32),
-            np.empty(len(rows), np.int64),
-        )
-        self._fetch(rows, (state.weight, state.momentum_buffer, state.last_step), step, checkpoint)
-        return state
+        weight, momentum_buffer = (np.empty((len(rows), dim), np.float32) for _ in range(2))
+        last_step = np.empty(len(rows), np.int64)
+        self._fetch(rows, (weight, momentum_buffer, last_step), step, checkpoint)
+        return RowState(weight, momentum_buffer, last_step)
 
     def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
-        request = pb.FetchRequest(state=out[1] is not None)
-        request.raw = step is None
+        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._table.digest)
         rates = None
         if step is not None:
             request.step = arguments.checked_step(step, "step")
             rates = self._schedule.needed(request.step)
         if checkpoint:
-            kept = find_checkpoint(self._shards, checkpoint) if isinstance(checkpoint, str) else checkpoint
+            kept = find_checkpoint(self._shards, checkpoint)
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
-        request.table = self._table.digest
         fetch_rows(self._shards, self._table, request, rates, rows, out)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
@@ -345,7 +317,7 @@ class WeightClient(Closing):
         if not arguments.is_strictly_increasing(rows):
             rows, gradients = arguments.sum_repeats(rows, gradients)
         sent = self._table.precision.rounded(gradients, rows, step, GRADIENT)
-        self._write(RowWrite("PushGradients", pb.PushGradientsRequest, step, rows, {"gradients": sent}))
+        self._write(RowWrite(pb.PushGradientsRequest, step, rows, {"gradients": sent}))
 
     def write_state(
         self,
@@ -375,7 +347,7 @@ class WeightClient(Closing):
             "momentum_buffer": precision.rounded(momentum_buffer, rows, steps, MOMENTUM_BUFFER),
             "last_step": steps,
         }
-        self._write(RowWrite("WriteState", pb.WriteStateRequest, last, rows, arrays))
+        self._write(RowWrite(pb.WriteStateRequest, last, rows, arrays))
 
     def _write(self, write: RowWrite) -> None:
         writer = self._require_session()
@@ -439,11 +411,8 @@ class WeightClient(Closing):
         self._schedule.forget_used()
 
     def release(self, name: str) -> None:
-        """Forgets a checkpoint. The disk space that only it needed is reused as its rows are written again.
-
-        Raises:
-            NoTableError: no shard has such a checkpoint.
-        """
+        """Forgets a checkpoint: the disk space that only it needed is used again. Raises NoTableError if no shard has
+        it."""
         if all(kept.name != name for answer in self._shards.describe() for kept in answer.checkpoints):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
         self._require_session().change("Release", pb.CheckpointRequest(name=name), self._table.digest)
@@ -455,10 +424,8 @@ class WeightClient(Closing):
             NoTableError: a shard has no checkpoint `source`, or one of another call.
             InvalidRequestError: `name` is that of another checkpoint.
         """
-        kept = find_checkpoint(self._shards, source) if isinstance(source, str) else source
-        request = pb.CopyCheckpointRequest(
-            name=arguments.checked_name(name), source=kept.name, identity=kept.checkpoint_id
-        )
+        kept, name = find_checkpoint(self._shards, source), arguments.checked_name(name)
+        request = pb.CopyCheckpointRequest(name=name, source=kept.name, identity=kept.checkpoint_id)
         self._require_session().change("CopyCheckpoint", request, self._table.digest)
 
     # ---- one shard
@@ -471,8 +438,8 @@ class WeightClient(Closing):
 
     @staticmethod
     def metrics() -> Collector:
-        """Prometheus metrics of all clients of this process, for a registry of the caller's own; the default registry
-        has them from the first client on."""
+        """Prometheus metrics of all clients of this process, for another registry than the default one, which has
+        them from the first client on."""
         from weightserver.client.metrics import ClientCollector  # slow to import
 
         return ClientCollector()

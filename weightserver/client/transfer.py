@@ -78,17 +78,19 @@ def _empty_like(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
 class RowWrite:
     """One push or state write of distinct rows."""
 
-    method: str
-    message: Callable[..., Message]
-    """Makes one message of the call, from its `header`, `rows` and `arrays`."""
+    message: type[pb.PushGradientsRequest | pb.WriteStateRequest]
     step: int
     rows: Int64Array  # (n,), strictly increasing
     arrays: Mapping[str, StoredArray | Int64Array]  # (n, ...) each, by the name of their field
 
     @property
+    def method(self) -> str:
+        return self.message.__name__.removesuffix("Request")
+
+    @property
     def adds(self) -> bool:
         """Whether it adds to the rows instead of replacing them."""
-        return self.method == "PushGradients"
+        return self.message is pb.PushGradientsRequest
 
     @property
     def num_steps(self) -> int:
