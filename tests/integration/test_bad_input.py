@@ -48,6 +48,11 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "rows of two dimensions": (lambda c: c.fetch([[1]], step=0), ValueError, r"shape \[n\], got \[1, 1\]"),
     "rows that are no integers": (lambda c: c.fetch([1.5], step=0), TypeError, r"rows must be integers, got .*float64"),
     "an unknown row": (lambda c: c.fetch([1, 100], step=0), ValueError, r"row 100 does not exist: .* rows 0\.\.99"),
+    "a row that only uint64 holds": (
+        lambda c: c.fetch(np.array([2**63], np.uint64), step=0),
+        ValueError,
+        r"rows must be less than 2⁶³, got 9223372036854775808",
+    ),
     "a negative row": (lambda c: c.push_gradients([-1, 0], ONES, step=0), ValueError, r"row -1 does not exist"),
     "a step that is no integer": (lambda c: c.fetch([1], step=HALF), TypeError, r"step must be an integer, got 0\.5"),
     "a negative step": (lambda c: c.push_gradients([1, 2], ONES, step=-1), ValueError, r"step must not be negative"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,9 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from tests.helpers.watching import metric, wait_until
+from weightserver import StorageError
+from weightserver.common.atomic_files import directory_lock
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 AS_ROOT = os.geteuid() == 0
 NOBODY = 54_321
@@ -100,3 +108,69 @@ def test_a_trainer_without_a_home_or_a_name_trains(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert json.loads((output / "a/summary.json").read_text())
     assert (output / f"home-of-uid-{NOBODY}").stat().st_mode & 0o777 == 0o700
+
+
+def serve_here(directory: Path) -> str:
+    """Begins and ends to serve a directory in this process; returns its error."""
+    with pytest.raises(StorageError) as refused:
+        LmdbStorage(directory)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    reason = f"has no locks ({os.strerror(number)}): use "
+    assert f"the file system of {tmp_path}/owner.lock {reason}a local disk" in serve_here(tmp_path)
+    with pytest.raises(OSError, match=r"the file system of .* has no locks"), directory_lock(tmp_path / "other"):
+        pass
+
+
+def test_a_file_system_without_shared_maps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def maps(*_: object) -> mmap.mmap:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    def opens(*_: object, **__: object) -> lmdb.Environment:
+        raise lmdb.Error(f"{tmp_path}: {os.strerror(errno.ENODEV)}")
+
+    monkeypatch.setattr(mmap, "mmap", maps)
+    monkeypatch.setattr(lmdb, "open", opens)
+    expected = f"the file system of {tmp_path}/lock.mdb cannot map files (No such device): use a local disk"
+    assert expected in serve_here(tmp_path)
+
+
+@pytest.mark.guard
+def test_a_path_that_the_locale_cannot_spell_is_served(tmp_path: Path) -> None:
+    directory = tmp_path / "gewichte-\u00fcber"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for program in ("serve", "inspect", "verify", "compact"):
+        command = [sys.executable, "-m", "weightserver", program, str(directory)]
+        if program == "compact":
+            command += ["--output", str(tmp_path / "kompakt-\u00fc")]
+        if program != "serve":
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 0, done.stderr
+            continue
+        with subprocess.Popen(serve(directory), env=environment, stdout=subprocess.PIPE, text=True) as shard:
+            assert shard.stdout is not None
+            assert "address" in shard.stdout.readline()
+            shard.terminate()
+
+
+@pytest.mark.guard
+def test_few_descriptors_are_told_at_the_start(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+
+    command = serve(tmp_path)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
+    ) as shard:
+        assert shard.stdout is not None
+        assert shard.stderr is not None
+        shard.stdout.readline()
+        shard.terminate()
+        assert "only 200 files may be open, and each connection is one: raise ulimit -n" in shard.stderr.read()

@@ -151,4 +151,6 @@ def _int64(value: npt.ArrayLike, name: str) -> Int64Array:
     array = np.asarray(value)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+        raise ValueError(f"{name} must be less than 2⁶³, got {array.max()}")
     return array.astype(np.int64, copy=False)

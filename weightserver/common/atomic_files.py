@@ -157,6 +157,8 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
             raise OSError(
                 f"{directory} is being written by another process: wait for it to end, or give another directory"
             ) from None
+        except OSError as error:
+            raise OSError(f"the file system of {lock} has no locks ({error.strerror}): use another one") from None
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ import xxhash
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
-from weightserver.core.errors import StorageError
+from weightserver.core.errors import NoTableError, StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST, newest
@@ -148,9 +148,12 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
     """
     states = [shard.state for shard in shards]
     newest = max(states, key=lambda state: state.epoch)
-    kept = (
-        None if current else chosen_checkpoint(checkpoint, common_checkpoints([state.checkpoints for state in states]))
-    )
+    kept = None
+    if not current:
+        common = common_checkpoints([state.checkpoints for state in states])
+        if not common:
+            raise NoTableError("the shards keep no checkpoint in common: give --current for the rows as they are now")
+        kept = chosen_checkpoint(checkpoint, common)
     if kept is None:
         clocks, timeline = [state.clock for state in states], states[0].timeline
         marks = [state.mark for state in states]

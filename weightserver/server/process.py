@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -52,6 +53,7 @@ _KEEPALIVE_SECONDS = 60
 """How long a connection may be silent before the server pings its peer."""
 _IDLE_SECONDS = 60
 """How long a connection may have no call; the client reconnects for its next one."""
+_FEW_DESCRIPTORS = 256
 _LAST_COMMIT_SECONDS = 1.0
 """How long a commit may take after the grace period, whose calls have already ended."""
 _LAST_ANSWERS_SECONDS = 1.0
@@ -170,6 +172,9 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
         )
         service.add_to_server(handlers, front.server)
         stop.serving()
+        status, text = healthy.ready()
+        if status is not HTTPStatus.OK:
+            _log.warning("%(reason)s", {"reason": text})
         gc.freeze()  # what exists now stays: a full collection would walk it in the middle of a fetch, for 15 ms
         front.server.start()
         _log_start(config, front, shard, metrics_address)
@@ -306,6 +311,8 @@ def _allow_many_connections() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS reports a higher limit than it grants
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most < _FEW_DESCRIPTORS:
+        _log.warning("only %(files)d files may be open, and each connection is one: raise ulimit -n", {"files": most})
 
 
 def _serve_metrics(config: ServerConfig, metrics: ShardMetrics, healthy: ShardHealth) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import time
@@ -113,7 +114,7 @@ class OwnerLock:
                 raise
             return
         deadline = time.monotonic() + _OWNER_SECONDS
-        while not _locked(descriptor):
+        while not _locked(descriptor, path):
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise StorageError(
@@ -139,12 +140,26 @@ class OwnerLock:
             self._descriptor = None
 
 
-def _locked(descriptor: int) -> bool:
+def _locked(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise StorageError(f"the file system of {path} has no locks ({error.strerror}): use a local disk") from error
     return True
+
+
+def require_maps(directory: Path) -> None:
+    """Raises StorageError if the file system of LMDB's files cannot map them into memory."""
+    for path in (data_file(directory), directory / "lock.mdb"):
+        with contextlib.suppress(FileNotFoundError, ValueError), path.open("rb") as file:  # ValueError: it is empty
+            try:
+                mmap.mmap(file.fileno(), 1, mmap.MAP_SHARED, mmap.PROT_READ).close()
+            except OSError as error:
+                raise StorageError(
+                    f"the file system of {path} cannot map files ({error.strerror}): use a local disk"
+                ) from error
 
 
 @contextlib.contextmanager

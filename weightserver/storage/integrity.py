@@ -112,6 +112,12 @@ def _read_keys(environment: lmdb.Environment) -> None:
 
 if __name__ == "__main__":
     with lmdb.open(
-        sys.argv[1], subdir=False, readonly=True, lock=False, readahead=False, max_dbs=len(DATABASES), lib_version=0
+        os.fsencode(sys.argv[1]),
+        subdir=False,
+        readonly=True,
+        lock=False,
+        readahead=False,
+        max_dbs=len(DATABASES),
+        lib_version=0,
     ) as opened:
         (_read_keys if sys.argv[2] == "keys" else _read_values)(opened)

@@ -140,18 +140,22 @@ class LmdbStorage:
     def _open_environment(self, *, readahead: bool) -> lmdb.Environment:
         data, readonly = files.data_file(self.directory), self._readonly
         least = (data.stat().st_size if data.exists() else 0) + _ROOM_BYTES
-        return lmdb.open(
-            str(self.directory),
-            map_size=least if readonly else _address_space(least),
-            max_dbs=len(DATABASES),
-            readonly=readonly,
-            create=not readonly,
-            mode=PRIVATE_FILE,
-            lock=not readonly,
-            max_readers=_MAX_READERS,
-            readahead=readahead,
-            lib_version=0,
-        )
+        try:
+            return lmdb.open(
+                os.fsencode(self.directory),
+                map_size=least if readonly else _address_space(least),
+                max_dbs=len(DATABASES),
+                readonly=readonly,
+                create=not readonly,
+                mode=PRIVATE_FILE,
+                lock=not readonly,
+                max_readers=_MAX_READERS,
+                readahead=readahead,
+                lib_version=0,
+            )
+        except lmdb.Error:
+            files.require_maps(self.directory)
+            raise
 
     def _read_contents(self, last_transaction: int) -> bytes:
         """Raises DamagedFileError if the data file is an old copy, or LMDB takes one of its first pages for newer than
@@ -312,7 +316,7 @@ class LmdbStorage:
             self.read() as source,
             translated(path, (lmdb.Error,)),  # within, or the source would be blamed
             lmdb.open(
-                str(path),
+                os.fsencode(path),
                 subdir=False,
                 map_size=_used_bytes(self._env) + _ROOM_BYTES,
                 max_dbs=len(DATABASES),

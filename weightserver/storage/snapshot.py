@@ -7,6 +7,7 @@ overwritten. LMDB may end a process that reads overwritten pages: so it is one t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,7 @@ def read_snapshot(directory: Path, read: Callable[[LmdbTransaction], Result]) ->
 def _opened(directory: Path) -> lmdb.Environment:
     try:
         return lmdb.open(
-            str(directory),
+            os.fsencode(directory),
             map_size=data_file(directory).stat().st_size + _ROOM_BYTES,
             max_dbs=len(DATABASES),
             readonly=True,

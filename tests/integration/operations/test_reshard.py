@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.operations import NUM_STORED, SPEC, Table, Weightserver, assert_one_line, dies, targets_in
+from tests.helpers.operations import (
+    NUM_STORED,
+    ROWS,
+    SPEC,
+    Table,
+    Weightserver,
+    assert_one_line,
+    dies,
+    make_table,
+    targets_in,
+)
 from tests.helpers.stored import get, put, stored
-from weightserver import LocalCluster, StorageError
+from weightserver import LocalCluster, StorageError, WeightClient
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.versions import Version
 from weightserver.operations import reshard as resharding
@@ -173,6 +183,23 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
         with pytest.raises(StorageError, match=r"shard-1 holds \d+ rows that are not the \d+ of the old shards"):
             resharding.reshard(sources, targets, checkpoint="one")
         assert all(inspect_directory(target)["unfinished"] for target in targets)
+
+
+def test_shards_without_a_checkpoint_are_resharded_with_their_current_rows(
+    weightserver: Weightserver, tmp_path: Path
+) -> None:
+    with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
+        make_table(client)
+        client.release("one")
+        client.release("two")
+        now = client.fetch_state(ROWS)
+    sources, targets = targets_in(tmp_path / "old", 1), targets_in(tmp_path / "new", 2)
+    command = ["reshard", "--source", *sources, "--target", *targets]
+    message = "the shards keep no checkpoint in common: give --current for the rows as they are now"
+    for more in ([], ["--checkpoint", "one"]):
+        assert_one_line(weightserver(*command, *more), message)
+    assert weightserver(*command, "--current")[0] == 0
+    assert same(rows_in(targets), now)
 
 
 def test_reshard_rejects_invalid_directories(
