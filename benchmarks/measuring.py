@@ -54,14 +54,14 @@ class NoMetrics(ShardMetrics):
 
 def fill(shard: Shard) -> None:
     with shard.batch() as batch:
-        shard.create_table(batch, SPEC)
+        batch.create_table(SPEC)
     with shard.batch() as batch:
-        shard.open_session(batch, "benchmark", 1, bytes(16))
+        batch.open_session("benchmark", 1, bytes(16))
     values = np.random.default_rng(0).standard_normal((SPEC.num_rows, SPEC.dim), dtype=np.float32)
     header = WriteHeader(epoch=1, session_id=bytes(16), writer=bytes(16), sequence=1, step=0)
     with shard.batch() as batch:
         rows = np.arange(SPEC.num_rows)
-        shard.write_state(batch, header, rows, values, values, np.zeros(len(rows), np.int64))
+        batch.write_state(header, rows, values, values, np.zeros(len(rows), np.int64))
 
 
 @contextmanager

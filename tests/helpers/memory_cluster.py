@@ -52,9 +52,9 @@ from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import WeightServerService, add_to_server
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import CancellableFuture, commit_group
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteTransaction
 
 RETRY_SECONDS = 5.0
 """Retry budget of the clients, on the simulated clock."""
@@ -321,7 +321,7 @@ class _Context:
 class _CommittedWhenAsked(CancellableFuture[Any]):
     """A future whose operation is committed when a caller waits for it."""
 
-    def __init__(self, operation: Callable[[WriteTransaction], Any], commit: Callable[[], None]) -> None:
+    def __init__(self, operation: Callable[[ShardChange], Any], commit: Callable[[], None]) -> None:
         super().__init__(operation)
         self._commit = commit
 
@@ -384,11 +384,11 @@ class Process:
         serialize = handler.response_serializer or bytes
         return [serialize(answer) for answer in answers], context.trailing_metadata()
 
-    def submit(self, operation: Callable[[WriteTransaction], Any]) -> CancellableFuture[Any]:
+    def submit(self, operation: Callable[[ShardChange], Any]) -> CancellableFuture[Any]:
         """Same as `Committer.submit`; further messages arrive before the commit."""
         message = self._handling[-1]
 
-        def noted(batch: WriteTransaction) -> Any:
+        def noted(batch: ShardChange) -> Any:
             result = operation(batch)
             self._done.append((message, result))
             return result
@@ -405,7 +405,7 @@ class Process:
             commit_group(self._transaction, group)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[WriteTransaction]:
+    def _transaction(self) -> Iterator[ShardChange]:
         self._done.clear()
         landed = self._storage.num_landed
         try:

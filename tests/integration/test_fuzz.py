@@ -36,6 +36,7 @@ from weightserver.server.admission import BASE_BYTES, CallLimiter
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService, add_to_server
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 
@@ -264,8 +265,8 @@ class InProcess:
 
         if self.shard.spec is None:
             spec = next(self._specs)
-            do(lambda batch: self.shard.create_table(batch, spec))
-            do(lambda batch: self.shard.open_session(batch, "fuzz", self.shard.state.epoch + 1, b"o" * 16))
+            do(lambda batch: batch.create_table(spec))
+            do(lambda batch: batch.open_session("fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(
         self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)
@@ -296,7 +297,7 @@ def test_handlers(count: int) -> None:
             if number % 500 == 499 or (
                 place.shard.spec not in SPECS and (place.shard.spec is None or number % 50 == 0)
             ):
-                place.committer.submit(place.shard.drop_table).result(10)
+                place.committer.submit(ShardChange.drop_table).result(10)
                 place.prepare()
             inputs.spec = place.shard.spec
             inputs.table = table_digest(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0

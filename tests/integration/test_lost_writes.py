@@ -66,10 +66,10 @@ class Trained:
     def begin(self) -> None:
         """A new table, of the same layout as the one before."""
         with self.shard.batch() as batch:
-            self.shard.create_table(batch, SPEC)
+            batch.create_table(SPEC)
         self.epoch = self.shard.state.epoch + 1
         with self.shard.batch() as batch:
-            self.shard.open_session(batch, "run", self.epoch, OPENER)
+            batch.open_session("run", self.epoch, OPENER)
 
     def header(self, step: int = 0) -> WriteHeader:
         self.sequence += 1
@@ -78,11 +78,11 @@ class Trained:
     def push(self, rows: Int64Array, step: int) -> None:
         gradients = np.full((len(rows), SPEC.dim), 1 + self.sequence, np.float32)
         with self.shard.batch() as batch:
-            self.shard.push_gradients(batch, self.header(step), rows, gradients)
+            batch.push_gradients(self.header(step), rows, gradients)
 
     def checkpoint(self, name: str) -> None:
         with self.shard.batch() as batch:
-            self.shard.checkpoint(batch, self.header(), name)
+            batch.checkpoint(self.header(), name)
 
     @property
     def data(self) -> Path:
@@ -276,7 +276,7 @@ def test_rows_of_a_dropped_table_never_come_back(trained: Trained, tmp_path: Pat
         for step in range(2):
             trained.push(np.arange(160), step)
         with trained.shard.batch() as batch:
-            trained.shard.drop_table(batch)
+            batch.drop_table()
         trained.begin()
     lost = Lost.by(trained, lambda: trained.push(np.arange(160), 0))
     num_changed, num_wrong = check(lost, tmp_path, lost.subsets(10), copies=False)
@@ -293,21 +293,21 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
     def change() -> None:
         with shard.batch() as batch:
             if commit == "checkpoint":
-                shard.checkpoint(batch, trained.header(), "last")
+                batch.checkpoint(trained.header(), "last")
             elif commit == "release":
-                shard.release(batch, trained.header(), "checkpoint 1")
+                batch.release(trained.header(), "checkpoint 1")
             elif commit == "rollback":
-                shard.rollback(batch, trained.header(), "checkpoint 0")
+                batch.rollback(trained.header(), "checkpoint 0")
             elif commit == "session":
-                shard.open_session(batch, "next", shard.state.epoch + 1, b"p" * 16)
+                batch.open_session("next", shard.state.epoch + 1, b"p" * 16)
             elif commit == "drop":
-                shard.drop_table(batch)
+                batch.drop_table()
             else:
-                shard.create_table(batch, SPEC)
+                batch.create_table(SPEC)
 
     if commit == "create":
         with shard.batch() as batch:
-            shard.drop_table(batch)
+            batch.drop_table()
     lost = Lost.by(trained, change)
     if commit in ("drop", "create"):  # no rows can be read
         lock = (trained.directory / "owner.lock").read_bytes()

@@ -343,7 +343,7 @@ def test_learning_rates_that_a_shard_does_not_hold_take_a_fetchs_memory(tmp_path
     with closing(LmdbStorage(tmp_path)) as storage:
         shard, memory = Shard(storage, shard=0, num_shards=1), RequestMemory(64 << 20)
         with shard.batch() as batch:
-            shard.create_table(batch, SPEC)
+            batch.create_table(SPEC)
         with closing(Committer(shard.batch)) as committer:
             metrics = ShardMetrics(shard=0, num_shards=1, version="0")
             service = WeightServerService(shard, committer, metrics, memory)
@@ -433,8 +433,8 @@ def test_a_waiting_write_ends_with_its_caller(tmp_path: Path) -> None:
     shard = Shard(storage, shard=0, num_shards=1)
     committer, memory = Committer(shard.batch), RequestMemory(64 << 20)
     service = WeightServerService(shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), memory)
-    committer.submit(lambda batch: shard.create_table(batch, SPEC)).result(10)
-    committer.submit(lambda batch: shard.open_session(batch, "test", 1, b"o" * 16)).result(10)
+    committer.submit(lambda batch: batch.create_table(SPEC)).result(10)
+    committer.submit(lambda batch: batch.open_session("test", 1, b"o" * 16)).result(10)
     began, go, context = threading.Event(), threading.Event(), FakeContext()
     busy = committer.submit(lambda batch: (began.set(), go.wait(20)))
     assert began.wait(10)

@@ -15,9 +15,10 @@ from tests.helpers.stored import decoded
 from weightserver.core.errors import NoTableError, TableMismatchError
 from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_GROUP, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=20, dim=3, weight_decay=0.0, rows_per_block=4)
@@ -35,10 +36,10 @@ class Groups:
         self.committer = Committer(self.shard.batch)
         self.sequence = 0
 
-    def commit(self, *operations: Callable[[WriteTransaction], object]) -> list[CancellableFuture[object]]:
+    def commit(self, *operations: Callable[[ShardChange], object]) -> list[CancellableFuture[object]]:
         busy, go = threading.Event(), threading.Event()
 
-        def hold(_: WriteTransaction) -> None:
+        def hold(_: ShardChange) -> None:
             busy.set()
             assert go.wait(60)
 
@@ -50,17 +51,17 @@ class Groups:
             future.exception(10)
         return futures
 
-    def push(self, step: int, *rates: float) -> Callable[[WriteTransaction], object]:
+    def push(self, step: int, *rates: float) -> Callable[[ShardChange], object]:
         """A push that brings these learning rates, under the next number."""
         self.sequence += 1
         header = WriteHeader(1, b"o" * 16, b"w" * 16, self.sequence, step, naming(rates))
-        return lambda batch: self.shard.push_gradients(batch, header, ROW, ONES)
+        return lambda batch: batch.push_gradients(header, ROW, ONES)
 
-    def create(self, batch: WriteTransaction) -> None:
-        self.shard.create_table(batch, SPEC)
+    def create(self, batch: ShardChange) -> None:
+        batch.create_table(SPEC)
 
-    def open_session(self, batch: WriteTransaction) -> None:
-        self.shard.open_session(batch, "run", 1, b"o" * 16)
+    def open_session(self, batch: ShardChange) -> None:
+        batch.open_session("run", 1, b"o" * 16)
 
     def weight(self) -> float:
         chunks = self.shard.fetch(ROW, step=self.shard.state.clock, state=False, rates=used_by(self.shard))
@@ -116,7 +117,7 @@ def test_the_first_of_two_learning_rates_in_a_group_counts(groups: Groups) -> No
 def test_learning_rates_of_a_write_that_failed_are_not_used(groups: Groups) -> None:
     groups.commit(groups.create, groups.open_session)
 
-    def fails(batch: WriteTransaction) -> None:
+    def fails(batch: ShardChange) -> None:
         groups.push(0, 0.5)(batch)
         raise OSError("the disk is full")
 
@@ -128,7 +129,7 @@ def test_learning_rates_of_a_write_that_failed_are_not_used(groups: Groups) -> N
 
 def test_a_write_after_a_drop_in_its_group_is_refused(groups: Groups) -> None:
     groups.commit(groups.create, groups.open_session, groups.push(2, 0.5, 0.5, 0.5))
-    dropped, pushed = groups.commit(groups.shard.drop_table, groups.push(3, 0.5, 0.5, 0.5, 0.5))
+    dropped, pushed = groups.commit(ShardChange.drop_table, groups.push(3, 0.5, 0.5, 0.5, 0.5))
     assert dropped.exception() is None
     assert isinstance(pushed.exception(), NoTableError)
     groups.commit(groups.create)
@@ -143,7 +144,7 @@ def test_a_write_cancelled_while_it_runs_is_undone(groups: Groups) -> None:
     promises: list[CancellableFuture[object]] = []
     first, second = groups.push(0, 1.0), groups.push(0, 1.0)
 
-    def give_up(batch: WriteTransaction) -> object:
+    def give_up(batch: ShardChange) -> object:
         promises[0].cancel()
         return second(batch)
 

@@ -68,9 +68,9 @@ class History:
         self.rates = naming(generator.uniform(0, 0.2, self.horizon))
         self.last_step = np.zeros(spec.num_rows, np.int64)
         with self.shard.batch() as batch:
-            self.shard.create_table(batch, spec, b"t" * 16)
+            batch.create_table(spec, b"t" * 16)
         with self.shard.batch() as batch:
-            self.shard.open_session(batch, "run", 1, SESSION_ID)
+            batch.open_session("run", 1, SESSION_ID)
 
     def outcomes(self) -> list[Any]:
         """What writes answer, some of them at damaged blocks, and after each what is stored and what fetches answer."""
@@ -82,7 +82,7 @@ class History:
             elif chance < 0.2:
                 with self.shard.batch() as batch:
                     header = self.header()
-                    self.shard.checkpoint(batch, header, f"{header.sequence}")
+                    batch.checkpoint(header, f"{header.sequence}")
             write = self.push if self.generator.random() < 0.7 else self.write_state
             size = self.size * self.generator.choice([1e-6, 1.0, 1.0, 1e9])
             try:
@@ -120,7 +120,7 @@ class History:
             rows = rows[self.last_step[rows] <= step]
         (gradients,) = self.values(1, rows, np.full(len(rows), step), size)
         with self.shard.batch() as batch:
-            pushed = self.shard.push_gradients(batch, self.header(step), rows, gradients)
+            pushed = batch.push_gradients(self.header(step), rows, gradients)
         self.last_step[rows] = np.maximum(self.last_step[rows], step + 1)
         return pushed
 
@@ -128,7 +128,7 @@ class History:
         steps = self.generator.integers(max(0, self.horizon - 3), self.horizon, len(rows), endpoint=True)
         weight, momentum_buffer = self.values(2, rows, steps, size)
         with self.shard.batch() as batch:
-            written = self.shard.write_state(batch, self.header(), rows, weight, momentum_buffer, steps)
+            written = batch.write_state(self.header(), rows, weight, momentum_buffer, steps)
         self.last_step[rows] = steps
         return written
 
@@ -194,7 +194,7 @@ def test_usual_calls_are_left_to_the_kernel(
             for rows, step in [(np.arange(30, 60), 0), (np.arange(90), 5), (np.arange(90), 6)]:
                 (gradients,) = history.values(1, rows, np.full(len(rows), step), 1.0)
                 with history.shard.batch() as batch:
-                    assert history.shard.push_gradients(batch, history.header(step), rows, gradients)
+                    assert batch.push_gradients(history.header(step), rows, gradients)
                 assert isinstance(history.fetched(np.arange(100), step + 1, state=True), list)
 
 
@@ -214,7 +214,7 @@ def test_a_write_can_be_cancelled_before_each_part(
             try:
                 with history.shard.batch() as batch:
                     batch.is_cancelled = lambda calls=calls, most=most: next(calls) >= most
-                    assert history.shard.push_gradients(batch, header, rows, gradients)
+                    assert batch.push_gradients(header, rows, gradients)
             except CancelledError:
                 assert history.storage.contents["blocks"] == before
             else:

@@ -80,9 +80,9 @@ class Stored:
         self.spec, self.codec, self.storage, self.sequence = spec, BlockCodec(spec), MemoryStorage(), 0
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         with self.shard.batch() as batch:
-            self.shard.create_table(batch, spec)
+            batch.create_table(spec)
         with self.shard.batch() as batch:
-            self.shard.open_session(batch, "run", 1, SESSION_ID)
+            batch.open_session("run", 1, SESSION_ID)
         self.content = sealed(spec)
 
     @property
@@ -121,9 +121,9 @@ class Stored:
         header = WriteHeader(1, SESSION_ID, b"w" * 16, self.sequence, STEP, naming(np.full(200, 0.1)))
         with self.shard.batch() as batch:
             if raw:
-                self.shard.write_state(batch, header, rows, values, values, np.full(len(rows), STEP))
+                batch.write_state(header, rows, values, values, np.full(len(rows), STEP))
             else:
-                self.shard.push_gradients(batch, header, rows, values)
+                batch.push_gradients(header, rows, values)
 
 
 @pytest.mark.parametrize("spec", [*in_both(SMALL), *in_both(LARGE), *in_both(replace(SMALL, dim=600))])

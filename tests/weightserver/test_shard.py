@@ -41,9 +41,10 @@ from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import table_digest
 from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.shard.transaction import WriteHeader
 from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -68,12 +69,12 @@ class Served:
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
 
-    def do(self, operation: Callable[[WriteTransaction], object]) -> object:
+    def do(self, operation: Callable[[ShardChange], object]) -> object:
         return self.committer.submit(operation).result(60)
 
     def push(self, sequence: int, *, step: int = 0, epoch: int = 1, writer: bytes = b"w" * 16) -> object:
         header = WriteHeader(epoch, SESSION_ID, writer, sequence, step, rates=RATES)
-        return self.do(lambda batch: self.shard.push_gradients(batch, header, ROWS, GRADIENT))
+        return self.do(lambda batch: batch.push_gradients(header, ROWS, GRADIENT))
 
     def weights(self) -> np.ndarray:
         return decoded(self.shard.fetch(np.arange(100), step=None, state=False), SPEC).weight
@@ -86,8 +87,8 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
-    served.do(lambda batch: served.shard.create_table(batch, SPEC))
-    served.do(lambda batch: served.shard.open_session(batch, "first", 1, SESSION_ID))
+    served.do(lambda batch: batch.create_table(SPEC))
+    served.do(lambda batch: batch.open_session("first", 1, SESSION_ID))
     yield served
     served.close()
 
@@ -113,7 +114,7 @@ def test_a_note_that_cannot_be_written_undoes_no_commit(
     weights = served.weights()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
-        assert served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "kept", b"i" * 16)) is True
+        assert served.do(lambda batch: batch.checkpoint(header(2, 1), "kept", b"i" * 16)) is True
     assert served.push(3, step=1) is True
     served.close()
     again = Served(tmp_path)
@@ -124,11 +125,11 @@ def test_a_note_that_cannot_be_written_undoes_no_commit(
 
 def test_dropping_fences_and_forgets(served: Served) -> None:
     served.push(1)
-    served.do(served.shard.drop_table)
+    served.do(ShardChange.drop_table)
     assert served.shard.spec is None
     assert served.shard.state.epoch == 2
     assert served.shard.state.rows_stored == 0
-    served.do(lambda batch: served.shard.create_table(batch, SPEC))
+    served.do(lambda batch: batch.create_table(SPEC))
     assert np.array_equal(served.weights(), initial_rows(SPEC, np.arange(100)))
     assert len(served.shard.used_rates) == 0
 
@@ -145,7 +146,7 @@ def test_a_fetch_ends_when_others_learning_rates_are_used_meanwhile(
     served.push(2, step=1)
     assert len(list(fetches[0])) > 2
     header = WriteHeader(1, SESSION_ID, b"w" * 16, 3, 2, rates=naming([0.5, 0.5, 0.25]))
-    served.do(lambda batch: served.shard.push_gradients(batch, header, ROWS, GRADIENT))
+    served.do(lambda batch: batch.push_gradients(header, ROWS, GRADIENT))
     with pytest.raises(MissingRatesError, match="it has 3"):
         list(fetches[1])
     with pytest.raises(TableMismatchError, match=r"the learning rate of step 2 is 0\.25 and was used, not 0\.5"):
@@ -156,11 +157,11 @@ def test_a_fetch_ends_when_rows_are_rolled_back_meanwhile(served: Served, monkey
     """Others may use other learning rates from then on, and its rows are of two times."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
 
-    served.do(lambda batch: served.shard.checkpoint(batch, header(1), "one"))
+    served.do(lambda batch: batch.checkpoint(header(1), "one"))
     served.push(2)
     chunks = served.shard.fetch(np.arange(100), step=10, state=False, rates=RATES)
     next(chunks)
-    served.do(lambda batch: served.shard.rollback(batch, header(3), "one"))
+    served.do(lambda batch: batch.rollback(header(3), "one"))
     with pytest.raises(MissingRatesError, match="it has 0"):
         next(chunks)
 
@@ -174,8 +175,8 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
     earlier = table_digest(SPEC, served.shard.table_identity)
-    assert served.do(lambda batch: served.shard.extend_table(batch, 1_000)) is True
-    assert served.do(lambda batch: served.shard.extend_table(batch, 1_000)) is False
+    assert served.do(lambda batch: batch.extend_table(1_000)) is True
+    assert served.do(lambda batch: batch.extend_table(1_000)) is False
     assert np.array_equal(decoded([first, *chunks], SPEC).weight, before)
     served.close()
     with closing(Served(tmp_path)) as again:
@@ -187,8 +188,8 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
         fetched_after_it_waited(earlier)
         chunks = again.shard.fetch(np.arange(100), step=None, state=False)
         next(chunks)
-        again.do(again.shard.drop_table)
-        again.do(lambda batch: again.shard.create_table(batch, SPEC))
+        again.do(ShardChange.drop_table)
+        again.do(lambda batch: batch.create_table(SPEC))
         with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
             next(chunks)
         for refused in (again.shard.check_table, fetched_after_it_waited):
@@ -200,7 +201,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     """Three writes wait while the committer is busy and form one group; the second fails after it has written."""
     busy, go = threading.Event(), threading.Event()
 
-    def block(_: WriteTransaction) -> None:
+    def block(_: ShardChange) -> None:
         busy.set()
         go.wait(60)
 
@@ -208,14 +209,14 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
     assert busy.wait(60)
     huge = np.full((3, 4), 3e38, np.float32)
     headers = [header(sequence, 5) for sequence in (1, 2, 3)]
-    good = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[0], ROWS, GRADIENT))
+    good = served.committer.submit(lambda batch: batch.push_gradients(headers[0], ROWS, GRADIENT))
 
-    def twice(batch: WriteTransaction) -> None:
-        served.shard.push_gradients(batch, headers[1], ROWS, huge)
-        served.shard.push_gradients(batch, headers[2], ROWS, huge)
+    def twice(batch: ShardChange) -> None:
+        batch.push_gradients(headers[1], ROWS, huge)
+        batch.push_gradients(headers[2], ROWS, huge)
 
     bad = served.committer.submit(twice)
-    last = served.committer.submit(lambda batch: served.shard.push_gradients(batch, headers[2], ROWS, GRADIENT))
+    last = served.committer.submit(lambda batch: batch.push_gradients(headers[2], ROWS, GRADIENT))
     go.set()
     blocked.result(60)
     assert good.result(60) is True
@@ -232,7 +233,7 @@ def test_a_failing_write_does_not_affect_others_of_its_group(served: Served) -> 
 def test_a_full_committer_refuses_and_drains_when_closed(served: Served) -> None:
     busy, go = threading.Event(), threading.Event()
 
-    def block(_: WriteTransaction) -> None:
+    def block(_: ShardChange) -> None:
         busy.set()
         go.wait(60)
 
@@ -276,7 +277,7 @@ def test_closing_waits_no_longer_than_it_may_for_a_hanging_disk() -> None:
 
 
 def test_an_unexpected_error_reaches_its_caller_and_the_committer_continues(served: Served) -> None:
-    def fail(batch: WriteTransaction) -> None:
+    def fail(batch: ShardChange) -> None:
         batch.txn.put("meta", b"garbage", b"1")
         raise RuntimeError("a bug")
 
@@ -318,16 +319,16 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
             found |= blocks
         return found
 
-    served.do(lambda batch: served.shard.checkpoint(batch, header(1, 0), "empty"))
+    served.do(lambda batch: batch.checkpoint(header(1, 0), "empty"))
     served.push(2)  # blocks 0 and 8
-    served.do(lambda batch: served.shard.checkpoint(batch, header(3, 1), "one"))
+    served.do(lambda batch: batch.checkpoint(header(3, 1), "one"))
     kept = read("one")
     assert sorted(kept) == [0, 8]
     codec = BlockCodec(SPEC)
     assert [codec.written(kept[block]).tolist() for block in (0, 8)] == [[1, 2], [2]]
     rows, gradient = np.array([3, 20, 99], np.int64), np.ones((3, 4), np.float32)  # blocks 0, 3 and 16
-    served.do(lambda batch: served.shard.push_gradients(batch, header(4, 1), rows, gradient))
-    served.do(lambda batch: served.shard.checkpoint(batch, header(5, 2), "two"))
+    served.do(lambda batch: batch.push_gradients(header(4, 1), rows, gradient))
+    served.do(lambda batch: batch.checkpoint(header(5, 2), "two"))
     for seen, num_bytes in ((50_000, 4 << 20), (1, 4 << 20), (3, 1)):
         monkeypatch.setattr(reading, "_MAX_SEEN_BLOCKS", seen)
         monkeypatch.setattr(reading, "READ_BYTES", num_bytes)
@@ -336,9 +337,9 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
-    served.do(lambda batch: served.shard.extend_table(batch, 200))
+    served.do(lambda batch: batch.extend_table(200))
     far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
-    served.do(lambda batch: served.shard.push_gradients(batch, header(6, 2), far, gradient[:1]))
+    served.do(lambda batch: batch.push_gradients(header(6, 2), far, gradient[:1]))
     assert served.shard.read_blocks(16, checkpoint="two").next_block is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
@@ -352,11 +353,11 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
 
 def test_a_copied_checkpoint_stays(served: Served) -> None:
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2, 1), "one", b"\x01" * 16))
+    served.do(lambda batch: batch.checkpoint(header(2, 1), "one", b"\x01" * 16))
     kept = served.weights()
     served.push(3, step=1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(4, 2), "two"))
-    copy = served.shard.copy_checkpoint
+    served.do(lambda batch: batch.checkpoint(header(4, 2), "two"))
+    copy = ShardChange.copy_checkpoint
     assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is True
     assert served.do(lambda batch: copy(batch, header(5), "copy", "one")) is False  # a duplicate
     assert served.do(lambda batch: copy(batch, header(6), "copy", "one")) is True  # the same again
@@ -371,9 +372,9 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
         "copy": b"\x01" * 16,
         "two": b"",
     }
-    served.do(lambda batch: served.shard.release(batch, header(7), "one"))
+    served.do(lambda batch: batch.release(header(7), "one"))
     served.push(8, step=2)
-    served.do(lambda batch: served.shard.rollback(batch, header(9), "copy"))
+    served.do(lambda batch: batch.rollback(header(9), "copy"))
     assert np.array_equal(served.weights(), kept)
     assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
 
@@ -389,7 +390,7 @@ def test_an_epoch_without_a_session_id_refuses_writes(served: Served, tmp_path: 
             again.push(1)
         with pytest.raises(FencedError):
             again.shard.join_session(1, SESSION_ID)
-        again.do(lambda batch: again.shard.open_session(batch, "next", 2, b"o" * 16))
+        again.do(lambda batch: batch.open_session("next", 2, b"o" * 16))
         assert again.push(1, epoch=2) is True
     finally:
         again.close()
@@ -450,14 +451,12 @@ def test_a_shard_knows_its_ancestors(tmp_path: Path) -> None:
     for number in range(4):
         with closing(Served(tmp_path)) as served:
             if number == 0:
-                served.do(lambda batch, served=served: served.shard.create_table(batch, SPEC))
+                served.do(lambda batch, served=served: batch.create_table(SPEC))
             served.shard.check_acknowledged(served.shard.state.mark)
             for mark in marks:
                 served.shard.check_acknowledged(mark)
             if number != 2:
-                served.do(
-                    lambda batch, n=number, served=served: served.shard.open_session(batch, "run", n + 1, SESSION_ID)
-                )
+                served.do(lambda batch, n=number, served=served: batch.open_session("run", n + 1, SESSION_ID))
             marks.append(served.shard.state.mark)
             incarnation, commit = split_mark(marks[-1])
             for lost in (f"{incarnation}:{commit + 1}", f"{bytes(8).hex()}:0"):
@@ -490,23 +489,23 @@ def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
 
     for number in range(1, 7):
-        served.do(lambda batch, n=number: served.shard.checkpoint(batch, header(n), f"kept {n}"))
+        served.do(lambda batch, n=number: batch.checkpoint(header(n), f"kept {n}"))
     for sequence, refused in enumerate(("checkpoint", "copy_checkpoint"), start=7):
         more = ("kept 1",) if refused == "copy_checkpoint" else ()
         full = r"retains 6 checkpoints, the most .* 'kept 1', 'kept 2', .*'kept 5'"
         with pytest.raises(InvalidRequestError, match=full):
             served.do(
-                lambda batch, n=sequence, call=refused, more=more: getattr(served.shard, call)(
+                lambda batch, n=sequence, call=refused, more=more: getattr(ShardChange, call)(
                     batch, header(n), "one more", *more
                 )
             )
-    served.do(lambda batch: served.shard.release(batch, header(7), "kept 3"))
-    served.do(lambda batch: served.shard.checkpoint(batch, header(8, step=30), "one more"))
-    served.do(lambda batch: served.shard.release(batch, header(9), "kept 4"))
+    served.do(lambda batch: batch.release(header(7), "kept 3"))
+    served.do(lambda batch: batch.checkpoint(header(8, step=30), "one more"))
+    served.do(lambda batch: batch.release(header(9), "kept 4"))
     with pytest.raises(
         StepError, match=r"needs the learning rates of 1000000000000 steps, the request has those of 30"
     ):
-        served.do(lambda batch: served.shard.checkpoint(batch, header(10, step=10**12), "far"))
+        served.do(lambda batch: batch.checkpoint(header(10, step=10**12), "far"))
 
 
 def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
@@ -522,7 +521,7 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
 
 def test_a_push_does_not_write_the_list_of_checkpoints(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be a thousand of them."""
-    served.do(lambda batch: served.shard.checkpoint(batch, header(1), "kept"))
+    served.do(lambda batch: batch.checkpoint(header(1), "kept"))
     written = []
     put_json = records.put_json
     monkeypatch.setattr(records, "put_json", lambda txn, key, value: (written.append(key), put_json(txn, key, value)))
@@ -582,19 +581,19 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
         )
         if event == "write":
             rows = np.array(sorted(chance.sample(range(100), 5)), np.int64)
-            change(served.shard.push_gradients, rows, np.ones((5, 4), np.float32))
+            change(ShardChange.push_gradients, rows, np.ones((5, 4), np.float32))
         elif event == "checkpoint" and free:
-            change(served.shard.checkpoint, free[0])
+            change(ShardChange.checkpoint, free[0])
             rows_of[free[0]] = served.weights()
         elif event == "copy" and free and kept:
             source = chance.choice(kept)
-            change(served.shard.copy_checkpoint, free[0], source)
+            change(ShardChange.copy_checkpoint, free[0], source)
             rows_of[free[0]] = rows_of[source]
         elif event == "release" and kept:
-            change(served.shard.release, chance.choice(kept))
+            change(ShardChange.release, chance.choice(kept))
         elif event == "rollback" and kept and chance.random() < 0.3:
             name = chance.choice(kept)
-            change(served.shard.rollback, name)
+            change(ShardChange.rollback, name)
             assert np.array_equal(served.weights(), rows_of[name])
         elif event == "start":
             served.shard = Shard(served.storage, shard=0, num_shards=1)
@@ -619,12 +618,12 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 def test_a_failed_sweep_is_repeated(served: Served) -> None:
     sweep(served)  # what the start left to look at
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.do(lambda batch: batch.checkpoint(header(2), "one"))
     served.push(3)
-    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+    served.do(lambda batch: batch.release(header(4), "one"))
 
-    def full(operation: Callable[[WriteTransaction], None]) -> CancellableFuture[None]:
-        def fails(batch: WriteTransaction) -> None:
+    def full(operation: Callable[[ShardChange], None]) -> CancellableFuture[None]:
+        def fails(batch: ShardChange) -> None:
             operation(batch)
             raise OSError("the disk is full")
 
@@ -645,7 +644,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sweeper, "SHARE", 0.5)  # a pause is as long as the piece before it, even on a slow disk
     served.push(1)
-    served.do(lambda batch: served.shard.checkpoint(batch, header(2), "one"))
+    served.do(lambda batch: batch.checkpoint(header(2), "one"))
     served.push(3)
     monkeypatch.setattr(sweeper, "_RETRY_SECONDS", 0.01)
     statuses = iter([OSError(errno.EIO, "Input/output error")])  # of one look at the volume, say
@@ -658,7 +657,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
 
     monkeypatch.setattr(served.shard, "collect", failing_once)
     running = sweeper.Sweeper(served.shard, served.committer)
-    served.do(lambda batch: served.shard.release(batch, header(4), "one"))
+    served.do(lambda batch: batch.release(header(4), "one"))
     ends = time.monotonic() + 60
     while not served.shard.is_collected and time.monotonic() < ends:
         time.sleep(0.01)

@@ -26,9 +26,9 @@ from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import ShardMetrics
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteTransaction
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -149,7 +149,7 @@ class Calls:
         self._logged[what, method] = now
         return True
 
-    def commit(self, context: grpc.ServicerContext, operation: Callable[[WriteTransaction], Result]) -> Result:
+    def commit(self, context: grpc.ServicerContext, operation: Callable[[ShardChange], Result]) -> Result:
         """Runs `operation` in a transaction; returns its result once it is durable."""
         clock = call_clock()
         stage = clock.start("commit")

@@ -34,10 +34,11 @@ from weightserver.server.checks import check_header, check_name, given_rates, re
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.reading import READ_BYTES
 from weightserver.shard.shard import Shard
-from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.shard.transaction import WriteHeader
 
 NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].full_name
 _CHECKPOINT_BYTES = 4 * MAX_NAME_CHARACTERS + 64
@@ -77,9 +78,7 @@ class WeightServerService:
         spec, before = spec_from_proto(request.spec), self._shard.spec
         epoch = request.epoch if request.HasField("epoch") else None
         require_id(request.identity, "identity", optional=True)
-        identity = self.calls.commit(
-            context, lambda batch: self._shard.create_table(batch, spec, request.identity, epoch)
-        )
+        identity = self.calls.commit(context, lambda batch: batch.create_table(spec, request.identity, epoch))
         if before is None:
             _log.info("table created", extra=asdict(spec))
         return pb.CreateTableResponse(identity=identity)
@@ -87,14 +86,14 @@ class WeightServerService:
     def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
         self._shard.check_table(request.table)
         epoch = request.epoch if request.HasField("epoch") else None
-        if self.calls.commit(context, lambda batch: self._shard.extend_table(batch, request.num_rows, epoch)):
+        if self.calls.commit(context, lambda batch: batch.extend_table(request.num_rows, epoch)):
             _log.info("table extended", extra={"num_rows": request.num_rows})
         return pb.ExtendTableResponse()
 
     def DropTable(self, request: pb.DropTableRequest, context: grpc.ServicerContext) -> pb.DropTableResponse:
         epoch = request.epoch if request.HasField("epoch") else None
         before = self._shard.state
-        self.calls.commit(context, lambda batch: self._shard.drop_table(batch, epoch))
+        self.calls.commit(context, lambda batch: batch.drop_table(epoch))
         _log.info("table dropped", extra={"run": before.run, "stored_rows": before.rows_stored})
         return pb.DropTableResponse()
 
@@ -114,8 +113,7 @@ class WeightServerService:
             peers = self._peers(request.peers)
             self.calls.commit(
                 context,
-                lambda batch: self._shard.open_session(
-                    batch,
+                lambda batch: batch.open_session(
                     request.name,
                     request.epoch,
                     request.session_id,
@@ -178,17 +176,17 @@ class WeightServerService:
     def PushGradients(
         self, request_iterator: Iterator[pb.PushGradientsRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        def push(batch: WriteTransaction, write: ReceivedWrite) -> bool:
-            return self._shard.push_gradients(batch, write.header, write.rows, write.values["gradients"])
+        def push(batch: ShardChange, write: ReceivedWrite) -> bool:
+            return batch.push_gradients(write.header, write.rows, write.values["gradients"])
 
         return self._write("push", ("gradients",), push, request_iterator, context)
 
     def WriteState(
         self, request_iterator: Iterator[pb.WriteStateRequest], context: grpc.ServicerContext
     ) -> pb.WriteResponse:
-        def replace(batch: WriteTransaction, write: ReceivedWrite) -> bool:
+        def replace(batch: ShardChange, write: ReceivedWrite) -> bool:
             weight, momentum_buffer = write.values["weight"], write.values["momentum_buffer"]
-            return self._shard.write_state(batch, write.header, write.rows, weight, momentum_buffer, write.last_step)
+            return batch.write_state(write.header, write.rows, weight, momentum_buffer, write.last_step)
 
         return self._write("write_state", ("weight", "momentum_buffer"), replace, request_iterator, context)
 
@@ -196,7 +194,7 @@ class WeightServerService:
         self,
         operation: str,
         names: tuple[str, ...],
-        change: Callable[[WriteTransaction, ReceivedWrite], bool],
+        change: Callable[[ShardChange, ReceivedWrite], bool],
         messages: Iterator[WriteRequest],
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
@@ -214,12 +212,12 @@ class WeightServerService:
         check_header(request.header)
         self._shard.check_table(request.header.table)
         header = write_header(request.header)
-        applied = self.calls.commit(context, lambda batch: self._shard.settle_write(batch, header))
+        applied = self.calls.commit(context, lambda batch: batch.settle_write(header))
         return pb.SettleWriteResponse(applied=applied)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def take(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
-            return self._shard.checkpoint(batch, header, name, checkpoint_id, self._peers(request.peers))
+        def take(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+            return batch.checkpoint(header, name, checkpoint_id, self._peers(request.peers))
 
         answer = self._on_checkpoint("Checkpoint", take, request, context)
         kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
@@ -227,21 +225,19 @@ class WeightServerService:
         return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def go_back(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+        def go_back(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             require_id(request.timeline, "timeline")
-            return self._shard.rollback(
-                batch, header, name, checkpoint_id, self._peers(request.peers), request.timeline.hex()
-            )
+            return batch.rollback(header, name, checkpoint_id, self._peers(request.peers), request.timeline.hex())
 
         return self._on_checkpoint("Rollback", go_back, request, context)
 
     def Release(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        return self._on_checkpoint("Release", self._shard.release, request, context)
+        return self._on_checkpoint("Release", ShardChange.release, request, context)
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+        def copy(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             check_name(request.source)
-            return self._shard.copy_checkpoint(batch, header, name, request.source, checkpoint_id)
+            return batch.copy_checkpoint(header, name, request.source, checkpoint_id)
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
@@ -268,7 +264,7 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[WriteTransaction, WriteHeader, str, bytes], bool],
+        change: Callable[[ShardChange, WriteHeader, str, bytes], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:

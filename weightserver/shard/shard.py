@@ -1,7 +1,7 @@
-"""The state machine of one shard: what fetch, push and write do to the stored rows. No gRPC, no LMDB.
+"""The state machine of one shard: its reads, and what it keeps in memory. No gRPC, no LMDB.
 
-Reads run in any thread, each on a snapshot of the storage. Every change is an operation on a `WriteTransaction`;
-`Committer` runs them one after another. What the shard keeps in memory (the table with its learning rates, the state)
+Reads run in any thread, each on a snapshot of the storage. Every change is an operation of `ShardChange`; `Committer`
+runs them one after another. What the shard keeps in memory (the table with its learning rates, the state)
 is replaced only after the transaction that changed it is durable.
 """
 
@@ -15,29 +15,28 @@ from dataclasses import replace
 import numpy as np
 
 from weightserver.common.stages import StageClock
-from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import (
     DataLossError,
-    InvalidRequestError,
     MissingRatesError,
     NoTableError,
     StepError,
     StorageError,
     TableMismatchError,
 )
-from weightserver.core.lineage import Lineage, split_mark
+from weightserver.core.lineage import Lineage
 from weightserver.core.rates import HashedRates
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import CHUNK_BYTES
-from weightserver.shard import checkpoints, reading, sessions, table_operations, writing
+from weightserver.shard import reading
+from weightserver.shard.changes import ShardChange
 from weightserver.shard.collector import Submit, VersionCollector
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
-from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.interface import DiskUsage, Storage, Transaction
 from weightserver.storage.records import (
     ShardIdentity,
@@ -50,7 +49,6 @@ from weightserver.storage.records import (
     read_spec,
     read_state,
     read_table_identity,
-    truncate_schedule,
     write_identity,
     write_lineage,
     write_peers,
@@ -257,16 +255,30 @@ class Shard:
         """Learning rates of `start_step` and later steps below the clock, at most 1 MiB of them: float32 [n]."""
         return self.require_table().rates.hashed.values[start_step : start_step + CHUNK_BYTES // 4]
 
-    # ---- changing: everything below runs in the committer's thread
+    def join_session(self, epoch: int, session_id: bytes) -> None:
+        """Raises FencedError unless `epoch`, with `session_id`, is the current one."""
+        check_epoch(self._state, epoch, session_id)
+
+    # ---- changing, in the committer's thread
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[WriteTransaction]:
+    def batch(self) -> Iterator[ShardChange]:
         """A write transaction; what the shard keeps in memory follows once it is durable."""
         before, lineage = self._state, self._lineage
         try:
             with self._storage.write() as txn:
                 mark = f"{self._incarnation}:{before.commit + 1}"
-                batch = WriteTransaction(txn, before, mark, self._table, self._peers, self._rows_commit)
+                batch = ShardChange(
+                    txn,
+                    before,
+                    mark,
+                    self._table,
+                    self._peers,
+                    self._rows_commit,
+                    shard=self.shard,
+                    ahead=self._ahead,
+                    lease=self.lease,
+                )
                 yield batch
                 if batch.peers != self._peers:
                     write_peers(txn, batch.peers)
@@ -285,171 +297,6 @@ class Shard:
             self._next_table = self._table
         if len(batch.state.checkpoints) < len(before.checkpoints):
             self._collector.start()
-
-    def create_table(
-        self, batch: WriteTransaction, spec: TableSpec, identity: bytes = b"", epoch: int | None = None
-    ) -> bytes:
-        """Creates the table, unless one was dropped since `epoch` or the same one exists; returns its identity."""
-        return table_operations.create(batch, spec, identity, epoch, shard=self.shard)
-
-    def extend_table(self, batch: WriteTransaction, num_rows: int, epoch: int | None = None) -> bool:
-        """Gives the table more rows if `epoch` is the newest session; returns False if it has as many."""
-        return table_operations.extend(batch, num_rows, epoch)
-
-    def drop_table(self, batch: WriteTransaction, epoch: int | None = None) -> None:
-        """Deletes the table of `epoch` and fences every session; may be repeated."""
-        table_operations.drop(batch, epoch)
-
-    def open_session(
-        self,
-        batch: WriteTransaction,
-        name: str,
-        epoch: int,
-        session_id: bytes,
-        *,
-        peers: list[str] | None = None,
-        force: bool = False,
-        take_over: bool = False,
-    ) -> None:
-        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
-
-        Raises:
-            SessionInUseError: without `take_over`, if a live run holds the newest session.
-        """
-        state = sessions.opened(batch.state, name, epoch, session_id, force=force)
-        if state is batch.state:
-            return
-        if not take_over:
-            self.lease.require_free(bytes.fromhex(batch.state.session_id), batch.state.run)
-        batch.state, batch.peers = state, peers or batch.peers
-
-    def join_session(self, epoch: int, session_id: bytes) -> None:
-        """Raises FencedError unless `epoch`, with `session_id`, is the current one."""
-        check_epoch(self._state, epoch, session_id)
-
-    def push_gradients(
-        self, batch: WriteTransaction, header: WriteHeader, rows: Int64Array, gradients: StoredArray
-    ) -> bool:
-        """Applies update `header.step` with `gradients` ([n, D] of the table's dtype); False means a duplicate."""
-        if not writing.admit(batch, header):
-            return False
-        if header.step < 0:
-            raise StepError(f"step must not be negative, got {header.step}")
-        table = writing.use_rates(batch, header.rates, header.step + 1, self._ahead)
-        writing.update_rows(batch, table, rows, header.step + 1, writing.Push(table, header.step, rows, gradients))
-        return True
-
-    def write_state(
-        self,
-        batch: WriteTransaction,
-        header: WriteHeader,
-        rows: Int64Array,
-        weight: StoredArray,
-        momentum_buffer: StoredArray,
-        last_step: Int64Array,
-    ) -> bool:
-        """Replaces rows by raw state ([n, D] of the table's dtype, int64 [n]); returns False for a duplicate."""
-        if not writing.admit(batch, header):
-            return False
-        if (last_step < 0).any():
-            raise StepError(f"last_step must not be negative, got {last_step.min()}")
-        last = int(last_step.max(initial=0))
-        table = writing.use_rates(batch, header.rates, last, self._ahead)
-        update = writing.Replacement(table, rows, weight, momentum_buffer, last_step)
-        writing.update_rows(batch, table, rows, last, update)
-        return True
-
-    def settle_write(self, batch: WriteTransaction, header: WriteHeader) -> bool:
-        """Ensures that this write is not applied any more, if it has not been; returns whether it has."""
-        self.require_table()
-        return writing.seal(batch, header.writer, header.sequence)
-
-    def checkpoint(
-        self,
-        batch: WriteTransaction,
-        header: WriteHeader,
-        name: str,
-        checkpoint_id: bytes = b"",
-        peers: list[str] | None = None,
-    ) -> bool:
-        """Keeps the rows as they are before update `header.step` under `name`; returns False for a duplicate.
-
-        Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
-        its own.
-
-        Args:
-            peers: marks of all shards; rows that were written since this shard's own are not those that are meant.
-        """
-        if not writing.admit(batch, header):
-            return False
-        step = header.step
-        table = writing.use_rates(batch, header.rates, step, self._ahead)
-        batch.peers = peers or batch.peers
-        known = checkpoints.find(batch.state, name)
-        if known is None:
-            if peers and split_mark(peers[self.shard])[1] < batch.rows_commit:
-                raise InvalidRequestError(f"rows were written since checkpoint {name!r} was begun: choose another name")
-            batch.state = checkpoints.taken(
-                batch.state, name, step, checkpoint_id, batch.mark, num_rows=table.spec.num_rows
-            )
-            return True
-        if self.shard == 0:
-            checkpoint_id = known.checkpoint_id or checkpoint_id
-        again = checkpoints.taken_again(batch.state, known, step, checkpoint_id, batch.mark)
-        if batch.state.written > known.generation:
-            raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
-        batch.state = again
-        return True
-
-    def rollback(
-        self,
-        batch: WriteTransaction,
-        header: WriteHeader,
-        name: str,
-        checkpoint_id: bytes = b"",
-        peers: list[str] | None = None,
-        timeline: str = "",
-    ) -> bool:
-        """Returns the rows and the clock to a checkpoint and forgets later ones; returns False for a duplicate.
-
-        Takes time in proportion to the number of stored blocks. The learning rates that were used since are forgotten.
-        Epochs and writers stay.
-        """
-        if not writing.admit(batch, header):
-            return False
-        table = batch.require_table()
-        kept = batch.state.checkpoint(name, checkpoint_id)
-        batch.peers = peers or batch.peers
-        batch.note_rows()
-        batch.txn.check_contents()  # a version that it does not find would stay
-        for version in list(batch.txn.versions()):
-            if version.generation > kept.generation:
-                batch.txn.delete_block(version)
-        batch.state = checkpoints.rolled_back(batch.state, kept, timeline)
-        table = batch.table = replace(table, num_rollbacks=table.num_rollbacks + 1)
-        if kept.clock < len(table.rates):
-            batch.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
-            truncate_schedule(batch.txn, batch.table.rates.hashed.values)
-        return True
-
-    def release(self, batch: WriteTransaction, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
-        """Forgets a checkpoint, if it exists; returns False for a duplicate.
-
-        Versions that only it needed are deleted when their blocks are written again, or by `collect`.
-        """
-        if not writing.admit(batch, header):
-            return False
-        batch.state = checkpoints.released(batch.state, name)
-        return True
-
-    def copy_checkpoint(
-        self, batch: WriteTransaction, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b""
-    ) -> bool:
-        """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
-        if not writing.admit(batch, header):
-            return False
-        batch.state = checkpoints.copied(batch.state, batch.state.checkpoint(source, checkpoint_id), name)
-        return True
 
     # ---- collecting, in any one thread
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import split_mark
-from weightserver.shard.rates import GivenRates
+from weightserver.shard.lease import Lease
+from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.table import Table
 from weightserver.storage.interface import Transaction
 from weightserver.storage.records import State
@@ -40,6 +41,10 @@ class WriteTransaction:
     """The marks of all shards that a client reported last."""
     rows_commit: int
     """Number of the newest commit that may have changed rows."""
+    shard: int
+    ahead: ScheduledRates | None
+    """Learning rates beyond the used ones that the shard has in memory."""
+    lease: Lease
     is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""
 

@@ -17,7 +17,7 @@ from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import Version, new_write_id
 from weightserver.shard.collector import delete_unneeded
-from weightserver.shard.rates import GivenRates, ScheduledRates
+from weightserver.shard.rates import GivenRates
 from weightserver.shard.reading import places
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
@@ -59,7 +59,7 @@ def _writer_state(batch: WriteTransaction, writer: bytes) -> WriterState:
     return WriterState.unpack(get_record(batch.txn, "writers", writer))
 
 
-def use_rates(batch: WriteTransaction, given: GivenRates, num_steps: int, ahead: ScheduledRates | None) -> Table:
+def use_rates(batch: WriteTransaction, given: GivenRates, num_steps: int) -> Table:
     """Stores the learning rates of the first `num_steps` steps, as a write gives them; returns the table with them.
 
     Raises:
@@ -69,7 +69,7 @@ def use_rates(batch: WriteTransaction, given: GivenRates, num_steps: int, ahead:
     table = batch.require_table()
     used = table.rates
     given.require(num_steps)
-    rates = used.named(given.up_to(num_steps), ahead)
+    rates = used.named(given.up_to(num_steps), batch.ahead)
     if num_steps > len(used):
         new = rates.hashed.values[len(used) : num_steps]
         append_schedule(batch.txn, len(used), new)

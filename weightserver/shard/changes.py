@@ -1,0 +1,233 @@
+"""What calls change on a shard. An operation may raise at any point, and then leaves no trace."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+
+from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.errors import FencedError, InvalidRequestError, StepError, TableMismatchError
+from weightserver.core.lineage import split_mark
+from weightserver.core.spec import TableSpec
+from weightserver.shard import checkpoints, sessions, writing
+from weightserver.shard.sessions import check_epoch, session_of
+from weightserver.shard.table import Table
+from weightserver.shard.transaction import WriteHeader, WriteTransaction
+from weightserver.storage.records import State, truncate_schedule, write_spec
+
+
+class ShardChange(WriteTransaction):
+    """A write transaction of a shard; each method is one operation."""
+
+    # ---- the table
+
+    def create_table(self, spec: TableSpec, identity: bytes = b"", epoch: int | None = None) -> bytes:
+        """Creates the table, with a new identity if none is given, unless the same table exists; returns its identity.
+
+        A table of the same spec that was never used takes on the given identity.
+
+        Raises:
+            TableMismatchError: another table exists.
+            FencedError: a table was dropped since `epoch`.
+        """
+        existing, state = self.table, self.state
+        if existing is None and epoch not in (None, state.epoch):
+            raise FencedError(
+                f"a table was dropped since epoch {epoch}: call create_table() again if it is still wanted"
+            )
+        if existing is not None:
+            if existing.spec != spec:
+                raise TableMismatchError(f"another table exists, {_difference(existing.spec, spec)}: use its spec")
+            if identity in (b"", existing.identity):
+                return existing.identity
+            if state.rows_stored or state.clock or state.session_id or state.checkpoints:
+                raise TableMismatchError(
+                    f"shard {self.shard} holds another table of the same spec, of {session_of(state)}: are all "
+                    "addresses of one cluster?"
+                )
+        self.table = Table.of(spec, identity or os.urandom(16))
+        write_spec(self.txn, spec, self.table.identity)
+        return self.table.identity
+
+    def extend_table(self, num_rows: int, epoch: int | None = None) -> bool:
+        """Gives the table more rows if `epoch` is the newest session; returns False if it has as many.
+
+        Nothing is stored for new rows: a row that was never written is a function of the seed and its number.
+        """
+        table = self.require_table()
+        known = table.spec.num_rows
+        if epoch not in (None, self.state.epoch):
+            check_epoch(self.state, epoch)
+        if num_rows < known:
+            raise InvalidRequestError(f"the table has {known} rows, and can only become larger, not {num_rows}")
+        if num_rows == known:
+            return False
+        self.table = table.extended(num_rows)
+        write_spec(self.txn, self.table.spec, table.identity)
+        return True
+
+    def drop_table(self, epoch: int | None = None) -> None:
+        """Deletes the table of `epoch` and fences every session; epochs continue to count. May be repeated.
+
+        Raises:
+            FencedError: `epoch` has passed, and a newer table exists.
+        """
+        if epoch not in (None, self.state.epoch):
+            if self.table is None:
+                return
+            raise FencedError(
+                f"the table is now that of {session_of(self.state)}, no longer of epoch {epoch}: nothing was dropped"
+            )
+        for database in ("versions", "blocks", "schedule", "writers"):
+            self.txn.clear(database)
+        write_spec(self.txn, None)
+        self.state, self.table, self.peers = State(epoch=self.state.epoch + 1), None, []
+
+    # ---- sessions
+
+    def open_session(
+        self,
+        name: str,
+        epoch: int,
+        session_id: bytes,
+        *,
+        peers: list[str] | None = None,
+        force: bool = False,
+        take_over: bool = False,
+    ) -> None:
+        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
+
+        Raises:
+            SessionInUseError: without `take_over`, if a live run holds the newest session.
+        """
+        state = sessions.opened(self.state, name, epoch, session_id, force=force)
+        if state is self.state:
+            return
+        if not take_over:
+            self.lease.require_free(bytes.fromhex(self.state.session_id), self.state.run)
+        self.state, self.peers = state, peers or self.peers
+
+    # ---- rows and checkpoints
+
+    def push_gradients(self, header: WriteHeader, rows: Int64Array, gradients: StoredArray) -> bool:
+        """Applies update `header.step` with `gradients` ([n, D] of the table's dtype); False means a duplicate."""
+        if not writing.admit(self, header):
+            return False
+        if header.step < 0:
+            raise StepError(f"step must not be negative, got {header.step}")
+        table = writing.use_rates(self, header.rates, header.step + 1)
+        writing.update_rows(self, table, rows, header.step + 1, writing.Push(table, header.step, rows, gradients))
+        return True
+
+    def write_state(
+        self,
+        header: WriteHeader,
+        rows: Int64Array,
+        weight: StoredArray,
+        momentum_buffer: StoredArray,
+        last_step: Int64Array,
+    ) -> bool:
+        """Replaces rows by raw state ([n, D] of the table's dtype, int64 [n]); returns False for a duplicate."""
+        if not writing.admit(self, header):
+            return False
+        if (last_step < 0).any():
+            raise StepError(f"last_step must not be negative, got {last_step.min()}")
+        last = int(last_step.max(initial=0))
+        table = writing.use_rates(self, header.rates, last)
+        update = writing.Replacement(table, rows, weight, momentum_buffer, last_step)
+        writing.update_rows(self, table, rows, last, update)
+        return True
+
+    def settle_write(self, header: WriteHeader) -> bool:
+        """Ensures that this write is not applied any more, if it has not been; returns whether it has."""
+        self.require_table()
+        return writing.seal(self, header.writer, header.sequence)
+
+    def checkpoint(
+        self,
+        header: WriteHeader,
+        name: str,
+        checkpoint_id: bytes = b"",
+        peers: list[str] | None = None,
+    ) -> bool:
+        """Keeps the rows as they are before update `header.step` under `name`; returns False for a duplicate.
+
+        Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
+        its own.
+
+        Args:
+            peers: marks of all shards; rows that were written since this shard's own are not those that are meant.
+        """
+        if not writing.admit(self, header):
+            return False
+        step = header.step
+        table = writing.use_rates(self, header.rates, step)
+        self.peers = peers or self.peers
+        known = checkpoints.find(self.state, name)
+        if known is None:
+            if peers and split_mark(peers[self.shard])[1] < self.rows_commit:
+                raise InvalidRequestError(f"rows were written since checkpoint {name!r} was begun: choose another name")
+            self.state = checkpoints.taken(
+                self.state, name, step, checkpoint_id, self.mark, num_rows=table.spec.num_rows
+            )
+            return True
+        if self.shard == 0:
+            checkpoint_id = known.checkpoint_id or checkpoint_id
+        again = checkpoints.taken_again(self.state, known, step, checkpoint_id, self.mark)
+        if self.state.written > known.generation:
+            raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
+        self.state = again
+        return True
+
+    def rollback(
+        self,
+        header: WriteHeader,
+        name: str,
+        checkpoint_id: bytes = b"",
+        peers: list[str] | None = None,
+        timeline: str = "",
+    ) -> bool:
+        """Returns the rows and the clock to a checkpoint and forgets later ones; returns False for a duplicate.
+
+        Takes time in proportion to the number of stored blocks. The learning rates that were used since are forgotten.
+        Epochs and writers stay.
+        """
+        if not writing.admit(self, header):
+            return False
+        table = self.require_table()
+        kept = self.state.checkpoint(name, checkpoint_id)
+        self.peers = peers or self.peers
+        self.note_rows()
+        self.txn.check_contents()  # a version that it does not find would stay
+        for version in list(self.txn.versions()):
+            if version.generation > kept.generation:
+                self.txn.delete_block(version)
+        self.state = checkpoints.rolled_back(self.state, kept, timeline)
+        table = self.table = replace(table, num_rollbacks=table.num_rollbacks + 1)
+        if kept.clock < len(table.rates):
+            self.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
+            truncate_schedule(self.txn, self.table.rates.hashed.values)
+        return True
+
+    def release(self, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
+        """Forgets a checkpoint, if it exists; returns False for a duplicate.
+
+        Versions that only it needed are deleted when their blocks are written again, or by `collect`.
+        """
+        if not writing.admit(self, header):
+            return False
+        self.state = checkpoints.released(self.state, name)
+        return True
+
+    def copy_checkpoint(self, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b"") -> bool:
+        """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
+        if not writing.admit(self, header):
+            return False
+        self.state = checkpoints.copied(self.state, self.state.checkpoint(source, checkpoint_id), name)
+        return True
+
+
+def _difference(existing: TableSpec, wanted: TableSpec) -> str:
+    """The values in which two specs differ, for an error message."""
+    old, new = asdict(existing), asdict(wanted)
+    return ", ".join(f"{name} {old[name]} there and {new[name]} here" for name in old if old[name] != new[name])
