@@ -29,7 +29,6 @@ import grpc
 import pytest
 from google.protobuf.message import Message as Proto
 
-import weightserver.client.agreement
 import weightserver.client.arguments
 import weightserver.client.calls
 import weightserver.client.checkpoints
@@ -594,7 +593,6 @@ class MemoryCluster:
 _INTERRUPTED = {
     module.__file__
     for module in (
-        weightserver.client.agreement,
         weightserver.client.arguments,
         weightserver.client.checkpoints,
         weightserver.client.client,

@@ -199,14 +199,13 @@ def test_copies_of_a_checkpoint_have_its_learning_rates(
             assert Shard(storage, shard=shard, num_shards=num_shards).used_rates.values.tolist() == RATES[:5].tolist()
 
 
-@pytest.mark.parametrize("part", [7, 1 << 20])
+@pytest.mark.parametrize("part", [7, client_rates._MOST_CARRIED])
 def test_more_learning_rates_than_one_request_carries(
     part: int, client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard that lacks many gets them in parts, again after a restart; those of a write are then stored."""
     num_steps = 400_000 if part > 7 else 40
-    monkeypatch.setattr(client_rates, "_PART", part)
-    monkeypatch.setattr(client_rates, "_MOST_CARRIED", min(5, part) if part == 7 else client_rates._MOST_CARRIED)
+    monkeypatch.setattr(client_rates, "_MOST_CARRIED", part)
     rates = np.linspace(0.1, 0.01, num_steps, dtype=np.float32)
     begin(client, rates)
     first = client.fetch(ROWS, step=num_steps)

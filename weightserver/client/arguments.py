@@ -13,7 +13,6 @@ from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer
 from weightserver.core.errors import RowError
-from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
 _MAX_SECONDS = 86_400
@@ -55,17 +54,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_step(value: int, name: str) -> int:
-    step = checked_integer(value, name)
-    if not 0 <= step < 2**63:
-        raise ValueError(f"{name} must not be negative, and less than 2⁶³, got {step}")
-    return step
-
-
-def checked_num_rows(value: int) -> int:
-    num_rows = checked_integer(value, "num_rows")
-    if not 1 <= num_rows <= MAX_ROWS:
-        raise ValueError(f"num_rows must lie in 1..{MAX_ROWS}, got {num_rows}")
-    return num_rows
+    return checked_integer(value, name, 0, 2**63 - 1)
 
 
 # ---- rows and their values

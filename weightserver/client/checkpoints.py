@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from weightserver.client.agreement import Answers, require_one_timeline
-from weightserver.client.fan_out import Shards
+from weightserver.client.fan_out import Answers, Shards
 from weightserver.client.schedule import ClientSchedule
+from weightserver.client.sessions import require_one_timeline
 from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from weightserver.client import arguments, sessions
-from weightserver.client.agreement import common_identity
 from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
@@ -36,16 +35,16 @@ from weightserver.client.fetched_rows import Output
 from weightserver.client.lease import HeldLease
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
-from weightserver.client.table import KnownTable, common_table, create_table, drop_table, extend_table
+from weightserver.client.table import KnownTable, common_identity, common_table, create_table, drop_table, extend_table
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.client.writer import Writer
 from weightserver.common.closing import Closing
-from weightserver.core.arrays import Float32Array, Int64Array, StoredArray
+from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, checked_integer
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.correction import checked_rates
 from weightserver.core.errors import DataLossError, FencedError, NoTableError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
-from weightserver.core.spec import TableSpec
+from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class WeightClient(Closing):
             FencedError: the session was superseded; or, without a session, another client opened one, or dropped the
                 table, at the same time.
         """
-        num_rows, session = arguments.checked_num_rows(num_rows), self._writer.session
+        num_rows, session = checked_integer(num_rows, "num_rows", 1, MAX_ROWS), self._writer.session
         return self._know(extend_table(self._shards, num_rows, session.epoch if session else None)).spec
 
     def drop_table(self) -> None:

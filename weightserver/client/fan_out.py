@@ -9,14 +9,18 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from weightserver.client import agreement, threads
+from weightserver.client import threads
 from weightserver.client.calls import CallWatch
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
-from weightserver.core.errors import DataLossError
+from weightserver.common.version import __version__, works_with
+from weightserver.core.errors import ClusterError, DataLossError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 Result = TypeVar("Result")
+Answers = Sequence[pb.DescribeResponse]
+"""How the shards describe themselves, in the order of shards."""
+ONE_CLUSTER = "give the addresses of one cluster"
 _CLOSE_SECONDS = 5.0
 
 
@@ -96,7 +100,7 @@ class Shards:
             answers = self.in_parallel(
                 lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
             )
-            ordered = [connections[position] for position in agreement.shard_order(answers, self._addresses)]
+            ordered = [connections[position] for position in _shard_order(answers, self._addresses)]
             for shard, connection in enumerate(ordered):
                 connection.identify(shard)
         except BaseException:
@@ -115,3 +119,33 @@ class Shards:
     @staticmethod
     def _disconnect(connections: list[ShardConnection]) -> None:
         threads.run_for(_CLOSE_SECONDS, [connection.close for connection in connections])
+
+
+def _shard_order(answers: Answers, addresses: Sequence[str]) -> list[int]:
+    """Positions of the addresses in the order of shards.
+
+    Args:
+        answers: one for each address, in the order of `addresses`.
+
+    Raises:
+        ClusterError: a shard is of another version or cluster, given twice, or missing.
+    """
+    num_shards = answers[0].num_shards
+    position: dict[int, int] = {}
+    for number, (answer, address) in enumerate(zip(answers, addresses, strict=True)):
+        if not works_with(answer.server_version):
+            raise ClusterError(
+                f"{address} is a shard of version {answer.server_version or 'unknown'}, this client is of "
+                f"{__version__}: use one minor version for all"
+            )
+        if answer.num_shards != num_shards:
+            raise ClusterError(
+                f"{address} is a shard of {answer.num_shards}, {addresses[0]} one of {num_shards}: {ONE_CLUSTER}"
+            )
+        if (other := position.setdefault(answer.shard, number)) != number:
+            raise ClusterError(f"{addresses[other]} and {address} are both shard {answer.shard}: give each shard once")
+    if missing := [str(shard) for shard in range(num_shards) if shard not in position]:
+        raise ClusterError(
+            f"{len(addresses)} of {num_shards} shards were given: add the address of shard {', '.join(missing)}"
+        )
+    return [position[shard] for shard in range(num_shards)]

@@ -12,11 +12,9 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import to_bytes
 
 _MOST_CARRIED = 1 << 17
-"""Learning rates that a request carries; it takes several to bring more."""
+"""Learning rates that a request carries; further ones are brought by requests of their own."""
 _FURTHER = 1024
 """Known learning rates of later steps that a fetch brings too if it brings any, for the fetches of those steps."""
-_PART = 1 << 20
-"""Learning rates in each request that only brings them."""
 
 
 @dataclass
@@ -55,7 +53,7 @@ class CarriedRates:
     def missing(self, shard: int) -> Iterator[pb.FetchRequest]:
         """Requests that bring the learning rates that are too many for one."""
         while self._num_steps - (start := self._held[shard]) > _MOST_CARRIED:
-            stop = min(start + _PART, self._num_steps)
+            stop = min(start + _MOST_CARRIED, self._num_steps)
             yield pb.FetchRequest(step=stop, rates=self._named(start, stop))
             self._held[shard] = stop
 

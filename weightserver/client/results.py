@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightserver.client.agreement import Answers
 from weightserver.client.checkpoints import checkpoints_of
+from weightserver.client.fan_out import Answers
 from weightserver.client.table import KnownTable
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint

@@ -11,9 +11,9 @@ import threading
 
 import numpy as np
 
-from weightserver.client.agreement import Answers, common_identity
-from weightserver.client.fan_out import Shards
+from weightserver.client.fan_out import Answers, Shards
 from weightserver.client.rates import CarriedRates, FixedSteps
+from weightserver.client.table import common_identity
 from weightserver.core.arrays import Float32Array
 from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import ClusterError, StepError, TableMismatchError

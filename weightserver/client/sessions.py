@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from weightserver.client.agreement import Answers, common_identity, require_one_timeline
-from weightserver.client.fan_out import Shards
+from weightserver.client.fan_out import Answers, Shards
+from weightserver.client.table import common_identity
 from weightserver.client.writer import Session
-from weightserver.core.errors import DataLossError, FencedError
+from weightserver.core.errors import ClusterError, DataLossError, FencedError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
@@ -85,6 +85,17 @@ def require_common_state(shards: Shards, answers: Answers) -> None:
                     "of them from one backup"
                 ) from None
     require_one_timeline(answers)
+
+
+def require_one_timeline(answers: Answers) -> None:
+    """Raises ClusterError where a rollback or restore reached only some of the shards."""
+    for answer in answers:
+        if answer.timeline != answers[0].timeline:
+            raise ClusterError(
+                f"shard {answer.shard} was not rolled back or restored together with shard 0, and its rows are of "
+                "another time: take all shards to one checkpoint ('weightserver rollback'), or restore all of them "
+                "from one backup"
+            )
 
 
 def _call_in_order(shards: Shards, request: pb.OpenSessionRequest) -> None:

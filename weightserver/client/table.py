@@ -5,18 +5,18 @@ Each of these calls may be repeated if it failed halfway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from weightserver.client.agreement import ONE_CLUSTER, Answers, common_identity, spec_of
 from weightserver.client.connection import ShardConnection
-from weightserver.client.fan_out import Shards
-from weightserver.core.errors import ClusterError, TableMismatchError
+from weightserver.client.fan_out import ONE_CLUSTER, Answers, Shards
+from weightserver.core.errors import ClusterError, NoTableError, TableMismatchError
 from weightserver.core.precision import Precision, precision_of
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import spec_to_proto, table_digest
+from weightserver.protocol.codec import spec_from_proto, spec_to_proto, table_digest
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,42 @@ def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False)
                 "extend'"
             )
     return KnownTable(largest, common_identity(answers, shards.names), len(answers))
+
+
+def spec_of(answer: pb.DescribeResponse) -> TableSpec:
+    """The spec of the shard's table.
+
+    Raises:
+        NoTableError: the shard holds no table.
+    """
+    if not answer.HasField("spec"):
+        raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
+    return spec_from_proto(answer.spec)
+
+
+def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
+    """The identity of the table that all shards hold.
+
+    Args:
+        names: the shards' names in error messages.
+
+    Raises:
+        NoTableError: a shard holds no table.
+        ClusterError: the shards hold tables, or are in sessions, of several clusters.
+    """
+    first_of_epoch: dict[int, pb.DescribeResponse] = {}
+    for answer, name in zip(answers, names, strict=True):
+        spec_of(answer)
+        if answer.table_identity != answers[0].table_identity:
+            raise ClusterError(f"{name} holds the table of another cluster than {names[0]}: {ONE_CLUSTER}")
+    for answer, name in zip(answers, names, strict=True):
+        first = first_of_epoch.setdefault(answer.epoch, answer) if answer.session_id else answer
+        if answer.session_id != first.session_id:  # shards of one cluster are never in two sessions of one epoch
+            raise ClusterError(
+                f"{name} is in another session {answer.epoch} (run {answer.run!r}) than {names[first.shard]} "
+                f"(run {first.run!r}): {ONE_CLUSTER}"
+            )
+    return bytes(answers[0].table_identity)
 
 
 def create_table(shards: Shards, spec: TableSpec) -> KnownTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -26,12 +27,16 @@ def all_finite(values: Float32Array) -> bool:
     return bool(np.isfinite(values).all())
 
 
-def checked_integer(value: Any, name: str) -> int:
+def checked_integer(value: Any, name: str, low: float = -math.inf, high: float = math.inf) -> int:
     """The argument `name` as a Python integer.
 
     Raises:
         TypeError: it is a bool, or nothing that Python would take as an index.
+        ValueError: it is not in low..high.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    return operator.index(value)
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must lie in {low}..{high}, got {number}")
+    return number

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from weightserver.core.arrays import checked_integer
 
 MAX_ROWS = 2**48
-MAX_DIM = 65_536
-MAX_ROWS_PER_BLOCK = 2_048
-MAX_BLOCK_BYTES = 32 << 20
+_MAX_BLOCK_BYTES = 32 << 20
 """A message holds the rows of at least one block, and must stay within gRPC's limit."""
-_CORRECTIONS: dict[bool | str, bool | str] = {
-    True: True,
-    False: False,
-    "exact": True,
-    "paper": "paper",
-    "none": False,
-}
+_INTEGERS = {"num_rows": (1, MAX_ROWS), "dim": (1, 65_536), "rows_per_block": (1, 2_048), "seed": (0, 2**64 - 1)}
+"""The smallest and largest values."""
+_NUMBERS = {"momentum": (1.0, "1"), "weight_decay": (math.inf, "∞"), "init_std": (1e30, "1e30")}
+"""They are in [0, limit); the limit, and how it is written."""
+_CORRECTIONS: dict[bool | str, bool | str] = {True: True, False: False, "exact": True, "paper": "paper", "none": False}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -55,42 +51,29 @@ class TableSpec:
     "bfloat16" halves disk, wire and memory, and rounds to 8 bits whenever a row is stored."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "correction":
-                if not isinstance(value, bool | str) or value not in _CORRECTIONS:
-                    raise TypeError(f"correction must be a bool, got {value!r}: True (exact), 'paper' or False (none)")
-                object.__setattr__(self, field.name, _CORRECTIONS[value])
-            elif field.name == "dtype":
-                if not isinstance(value, str) or value not in _VALUE_BYTES:
-                    raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {value!r}")
-            elif field.type == "int":
-                object.__setattr__(self, field.name, checked_integer(value, field.name))
-            else:
-                if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-                    raise TypeError(f"{field.name} must be a number, got {value!r}")
-                try:
-                    number = float(value)
-                except OverflowError:  # of a huge integer, which the checks below refuse
-                    number = math.inf if value > 0 else -math.inf
-                object.__setattr__(self, field.name, number)
-        self._check("num_rows", 1 <= self.num_rows <= MAX_ROWS, f"1..{MAX_ROWS}")
-        self._check("dim", 1 <= self.dim <= MAX_DIM, f"1..{MAX_DIM}")
-        self._check("momentum", 0.0 <= self.momentum < 1.0, "[0, 1)")
-        self._check("weight_decay", 0.0 <= self.weight_decay < math.inf, "[0, ∞)")
-        self._check("init_std", 0.0 <= self.init_std < 1e30, "[0, 1e30)")
-        self._check("seed", 0 <= self.seed < 2**64, "[0, 2⁶⁴)")
-        self._check("rows_per_block", 1 <= self.rows_per_block <= MAX_ROWS_PER_BLOCK, f"1..{MAX_ROWS_PER_BLOCK}")
+        for name, (low, high) in _INTEGERS.items():
+            self._set(name, checked_integer(getattr(self, name), name, low, high))
+        for name, (limit, shown) in _NUMBERS.items():
+            number = _as_float(getattr(self, name), name)
+            if not 0 <= number < limit:
+                raise ValueError(f"{name} must lie in [0, {shown}), got {number!r}")
+            self._set(name, number)
+        if not isinstance(self.correction, bool | str) or self.correction not in _CORRECTIONS:
+            raise TypeError(
+                f"correction must be a bool, got {self.correction!r}: True (exact), 'paper' or False (none)"
+            )
+        self._set("correction", _CORRECTIONS[self.correction])
+        if not isinstance(self.dtype, str) or self.dtype not in _VALUE_BYTES:
+            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
         block_bytes = self.rows_per_block * (8 + 2 * self.value_bytes * self.dim)
-        if block_bytes > MAX_BLOCK_BYTES:
+        if block_bytes > _MAX_BLOCK_BYTES:
             raise ValueError(
                 f"a block of rows_per_block={self.rows_per_block} rows of dim={self.dim} takes {block_bytes} bytes, "
-                f"more than {MAX_BLOCK_BYTES}: choose a smaller rows_per_block"
+                f"more than {_MAX_BLOCK_BYTES}: choose a smaller rows_per_block"
             )
 
-    def _check(self, name: str, good: bool, allowed: str) -> None:
-        if not good:
-            raise ValueError(f"{name} must lie in {allowed}, got {getattr(self, name)!r}")
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def num_blocks(self) -> int:
@@ -104,3 +87,12 @@ class TableSpec:
     def is_another_size_of(self, other: TableSpec) -> bool:
         """Whether the two differ in num_rows and in nothing else."""
         return self != other and replace(self, num_rows=other.num_rows) == other
+
+
+def _as_float(value: Any, name: str) -> float:
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:  # of a huge integer
+        return math.inf
