@@ -1,4 +1,4 @@
-"""Every file, function, field, option and test that docs/paper-to-code.md names exists."""
+"""All that docs/paper-to-code.md names exists: files, functions, fields, options and tests; citations fit the paper."""
 
 from __future__ import annotations
 
@@ -79,3 +79,41 @@ def test_every_row_of_settings_names_code_and_a_test() -> None:
 
 def test_every_preset_of_the_paper_is_named() -> None:
     assert {name for name in PRESETS if f"`{name}`" in TEXT} == {"imagenet-1k", "imagenet-11k"}
+
+
+CITED = re.compile(r"(Equation|Section|Table|Figure|Algorithm)s? \(?(\d+(?:\.\d+)?)")
+EQUATIONS = {
+    "1": r"softmax|cos\b|cosine|loss",
+    "2": r"SGD|update|u ←|momentum",
+    "3": r"coefficients|correct|closed form|gap",
+}
+"""What the paper's equations are about."""
+OF_OTHERS = re.compile(r"et al\.|CVPR|\bhere\b")
+"""Marks a citation of another paper."""
+
+
+def citations() -> list[tuple[str, str, str, str]]:
+    """File, kind, number and the words around each citation of the paper in code and docs."""
+    found = []
+    for folder in ("weightserver", "trainer", "experiments", "benchmarks", "examples", "docs", "tests/trainer"):
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            if path.suffix not in (".py", ".md", ".c", ".h") or path.name == "results.md":
+                continue
+            text = path.read_text()
+            for match in CITED.finditer(text):
+                around = text[max(0, match.start() - 100) : match.end() + 100]
+                if not OF_OTHERS.search(text[match.start() - 60 : match.start()]):
+                    found.append((str(path.relative_to(ROOT)), match[1], match[2], around))
+    return found
+
+
+def test_every_citation_of_the_paper_is_one_that_the_map_has() -> None:
+    """And an equation is cited for what it says."""
+    mapped = {match.groups() for match in CITED.finditer(TEXT)} | {("Section", "4"), ("Section", "4.3")}
+    mapped |= {("Table", number) for number in ("6", "7")}  # results alone: experiments/tables repeats them
+    found = citations()
+    assert len(found) > 60
+    for place, kind, number, around in found:
+        assert (kind, number) in mapped, f"{place} cites {kind} {number}"
+        if kind == "Equation":
+            assert re.search(EQUATIONS[number], around), f"{place}: Equation {number} is about something else"

@@ -46,7 +46,7 @@ class Recipe(Settings):
 
 
 class CosineClassifier(nn.Module):
-    """Logits cos(w_c, z) / τ [B, num_classes] of features z [B, d] (Equation (2))."""
+    """Logits cos(w_c, z) / τ [B, num_classes] of features z [B, d] (Equation 1 of the paper)."""
 
     def __init__(self, dim: int, num_classes: int, temperature: float) -> None:
         super().__init__()
