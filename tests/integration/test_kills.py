@@ -94,7 +94,7 @@ def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple
     ("rows", "steps", "kills"),
     [
         pytest.param("resident", 600, 5, id="resident"),
-        pytest.param("remote", 250, 10, id="remote"),
+        pytest.param("remote", 125, 5, id="remote"),
         pytest.param("resident", 5_000, 100, id="resident, long", marks=LONG),
         pytest.param("remote", 4_000, 100, id="remote, long", marks=LONG),
     ],
