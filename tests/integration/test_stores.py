@@ -70,6 +70,7 @@ class SlowClient:
     def __init__(self, client: WeightClient, seed: int) -> None:
         self._client = client
         self._random = random.Random(seed)
+        self.require_session = client.require_session
 
     def fetch_state(self, *arguments: Any, **options: Any) -> RowState:
         time.sleep(self._random.choice([0, 0, 0.001, 0.01]))
