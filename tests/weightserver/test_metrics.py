@@ -15,7 +15,10 @@ from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.common.stages import StageClock
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
+from weightserver.server.gauges import publish_shard
 from weightserver.server.metrics import ShardMetrics
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
 
 
 @pytest.fixture
@@ -110,6 +113,20 @@ def test_an_idle_shard_exports_all_statuses_of_fetches(tmp_path: Path) -> None:
         (tmp_path / "shard-0").rename(tmp_path / "moved")
         assert metric(address, "weightserver_clock_steps") == 0
         (tmp_path / "moved").rename(tmp_path / "shard-0")
+
+
+def test_a_shard_whose_disk_failed_shows_its_other_metrics(metrics: ShardMetrics, tmp_path: Path) -> None:
+    storage = LmdbStorage(tmp_path)
+    publish_shard(metrics.registry, Shard(storage, shard=0, num_shards=1))
+
+    def names() -> set[str]:
+        return {family.name for family in metrics.registry.collect()}
+
+    before = names()
+    storage._fail("a meta page could not be written")
+    lost = {"weightserver_disk_bytes", "weightserver_lmdb_bytes", "weightserver_map_bytes"}
+    assert before - names() == lost | {"weightserver_volume_free_bytes"}
+    storage.close()
 
 
 def test_every_status_of_every_method_exists_from_the_start(metrics: ShardMetrics) -> None:

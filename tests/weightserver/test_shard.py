@@ -44,6 +44,7 @@ from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
+from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
 from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
@@ -68,6 +69,7 @@ class Served:
         self.storage = LmdbStorage(directory)
         self.shard = Shard(self.storage, shard=0, num_shards=1)
         self.committer = Committer(self.shard.batch)
+        self.sweeper = Sweeper(self.shard, self.committer)
 
     def do(self, operation: Callable[[ShardChange], object]) -> object:
         return self.committer.submit(operation).result(60)
@@ -556,8 +558,8 @@ def all_versions(served: Served) -> dict[int, set[int]]:
 def sweep(served: Served, seconds: float = 1.0) -> int:
     """Sweeps until all is swept; returns the number of transactions."""
     count = 0
-    while not served.shard.is_collected:
-        served.shard.collect(served.committer.submit, seconds)
+    while not served.sweeper.is_done:
+        served.sweeper.sweep(seconds)
         count += 1
     return count
 
@@ -599,11 +601,12 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
             served.shard = Shard(served.storage, shard=0, num_shards=1)
             served.committer.close()
             served.committer = Committer(served.shard.batch)
+            served.sweeper = Sweeper(served.shard, served.committer)
         elif event == "sweep":
             before, needed = all_versions(served), kept_versions(served)
             now = served.weights()
-            if chance.random() < 0.5 and not served.shard.is_collected:
-                served.shard.collect(served.committer.submit, 0.0)  # a part
+            if chance.random() < 0.5 and not served.sweeper.is_done:
+                served.sweeper.sweep(0.0)  # a part
                 assert all(all_versions(served)[block] >= needed[block] for block in before)
             sweep(served, seconds)
             assert all_versions(served) == needed
@@ -615,23 +618,27 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     assert num_swept, "nothing was ever deleted"
 
 
-def test_a_failed_sweep_is_repeated(served: Served) -> None:
+def test_a_failed_sweep_is_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(served)  # what the start left to look at
     served.push(1)
     served.do(lambda batch: batch.checkpoint(header(2), "one"))
     served.push(3)
     served.do(lambda batch: batch.release(header(4), "one"))
 
+    submit = served.committer.submit
+
     def full(operation: Callable[[ShardChange], None]) -> CancellableFuture[None]:
         def fails(batch: ShardChange) -> None:
             operation(batch)
             raise OSError("the disk is full")
 
-        return served.committer.submit(fails)
+        return submit(fails)
 
-    with pytest.raises(OSError, match="full"):
-        served.shard.collect(full, 1.0)
-    assert not served.shard.is_collected
+    with monkeypatch.context() as patch:
+        patch.setattr(served.committer, "submit", full)
+        with pytest.raises(OSError, match="full"):
+            served.sweeper.sweep(1.0)
+    assert not served.sweeper.is_done
     assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
     sweep(served)
     assert all_versions(served) == {0: {1}, 8: {1}}
@@ -648,18 +655,18 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     served.push(3)
     monkeypatch.setattr(sweeper, "_RETRY_SECONDS", 0.01)
     statuses = iter([OSError(errno.EIO, "Input/output error")])  # of one look at the volume, say
-    collect = served.shard.collect
+    sweep = served.sweeper.sweep
 
-    def failing_once(*arguments: Any) -> None:
+    def failing_once(seconds: float) -> None:
         if error := next(statuses, None):
             raise error
-        collect(*arguments)
+        sweep(seconds)
 
-    monkeypatch.setattr(served.shard, "collect", failing_once)
-    running = sweeper.Sweeper(served.shard, served.committer)
+    monkeypatch.setattr(served.sweeper, "sweep", failing_once)
+    served.sweeper.start()
     served.do(lambda batch: batch.release(header(4), "one"))
     ends = time.monotonic() + 60
-    while not served.shard.is_collected and time.monotonic() < ends:
+    while not served.sweeper.is_done and time.monotonic() < ends:
         time.sleep(0.01)
-    running.close()
+    served.sweeper.close()
     assert all_versions(served) == {0: {1}, 8: {1}}

@@ -18,7 +18,7 @@ def describe_response(shard: Shard) -> pb.DescribeResponse:
         epoch=state.epoch,
         clock=len(rates),
         rows_stored=state.rows_stored,
-        disk_bytes=shard.disk_bytes(),
+        disk_bytes=shard.storage.disk_bytes(),
         run=state.run,
         generation=state.generation,
         server_version=__version__,

@@ -76,7 +76,7 @@ class _DiskCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         try:
-            usage, disk_bytes = self._shard.disk_usage(), self._shard.disk_bytes()
+            usage, disk_bytes = self._shard.storage.disk_usage(), self._shard.storage.disk_bytes()
         except (OSError, WeightServerError):  # the directory or the disk is gone, say: the other metrics are shown
             return
         yield GaugeMetricFamily("weightserver_disk_bytes", "Size of the data file on disk.", value=disk_bytes)

@@ -181,7 +181,8 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
         if config.announce:
             _announce(address=front.address, metrics_address=metrics_address)
         grace_seconds = _LAST_ANSWERS_SECONDS
-        with contextlib.closing(Sweeper(shard, committer)):
+        with contextlib.closing(Sweeper(shard, committer)) as sweeper:
+            sweeper.start()
             stop.wait()
         _log.info("draining")
         grace_seconds = config.grace_seconds

@@ -32,12 +32,11 @@ from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import CHUNK_BYTES
 from weightserver.shard import reading
 from weightserver.shard.changes import ShardChange
-from weightserver.shard.collector import Submit, VersionCollector
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
-from weightserver.storage.interface import DiskUsage, Storage, Transaction
+from weightserver.storage.interface import Storage, Transaction
 from weightserver.storage.records import (
     ShardIdentity,
     State,
@@ -77,7 +76,7 @@ class Shard:
     ) -> None:
         self.shard = shard
         self.num_shards = num_shards
-        self._storage = storage
+        self.storage = storage
         self._verify_reads = verify_reads
         self._state = State()
         self._table: Table | None = None
@@ -85,7 +84,8 @@ class Shard:
         """The table once the transaction that is being committed is durable."""
         self._ahead: ScheduledRates | None = None
         """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
-        self._collector = VersionCollector(storage)
+        self.num_releases = 0
+        """How often versions of blocks may have become unneeded that no write deletes."""
         self._peers: Sequence[str] = []
         self._rows_commit = 0
         """Number of the newest commit that may have changed rows; one before the start may have."""
@@ -135,12 +135,6 @@ class Shard:
     def used_rates(self) -> HashedRates:
         """The learning rates of the steps below the clock."""
         return self._table.rates.hashed if self._table else HashedRates(np.zeros(0, np.float32))
-
-    def disk_bytes(self) -> int:
-        return self._storage.disk_bytes()
-
-    def disk_usage(self) -> DiskUsage:
-        return self._storage.disk_usage()
 
     def require_table(self) -> Table:
         """The table. Raises NoTableError if there is none."""
@@ -201,7 +195,7 @@ class Shard:
             table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):
             clock.start("read")
-            with self._storage.read() as txn:
+            with self.storage.read() as txn:
                 up_to = read_state(txn).checkpoint(checkpoint, checkpoint_id).generation if checkpoint else NEWEST
                 found = reading.read_rows(txn, table, touched, up_to=up_to, verify=self._verify_reads)
                 self._check_still(table, step)
@@ -244,11 +238,11 @@ class Shard:
 
     def read_blocks(self, first: int, *, checkpoint: str) -> reading.CheckpointBlocks:
         """A checkpoint's stored blocks from number `first` on; see `reading`."""
-        return reading.read_blocks(self._storage, self.require_table(), first, checkpoint=checkpoint)
+        return reading.read_blocks(self.storage, self.require_table(), first, checkpoint=checkpoint)
 
     def lineage_of(self, checkpoint: str) -> Lineage:
         """The states that a retained checkpoint descends from. Raises NoTableError if there is no such checkpoint."""
-        with self._storage.read() as txn:
+        with self.storage.read() as txn:
             return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
@@ -266,7 +260,7 @@ class Shard:
         """A write transaction; what the shard keeps in memory follows once it is durable."""
         before, lineage = self._state, self._lineage
         try:
-            with self._storage.write() as txn:
+            with self.storage.write() as txn:
                 mark = f"{self._incarnation}:{before.commit + 1}"
                 batch = ShardChange(
                     txn,
@@ -296,22 +290,7 @@ class Shard:
         finally:
             self._next_table = self._table
         if len(batch.state.checkpoints) < len(before.checkpoints):
-            self._collector.start()
-
-    # ---- collecting, in any one thread
-
-    @property
-    def is_collected(self) -> bool:
-        """Whether `collect` would find nothing to delete."""
-        return self._collector.is_done
-
-    def collect(self, submit: Submit, seconds: float) -> None:
-        """Looks for versions that nothing needs for about `seconds`, and has them deleted; the next call continues.
-
-        Args:
-            submit: has the committer run an operation.
-        """
-        self._collector.collect(lambda: self._state.checkpoints, submit, seconds)
+            self.num_releases += 1
 
 
 def _identity_mismatch(storage: Storage, stored: ShardIdentity, wanted: ShardIdentity) -> str:

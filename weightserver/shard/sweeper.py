@@ -1,4 +1,4 @@
-"""Deletes versions of blocks that a release left unneeded, slowly, while the shard serves."""
+"""Deletes versions of blocks that no state needs any more: a block's when it is written, all others in sweeps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import threading
 import time
 
 from weightserver.core.errors import WeightServerError
+from weightserver.core.versions import by_block, unneeded
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteTransaction
 
 SHARE = 0.05
 """Share of the time in which a sweep may run, and so of one core and of the disk."""
@@ -23,31 +25,63 @@ _log = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """A thread that runs short sweeps through the committer, with pauses between them; idle once all is swept.
+    """Goes over all blocks, after the start of a shard and after each release, in short parts with pauses between them.
 
-    It may be stopped between two sweeps: the next start of the shard sweeps everything again.
+    It may be stopped between two parts: the next start of the shard sweeps everything again.
     """
 
     def __init__(self, shard: Shard, committer: Committer) -> None:
         self._shard = shard
         self._committer = committer
+        self._swept = -1
+        """How many releases there had been when the newest sweep began."""
+        self._next_block: int | None = None
+        """Where to continue the sweep under way."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sweeper", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Sweeps in a thread of its own from now on."""
+        threading.Thread(target=self._run, name="sweeper", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread, between two sweeps."""
+        """Ends the thread, between two parts."""
         self._stopped.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to delete."""
+        return self._next_block is None and self._swept == self._shard.num_releases
+
+    def sweep(self, seconds: float) -> None:
+        """Looks for versions to delete for about `seconds`, and has them deleted; the next call continues there."""
+        if self._next_block is None:
+            self._swept, self._next_block = self._shard.num_releases, 0
+        until, found, next_block = time.perf_counter() + seconds, list[int](), None
+        with self._shard.storage.read() as txn:
+            for block, versions in by_block(txn.versions(self._next_block)):
+                if unneeded(versions, self._shard.state.checkpoints):
+                    found.append(block)
+                if time.perf_counter() >= until:
+                    next_block = block + 1
+                    break
+
+        def delete(batch: WriteTransaction) -> None:
+            for block in found:
+                batch.delete_unneeded(block)
+
+        if found:
+            self._committer.submit(delete).result()
+        self._next_block = next_block
 
     def _run(self) -> None:
         pause, failing = _IDLE_SECONDS, False
         while not self._stopped.wait(pause):
-            if self._shard.is_collected:
+            if self.is_done:
                 pause = _IDLE_SECONDS
                 continue
             started = time.perf_counter()
             try:
-                self._shard.collect(self._committer.submit, LOOK_SECONDS)
+                self.sweep(LOOK_SECONDS)
             except (WeightServerError, OSError) as error:
                 if not failing:
                     _log.warning("old versions of blocks cannot be deleted now: %(reason)s", {"reason": str(error)})

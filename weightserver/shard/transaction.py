@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import split_mark
+from weightserver.core.versions import by_block, unneeded
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
 from weightserver.shard.table import Table
@@ -51,6 +52,13 @@ class WriteTransaction:
     def note_rows(self) -> None:
         """Takes note that rows are changed."""
         _, self.rows_commit = split_mark(self.mark)
+
+    def delete_unneeded(self, block: int) -> None:
+        """Deletes the versions of a block that neither the newest state nor a checkpoint needs."""
+        found, versions = next(by_block(self.txn.versions(block)), (block, []))
+        if found == block:
+            for version in unneeded(versions, self.state.checkpoints):
+                self.txn.delete_block(version)
 
     def require_table(self) -> Table:
         """The table. Raises NoTableError if there is none."""

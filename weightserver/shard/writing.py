@@ -16,7 +16,6 @@ from weightserver.core.exactly_once import WriterState
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import Version, new_write_id
-from weightserver.shard.collector import delete_unneeded
 from weightserver.shard.rates import GivenRates
 from weightserver.shard.reading import places
 from weightserver.shard.sessions import check_epoch
@@ -100,7 +99,7 @@ def update_rows(
             for number, block in zip(touched.blocks.tolist(), blocks, strict=True):
                 batch.txn.put_block(Version(number, batch.state.generation, write_id), block)
                 if batch.state.generation:
-                    delete_unneeded(batch, number)
+                    batch.delete_unneeded(number)
             rows_stored += num_new
             first = part.stop
     batch.note_rows()
