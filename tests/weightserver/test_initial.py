@@ -57,31 +57,18 @@ def test_splitmix64_is_the_published_generator() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    rows=st.lists(st.integers(0, 2**40 - 1) | st.integers(0, 300), min_size=1, max_size=40),
+    rows=st.lists(st.integers(0, 2**40 - 1), max_size=40) | st.just([*range(2**33, 2**33 + 1_500)]),
     dim=st.sampled_from([1, 2, 7, 128, 513]),
     seed=st.integers(0, 2**64 - 1),
 )
 def test_a_row_depends_only_on_seed_and_id(rows: list[int], dim: int, seed: int) -> None:
+    """Not on its place, on other rows, nor on the chunk that it is computed in."""
     together = rows_of(rows, dim=dim, seed=seed)
     assert together.shape == (len(rows), dim)
     assert rows_of(rows[::-1], dim=dim, seed=seed).tobytes() == together[::-1].tobytes()
-    other_table = {"num_rows": max(rows) + 1, "rows_per_block": 5, "momentum": 0.5, "weight_decay": 0.0}
-    for row, weight in zip(rows, together, strict=True):
+    other_table = {"num_rows": 2**41, "rows_per_block": 5, "momentum": 0.5, "weight_decay": 0.0}
+    for row, weight in [*zip(rows, together, strict=True)][:: 1 + len(rows) // 40]:
         assert rows_of([row], dim=dim, seed=seed, **other_table).tobytes() == weight.tobytes()
-
-
-def test_many_rows_equal_single_rows() -> None:
-    """The rows are computed in several chunks."""
-    rows = list(range(2**33, 2**33 + 1_500))
-    together = rows_of(rows)
-    assert all(rows_of([row]).tobytes() == weight.tobytes() for row, weight in zip(rows, together, strict=True))
-    assert rows_of([]).shape == (0, 128)
-
-
-def test_init_std_scales() -> None:
-    unit = rows_of([0, 5], init_std=1.0)
-    assert (rows_of([0, 5], init_std=0.25) == np.float32(0.25) * unit).all()
-    assert (rows_of([0, 5], init_std=0.0) == 0).all()
 
 
 @pytest.mark.parametrize(("seed", "first"), [(0, 0), (1, 0), (2**64 - 1, 2**39)])
@@ -97,23 +84,18 @@ def test_values_are_standard_normal(seed: int, first: int) -> None:
 
 
 def test_rows_columns_and_seeds_are_uncorrelated() -> None:
-    count, dim = 4_096, 128
-    here = rows_of(list(range(count)), init_std=1.0).astype(np.float64)
-    pairs = {
-        "next row": (here[:-1], here[1:]),
-        "next column": (here[:, :-1], here[:, 1:]),
-        "half a row on": (here[:, : dim // 2], here[:, dim // 2 :]),
-    }
-    for seed in (1, 2, 2**32, 2**63):
-        pairs[f"seed {seed}"] = (here, rows_of(list(range(count)), seed=seed, init_std=1.0).astype(np.float64))
-    for distance in (2**20, 2**32, 2**39):
-        there = rows_of(list(range(distance, distance + count)), init_std=1.0).astype(np.float64)
-        pairs[f"{distance} rows on"] = (here, there)
+    def rows_from(first: int, seed: int = 0) -> npt.NDArray[np.float64]:
+        return rows_of(list(range(first, first + 4_096)), seed=seed, init_std=1.0).astype(np.float64)
+
+    here = rows_from(0)
+    pairs = {"row": (here[:-1], here[1:]), "column": (here[:, :-1], here[:, 1:]), "half": (here[:, :64], here[:, 64:])}
+    pairs |= {f"seed {seed}": (here, rows_from(0, seed)) for seed in (1, 2, 2**32, 2**63)}
+    pairs |= {f"{distance} rows on": (here, rows_from(distance)) for distance in (2**20, 2**32, 2**39)}
     for name, (a, b) in pairs.items():
         for x, y in ((a, b), (np.abs(a), np.abs(b))):  # sizes too: a shared sign bit alone would not show in values
             assert abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) < 4.5 / a.size**0.5, name
     # Row against row: the cosines of 500 rows are those of independent normals, N(0, 1/dim).
     unit = here[:500] / np.linalg.norm(here[:500], axis=1, keepdims=True)
     cosines = (unit @ unit.T)[np.triu_indices(500, 1)]
-    assert abs(cosines.std() * dim**0.5 - 1) < 0.02
-    assert np.abs(cosines).max() < 6 / dim**0.5
+    assert abs(cosines.std() * 128**0.5 - 1) < 0.02
+    assert np.abs(cosines).max() < 6 / 128**0.5

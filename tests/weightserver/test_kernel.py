@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,31 +195,6 @@ def test_usual_calls_are_left_to_the_kernel(
                 with history.shard.batch() as batch:
                     assert batch.push_gradients(history.header(step), rows, gradients)
                 assert isinstance(history.fetched(np.arange(100), step + 1, state=True), list)
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_a_write_can_be_cancelled_before_each_part(
-    compiled: kernel.Kernel, built: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is undone as a whole, and may be sent again under its number."""
-    monkeypatch.setattr(writing, "_BLOCKS_AT_A_TIME", 3)
-    rows, gradients = np.arange(60), np.ones((60, 5), np.float32)
-    with computing_with(compiled if built else NUMPY):
-        history = History(TableSpec(num_rows=60, dim=5, rows_per_block=7), 0, 1.0)
-        history.write_state(rows[:20], 1.0)
-        before, header = dict(history.storage.contents["blocks"]), history.header(history.horizon - 1)
-        for most in itertools.count():
-            calls = itertools.count()
-            try:
-                with history.shard.batch() as batch:
-                    batch.is_cancelled = lambda calls=calls, most=most: next(calls) >= most
-                    assert batch.push_gradients(header, rows, gradients)
-            except CancelledError:
-                assert history.storage.contents["blocks"] == before
-            else:
-                break
-        assert most == 3, "parts of three blocks"
-        assert history.storage.contents["blocks"] != before
 
 
 # ---- options of the compiler that change bits
