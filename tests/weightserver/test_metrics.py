@@ -124,8 +124,9 @@ def test_a_shard_whose_disk_failed_shows_its_other_metrics(metrics: ShardMetrics
 
     before = names()
     storage._fail("a meta page could not be written")
-    lost = {"weightserver_disk_bytes", "weightserver_lmdb_bytes", "weightserver_map_bytes"}
-    assert before - names() == lost | {"weightserver_volume_free_bytes"}
+    of_the_file = {"disk_bytes", "lmdb_bytes", "map_bytes", "volume_free_bytes"}
+    of_the_file |= {"reader_pid", "reader_age_seconds", "reader_held_bytes"}
+    assert before - names() == {f"weightserver_{name}" for name in of_the_file}
     storage.close()
 
 

@@ -83,14 +83,15 @@ def view(addresses: Sequence[str], before: Sequence[Sample], now: Sequence[Sampl
     """Tables of each shard's traffic between two scrapes and of its present contents."""
     traffic = _table("shard", "fetch/s", "rows/s", "MB/s", "p50", "p99", "write/s", "commit p99", "running")
     holds = _table("shard", "step", "epoch", "rows stored", "checkpoints", "disk", "disk free", "memory")
-    down = []
+    notes = []
     for address, old, new in zip(addresses, before, now, strict=True):
         if new.error:
-            down.append(f"{address} is down: {new.error}")
+            notes.append(f"{address} is down: {new.error}")
         else:
             traffic.add_row(new.shard, *_rates(old, new))
             holds.add_row(new.shard, *_holdings(new.values))
-    return Group(*down, traffic, "", holds)
+            notes += _reader(new)
+    return Group(*notes, traffic, "", holds)
 
 
 def _table(*columns: str) -> Table:
@@ -132,6 +133,14 @@ def _holdings(values: dict[str, float]) -> Iterator[str]:
     yield f"{kept:.0f}, to {step:,.0f}" if kept else "none"
     for name in ("weightserver_disk_bytes", "weightserver_volume_free_bytes", "process_resident_memory_bytes"):
         yield decimal(int(values[name]))
+
+
+def _reader(new: Sample) -> Iterator[str]:
+    """Names the process that keeps an old snapshot of the shard's file, if one does."""
+    pid, seconds, held = (new.values[f"weightserver_reader_{name}"] for name in ("pid", "age_seconds", "held_bytes"))
+    if pid:
+        held_size = decimal(int(held))
+        yield f"shard {new.shard}: process {pid:.0f} reads a state {seconds:,.0f} s old; {held_size} wait for it"
 
 
 def watch(addresses: Sequence[str], *, interval_seconds: float, count: int | None) -> None:

@@ -89,6 +89,12 @@ class _DiskCollector(Collector):
             pages.add_metric([name], num_bytes)
         yield pages
         yield GaugeMetricFamily("weightserver_map_bytes", "Size to which the data file can grow.", value=usage.map_size)
+        for name, (text, number) in {
+            "pid": ("Process, not the shard, with the oldest snapshot of the file; 0 without.", usage.reader.pid),
+            "age_seconds": ("Age of that snapshot, since the shard first saw it.", usage.reader.age_seconds),
+            "held_bytes": ("About so many free bytes wait for the end of that snapshot.", usage.reader.held_bytes),
+        }.items():
+            yield GaugeMetricFamily(f"weightserver_reader_{name}", text, value=number)
         yield GaugeMetricFamily(
             "weightserver_volume_free_bytes", "Free space on the volume of the data.", value=usage.volume_free
         )

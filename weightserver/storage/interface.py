@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightserver.core.arrays import Int64Array, UInt64Array
 from weightserver.core.versions import NEWEST, Version
+from weightserver.storage.readers import OldReader
 
 DATABASES = ("meta", "schedule", "writers", "versions", "blocks")
 
@@ -78,6 +79,7 @@ class DiskUsage:
     volume_free: int
     map_size: int
     """Bytes that the data file can grow to."""
+    reader: OldReader = field(default_factory=OldReader)
 
 
 class Storage(Protocol):

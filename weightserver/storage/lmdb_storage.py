@@ -29,6 +29,7 @@ from weightserver.storage.integrity import check_end, check_pages
 from weightserver.storage.interface import DATABASES, DiskUsage, Transaction
 from weightserver.storage.lmdb_transaction import CONTENTS, Databases, LmdbTransaction, open_databases
 from weightserver.storage.page_cache import writing_back
+from weightserver.storage.readers import Readers
 from weightserver.storage.tombstone import require_current
 
 _MAP_BYTES = 1 << 40
@@ -92,6 +93,7 @@ class LmdbStorage:
         self._idle = threading.Condition()
         self._num_reading = 0
         self._next_reader_check = 0.0
+        self._written_bytes = 0
         self._closed = False
         self._damage = ""
         """The first error that shows that the file is damaged: it takes no more writes."""
@@ -107,6 +109,7 @@ class LmdbStorage:
             last_transaction = self._check_files(allow_recreate=allow_recreate)
             self._env = self._open_environment(readahead=not scattered)
             opened.callback(self._env.close)
+            self._readers = Readers(self._env)
             self._data = os.open(files.data_file(directory), os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, self._data)
             if os.fstat(self._data).st_size < _used_bytes(self._env):
@@ -220,6 +223,7 @@ class LmdbStorage:
                 txn.put(CONTENTS, changed)
             if transaction.block_bytes >= _WRITE_BACK_BYTES:
                 commit.enter_context(writing_back(self._data))
+        self._written_bytes += transaction.block_bytes
         if transaction.changed:
             self._contents = changed
             try:
@@ -272,9 +276,10 @@ class LmdbStorage:
         self._on_failure(self._failure)
 
     def _forget_dead_readers(self) -> None:
-        """Frees the snapshots of processes that died while they read: the file would grow."""
+        """Frees the snapshots of processes that died while they read: the file would grow. Looks at the others."""
         if time.monotonic() >= self._next_reader_check:
             self._env.reader_check()
+            self.disk_usage()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
 
     def _touch(self, keys: list[bytes]) -> None:
@@ -348,9 +353,11 @@ class LmdbStorage:
         volume = os.statvfs(self.directory)
         with self.read() as txn:  # which keeps the environment open
             used = txn.disk_bytes()
+            free = max(0, _used_bytes(self._env) - sum(used.values()))
             return DiskUsage(
                 used,
-                free=max(0, _used_bytes(self._env) - sum(used.values())),
+                free=free,
+                reader=self._readers.oldest(free, self._written_bytes),
                 volume_free=volume.f_bavail * volume.f_frsize,
                 map_size=self._env.info()["map_size"],
             )

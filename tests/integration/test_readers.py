@@ -1,0 +1,122 @@
+"""Readers of other processes, for which a shard's file grows: who they are, and how much waits for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.helpers.stored import put
+from tests.helpers.watching import metric, wait_until
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.operations.inspect import inspect_directory
+from weightserver.shard.shard import Shard
+from weightserver.storage.lmdb_storage import LmdbStorage
+
+READER = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], readonly=True, max_dbs=8) as environment, environment.begin():
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+ROWS, ONES = np.arange(5_000), np.ones((5_000, 32), np.float32)
+
+
+def reading(directory: Path) -> subprocess.Popen[str]:
+    """A process that keeps a snapshot until its stdin is closed, as a notebook may."""
+    command = [sys.executable, "-c", READER, str(directory)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def test_what_waits_for_a_reader_is_what_was_freed_since(tmp_path: Path) -> None:
+    kept = LmdbStorage(tmp_path)
+    Shard(kept, shard=0, num_shards=1)
+
+    def rewrite(times: int) -> None:
+        for _ in range(times):
+            with kept.write() as txn:
+                for block in range(20):
+                    put(txn, block, 0, bytearray(40_000))
+
+    rewrite(10)
+    size = kept.disk_bytes()
+    assert kept.disk_usage().reader.pid == 0
+    with reading(tmp_path) as reader:
+        seen = kept.disk_usage().reader
+        assert (seen.pid, seen.held_bytes) == (reader.pid, 0)
+        rewrite(10)
+        held = kept.disk_usage().reader
+        assert held.pid == reader.pid
+        assert held.age_seconds > seen.age_seconds
+        grown = kept.disk_bytes() - size
+        assert grown > 5_000_000
+        assert held.held_bytes == pytest.approx(10 * 20 * 40_000, rel=0.1)
+        reader.communicate()
+    assert kept.disk_usage().reader.pid == 0
+    size = kept.disk_bytes()
+    rewrite(20)
+    assert kept.disk_bytes() == size, "the pages are used again"
+    kept.close()
+
+
+def test_the_shards_own_readers_are_none_of_them(tmp_path: Path) -> None:
+    kept = LmdbStorage(tmp_path)
+    Shard(kept, shard=0, num_shards=1)
+    with kept.read():
+        for block in range(3):
+            with kept.write() as txn:
+                put(txn, block, 0, bytearray(8_000))
+        assert kept.disk_usage().reader.pid == 0
+    kept.close()
+
+
+@pytest.mark.guard
+def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(TableSpec(num_rows=5_000, dim=32))
+        client.extend_schedule(0, np.full(100, 0.01, np.float32))
+        client.open_session("run")
+        client.push_gradients(ROWS, ONES, step=0)
+        address, shard = cluster.metrics_addresses[0], cluster.processes[0].pid
+        assert metric(address, "weightserver_reader_pid") == 0
+        assert [process["pid"] for process in inspect_directory(tmp_path / "shard-0")["processes"]] == [shard]
+        with reading(tmp_path / "shard-0") as reader:
+            assert metric(address, "weightserver_reader_pid") == reader.pid
+            for step in range(1, 6):
+                client.push_gradients(ROWS, ONES, step=step)
+            assert metric(address, "weightserver_reader_age_seconds") > 0
+            assert metric(address, "weightserver_reader_held_bytes") > 5e6
+            found = {one["pid"]: one for one in inspect_directory(tmp_path / "shard-0")["processes"]}
+            assert found.keys() == {shard, reader.pid}
+            assert "import lmdb, sys" in found[reader.pid]["command"]
+            command = [
+                sys.executable,
+                "-m",
+                "weightserver",
+                "top",
+                address,
+                "--count",
+                "1",
+                "--interval-seconds",
+                "0.1",
+            ]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+            assert f"shard 0 of 1: process {reader.pid} reads a state " in shown
+            reader.communicate()
+        wait_until(lambda: metric(address, "weightserver_reader_pid") == 0)
+
+
+def test_the_table_of_readers_is_as_it_was_understood(tmp_path: Path) -> None:
+    """LMDB tells of its readers in a text only."""
+    with lmdb.open(str(tmp_path)) as environment:
+        assert environment.readers() == "(no active readers)\n"
+        with environment.begin():
+            lines = environment.readers().splitlines()
+            assert lines[0].split() == ["pid", "thread", "txnid"]

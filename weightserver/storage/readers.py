@@ -1,0 +1,82 @@
+"""Readers of other processes: while one keeps an old snapshot, pages that later writes free are not reused."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+_READER = re.compile(r"^ *(\d+) +[0-9a-f]+ +(\d+)$", re.MULTILINE)
+"""A line of LMDB's table: process, thread and transaction; readers without a snapshot have none."""
+
+
+@dataclass(frozen=True)
+class OldReader:
+    """The oldest snapshot that another process keeps."""
+
+    pid: int = 0
+    """0 if there is none; in its own namespace, as of another container."""
+    age_seconds: float = 0.0
+    """Since it was first seen."""
+    held_bytes: int = 0
+    """About as many bytes of free pages wait for its end."""
+
+
+class Readers:
+    """Looks at LMDB's table of readers, and remembers since when each is there. Thread-safe.
+
+    A snapshot holds what was freed since it was taken: no more than is free now, and about as much as was written
+    since, or as what is free has grown.
+    """
+
+    def __init__(self, environment: lmdb.Environment) -> None:
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[int, int], tuple[float, int, int]] = {}
+        """Process and transaction to when they were first seen, what was free then, and what had been written."""
+
+    def oldest(self, free: int, written: int) -> OldReader:
+        """The oldest of another process.
+
+        Args:
+            free: bytes of pages that hold nothing.
+            written: bytes of blocks that were written, ever more.
+        """
+        table = {(int(pid), int(number)) for pid, number in _READER.findall(self._environment.readers())}
+        others = {known for known in table if known[0] != os.getpid()}
+        now, newest = time.monotonic(), self._environment.info()["last_txnid"]
+        with self._lock:
+            self._seen = {known: self._seen.get(known, (now, free, written)) for known in others}
+            if not others:
+                return OldReader()
+            pid, number = min(others, key=lambda known: known[1])
+            since, free_then, written_then = self._seen[pid, number]
+        held = min(free, max(written - written_then, free - free_then)) if number < newest else 0
+        return OldReader(pid, now - since, held)
+
+
+def mapping_processes(path: Path) -> list[dict[str, Any]]:
+    """The other processes that have a file in memory, as far as this user may know: pid, command, seconds they run.
+
+    Reads what the system knows and touches neither the file nor its readers.
+    """
+    inode, found = path.stat().st_ino, []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name == str(os.getpid()):
+            continue
+        try:
+            if any(
+                line.split()[4:5] == [str(inode)] and line.endswith(path.name) for line in maps.read_text().split("\n")
+            ):
+                command = maps.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                seconds = round(time.time() - maps.parent.stat().st_mtime)
+                found.append({"pid": int(maps.parent.name), "command": command[:200], "seconds": seconds})
+        except OSError:  # it ended, or is another user's
+            continue
+    return sorted(found, key=lambda process: process["pid"])
