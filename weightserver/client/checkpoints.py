@@ -45,14 +45,7 @@ def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
 
 
 def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, table: int, name: str, step: int) -> None:
-    """See `WeightClient.checkpoint`.
-
-    Args:
-        table: digest of the table.
-
-    Raises:
-        ClusterError: the shards' rows are of different times, or of different learning rates.
-    """
+    """See `WeightClient.checkpoint`. Raises ClusterError if the shards' rows are of several times or rates."""
 
     def send(number: int) -> None:
         answers = shards.describe()

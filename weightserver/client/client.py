@@ -3,15 +3,13 @@
 The contract of its calls, for a table of N rows of D values:
 
 - Rows may be given in any order and repeated: fetch answers in order, a push adds repeats up, write_state refuses them.
-- A push or state write returns when it is durable on every shard. It is atomic on each shard, not across shards. When
-  it fails on one shard, the error says which, and making the same call again is safe: a shard that has applied it does
-  not apply it again. A failed write that was applied on some of its shards must be repeated, or rolled back, before
-  another one. Once another write was made, a repeated push still counts once, but a repeated write_state is a new one:
-  it replaces what the other wrote.
+- A write returns when it is durable on every shard. It is atomic on each shard, not across shards. When it fails, the
+  error says on which shard, and the same call made again is applied where it has not been. If that is only some of its
+  shards, it must be repeated, or rolled back, before another write. After another write, a push that is repeated still
+  counts once, but a write_state is a new one: it replaces what the other wrote.
 - Calls may come from any thread; writes of one client take turns. Every attempt has a deadline of `timeout_seconds`;
-  calls of a shard that is unreachable, overloaded or silent are retried with the same sequence number for
-  `retry_seconds` in all. Nothing else is retried. Rows that an attempt of a fetch received are kept, and both times
-  restart for the remaining rows: a fetch may take any time.
+  calls of a shard that is unreachable, overloaded or silent are retried for `retry_seconds` in all. Rows of a fetch
+  that have arrived are kept, and both times restart for the others: a fetch may take any time.
 - Invalid arguments raise ValueError or TypeError before anything is sent. Whatever a shard refuses, or fails to do,
   raises a subclass of WeightServerError.
 """
@@ -105,14 +103,13 @@ class WeightClient(Closing):
     def extend_table(self, num_rows: int) -> TableSpec:
         """Enlarges the table to `num_rows` rows; does nothing if it has as many.
 
-        New rows begin as if they had been there from the start, old rows stay as they are, and clients that know the
-        smaller table continue to use it. A rollback does not shrink the table. If the call fails on one of several
-        shards, repeat it: until then describe() refuses.
+        New rows begin as if they had been there from the start, old rows stay, and clients that know the smaller table
+        continue. A rollback does not shrink it. If the call fails on one of several shards, repeat it: until then
+        describe() refuses.
 
         Raises:
             ValueError: fewer rows than the table has.
-            FencedError: the session was superseded; or, without a session, another client opened one, or dropped the
-                table, at the same time.
+            FencedError: the session was superseded; or, without one, another client opened one or dropped the table.
         """
         num_rows, session = checked_integer(num_rows, "num_rows", 1, MAX_ROWS), self._writer.session
         return self._know(extend_table(self._shards, num_rows, session.epoch if session else None)).spec
@@ -167,9 +164,9 @@ class WeightClient(Closing):
         """Appends learning rates (float32 [n]) from `start_step` on, or rewrites those that no write has reached.
 
         They are kept in this client, and sent with the calls that need them. A write makes those up to its step the
-        shards' own: they no longer change, and other clients use them too. Later ones have to be given to each client
-        that needs them. If two clients give different ones for a step, the first write to use one decides, and the
-        other client's calls are refused until it calls describe().
+        shards' own: they no longer change, and other clients use them too; each client needs to be given later ones.
+        If two clients give different ones for a step, the first write to use one decides, and calls of the other
+        client are refused until it calls describe().
 
         Raises:
             ValueError: a learning rate η with η·λ ≥ 2·(1 + m), which makes rows grow without a gradient.
@@ -230,9 +227,8 @@ class WeightClient(Closing):
             raise self._lease.lost
 
     def join_newest_session(self) -> int:
-        """Adds a writer to the newest session, which fences no writer; for operations on the table of a running
-        trainer. Opens a new session of the same run if no client opened the newest epoch, as after a restore or a
-        reshard. Returns the session's epoch.
+        """Joins the newest session, for operations on the table of a running trainer; opens a new one of the same run
+        if no client opened that, as after a restore or a reshard. Returns the session's epoch.
 
         Raises:
             FencedError: the shards are at different epochs, or another client opened a session at the same time.
@@ -264,13 +260,12 @@ class WeightClient(Closing):
     ) -> Float32Array:
         """Weights of `rows` (int64 [n]) before update `step`: float32 [n, D], into `out` if given. Never writes.
 
-        The rows of one shard arrive in messages of about 1 MiB; the rows of one message are a snapshot. With
-        `checkpoint` the rows are those of a retained checkpoint: of that name, or one of `checkpoints()` and no
-        other of its name.
+        The rows of one shard arrive in messages of about 1 MiB, each a snapshot. With `checkpoint` they are those of
+        the retained checkpoint of that name, or of that one of `checkpoints()`.
 
         Raises:
             StepError: `step` lies beyond the horizon, or before an update that a row has seen, or SGD makes a row
-                infinite or NaN when corrected to it.
+                infinite or NaN.
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
@@ -376,8 +371,8 @@ class WeightClient(Closing):
     def checkpoint(self, name: str, *, step: int) -> None:
         """Keeps all rows as they are now, after `step` finished updates, under `name`, until it is released.
 
-        Takes no copy: each block that is written later takes the disk space of a second version. Every write that
-        is to be part of the checkpoint must have returned.
+        Every write that is to be part of it must have returned. Takes no copy, but each block that is written later
+        takes the disk space of a second version.
 
         Raises:
             FencedError: no session is open, or it was superseded.
@@ -395,9 +390,8 @@ class WeightClient(Closing):
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.
 
-        A write of this client that failed is abandoned: it is not applied later, and a call that repeats it makes a
-        new write. Other writers of the session must have stopped; those of older sessions are fenced anyway. If the
-        rollback fails on one of several shards, this client writes nothing else until it has been repeated.
+        A write of this client that failed is abandoned: the same call makes a new one. Other writers of the session
+        must have stopped. If it fails on some of the shards, this client writes nothing until it has been repeated.
 
         Raises:
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.

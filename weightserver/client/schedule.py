@@ -98,12 +98,8 @@ class ClientSchedule:
         return self._read(self._shards.describe()[shard]).values
 
     def _learnt(self, num_steps: int = 0) -> HashedRates:
-        """All that are known, at least those of the first `num_steps` steps.
-
-        Raises:
-            StepError: neither the client nor a shard knows so many.
-            ClusterError: as `learn`.
-        """
+        """All that are known, at least those of the first `num_steps` steps. Raises StepError if neither the client nor
+        a shard knows so many, ClusterError as `learn`."""
         known = self._known
         if not self._is_learnt or num_steps > len(known):
             answers = self._shards.describe()
@@ -150,14 +146,9 @@ class ClientSchedule:
     # ---- what requests carry
 
     def needed(self, num_steps: int) -> CarriedRates:
-        """The learning rates of the first `num_steps` steps, for one fetch.
-
-        Raises:
-            StepError: neither the client nor a shard knows so many.
-            ClusterError: as `learn`.
-        """
+        """The learning rates of the first `num_steps` steps, for one fetch. Raises as `_learnt`."""
         return CarriedRates(self._learnt(num_steps), num_steps, self._held)
 
     def used(self, num_steps: int) -> CarriedRates:
-        """As `needed`, for a write."""
+        """Those for a write."""
         return CarriedRates(self._learnt(num_steps), num_steps, self._held, self._fixed)

@@ -67,11 +67,7 @@ def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False)
 
 
 def spec_of(answer: pb.DescribeResponse) -> TableSpec:
-    """The spec of the shard's table.
-
-    Raises:
-        NoTableError: the shard holds no table.
-    """
+    """The spec of the shard's table. Raises NoTableError if it holds none."""
     if not answer.HasField("spec"):
         raise NoTableError(f"shard {answer.shard} holds no table: call create_table() first")
     return spec_from_proto(answer.spec)
@@ -79,9 +75,6 @@ def spec_of(answer: pb.DescribeResponse) -> TableSpec:
 
 def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
     """The identity of the table that all shards hold.
-
-    Args:
-        names: the shards' names in error messages.
 
     Raises:
         NoTableError: a shard holds no table.
@@ -143,11 +136,7 @@ def _require_creatable(answers: Answers, spec: TableSpec) -> None:
 
 
 def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> KnownTable:
-    """See `WeightClient.extend_table`.
-
-    Args:
-        epoch: the client's session; None without one.
-    """
+    """See `WeightClient.extend_table`; `epoch` is that of the client's session, if it has one."""
     answers = shards.describe()
     table = common_table(shards, answers, is_extended=True)
     if num_rows < table.spec.num_rows:

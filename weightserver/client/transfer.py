@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
@@ -42,7 +41,9 @@ def fetch_rows(
     connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
     if not (in_order := is_strictly_increasing(rows)):
         distinct, inverse = np.unique(rows, return_inverse=True)
-        fetched = [None if array is None else _empty_like(array, len(distinct)) for array in out]
+        fetched = [
+            array if array is None else np.empty((len(distinct), *array.shape[1:]), array.dtype) for array in out
+        ]
     with BorrowedArrays() as borrowed:
         parts = [
             (connections[shard], FetchedRows(distinct, positions, fetched, table.precision, borrowed))
@@ -68,10 +69,6 @@ def fetch_rows(
     known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
     slowest = max(known) if known and len(known) == len(parts) else None
     STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
-
-
-def _empty_like(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
-    return np.empty((num_rows, *array.shape[1:]), array.dtype)
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,8 @@ class Writer:
         self._unsettled = None
 
     def _settle(self, table: int, repeated: bytes = b"") -> None:
-        """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it.
-
-        Afterwards none is unsettled, unless it is the one that is now to be `repeated`, on the shards that lack it.
-        """
+        """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it. If only
+        some have it, it stays unsettled on the others; that is an error unless it is now to be `repeated`."""
         self._require_one_state()
         if (write := self._unsettled) is None:
             return
@@ -145,11 +143,7 @@ class Writer:
 
     def in_turn(self, table: int, send: Callable[[int], None]) -> None:
         """Has one change sent to every shard, by its number. After a failure it is repeated under another number, which
-        changes nothing on shards that have made it; late attempts have no effect after a later write.
-
-        Raises:
-            ClusterError: as `write`.
-        """
+        changes nothing on shards that have made it. Raises as `write`."""
         with self._turn:
             self._settle(table)
             send(self._next_number())

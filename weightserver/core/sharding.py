@@ -27,7 +27,6 @@ class Sharding:
         return shards
 
     def shard_of_block(self, block: int) -> int:
-        """The shard of a block's rows."""
         return block % self.num_shards
 
     def local(self, rows: Int64Array) -> Int64Array:
