@@ -231,6 +231,7 @@ OWN_LOOPS = [
         "for ids, images in batches:\n    loss",
         "(first_ids, first)",
         "for ids, images in batches:\n    with",
+        "found = ",
         "scaler = ",
         "model = ",
         "rows = ",

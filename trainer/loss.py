@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from trainer.settings import Settings, check_choice, check_positive
-from weightserver.torch import MARGINS, MarginKind, loss_of, margin_of
+from weightserver.torch import MARGINS, MarginKind, SoftmaxLoss, loss_of, margin_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class LossConfig(Settings):
             needed |= dict.fromkeys(("temperature", "final_temperature", "margin"), "--softmax cosine")
         return needed
 
-    def loss_function(self) -> Callable[..., Tensor]:
+    def loss_function(self) -> SoftmaxLoss:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
         margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
         return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)

@@ -14,7 +14,8 @@ from weightserver.torch.beginnings import beginning_norm
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.head import ClassifierHead
-from weightserver.torch.loss import cosine_softmax_loss, loss_of, padded, padded_rows, softmax_loss
+from weightserver.torch.looking import Evaluation
+from weightserver.torch.loss import SoftmaxLoss, cosine_softmax_loss, loss_of, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
@@ -38,6 +39,7 @@ __all__ = [
     "ClassVisits",
     "ClassifierHead",
     "DenseRows",
+    "Evaluation",
     "HostCopy",
     "LearningRates",
     "Margin",
@@ -53,6 +55,7 @@ __all__ = [
     "RowOrder",
     "RowStore",
     "SharedSession",
+    "SoftmaxLoss",
     "VisitSchedule",
     "Visits",
     "WindowSampler",

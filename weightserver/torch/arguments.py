@@ -39,11 +39,11 @@ def checked_ids(ids: Any, num_classes: int) -> Int64Array:
 
 
 def check_embeddings(embeddings: Any, num_ids: int, dim: int, device: torch.device) -> None:
-    """Raises unless embeddings are floats (num_ids, dim) on `device`, and their gradient can be computed.
+    """Raises unless embeddings are floats (num_ids, dim) on `device`.
 
     Raises:
         TypeError: they are no tensor of floats.
-        ValueError: another shape or device, or gradients are disabled.
+        ValueError: another shape or device.
     """
     if not isinstance(embeddings, Tensor) or not embeddings.is_floating_point():
         raise TypeError(
@@ -58,8 +58,6 @@ def check_embeddings(embeddings: Any, num_ids: int, dim: int, device: torch.devi
         raise ValueError(
             f"embeddings are on {embeddings.device}, the head is on {device}: call head.to() before its first use"
         )
-    if not torch.is_grad_enabled():
-        raise ValueError("the head computes the loss of a training step: call it with gradients enabled")
 
 
 def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:

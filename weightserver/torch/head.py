@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +29,7 @@ from weightserver.common.addresses import parse_addresses
 from weightserver.core.arrays import checked_integer
 from weightserver.torch.arguments import checked_ids
 from weightserver.torch.beginnings import norm_of
-from weightserver.torch.loss import DEFAULT_TEMPERATURE, loss_of
+from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, loss_of
 from weightserver.torch.margins import MarginKind, margin_of
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
@@ -204,7 +204,7 @@ class ClassifierHead(SampledSoftmax):
         rates: LearningRates,
         *,
         negatives: NegativeSampler,
-        loss: Callable[..., Tensor],
+        loss: SoftmaxLoss,
         order: RangesOrder,
         ranks: Ranks,
         init_norm: float | None = None,
@@ -215,7 +215,7 @@ class ClassifierHead(SampledSoftmax):
         Args:
             rates: those of the store, which its servers know.
             negatives: the classes of a step.
-            loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
+            loss: its settings.
             order: the row of each class.
             init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
         """
@@ -230,7 +230,7 @@ class ClassifierHead(SampledSoftmax):
         spec: TableSpec,
         *,
         negatives: NegativeSampler,
-        loss: Callable[..., Tensor],
+        loss: SoftmaxLoss,
         order: RangesOrder,
         init_norm: float | None,
         table: ServedTable | None = None,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,35 @@ _LARGEST_SPREAD = 80.0
 """If logits differ by less than this, no maximum need be subtracted: e⁻⁸⁰ is a normal float32, 1.8e-35."""
 
 
-def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing: float = 0.0) -> Callable[..., Tensor]:
+@dataclass(frozen=True)
+class SoftmaxLoss:
+    """The settings of `softmax_loss`, or of `cosine_softmax_loss` if the logits are `cosines`."""
+
+    cosines: bool = True
+    temperature: float = DEFAULT_TEMPERATURE
+    """τ; 1 for inner products."""
+    margin: Margin = NO_MARGIN
+    label_smoothing: float = 0.0
+
+    def __call__(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        ranks: Ranks | None = None,
+        num_rows: int | None = None,
+        temperature: float | None = None,
+    ) -> Tensor:
+        """The loss; with `temperature`, by that τ."""
+        divisor = self.temperature if temperature is None else temperature
+        of_ranks: dict[str, Any] = {"ranks": ranks, "num_rows": num_rows, "label_smoothing": self.label_smoothing}
+        if self.cosines:
+            return cosine_softmax_loss(features, weight, labels, temperature=divisor, margin=self.margin, **of_ranks)
+        return softmax_loss(features, weight, labels, temperature=divisor, **of_ranks)
+
+
+def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing: float = 0.0) -> SoftmaxLoss:
     """`softmax_loss` for "plain", or `cosine_softmax_loss` for "cosine", with these settings.
 
     Raises:
@@ -33,10 +60,10 @@ def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing:g}")
     if softmax == "cosine":
-        return partial(cosine_softmax_loss, temperature=temperature, margin=margin, label_smoothing=label_smoothing)
+        return SoftmaxLoss(temperature=temperature, margin=margin, label_smoothing=label_smoothing)
     if margin.kind != "none":
         raise ValueError(f"margin {margin.kind!r} is for cosines: choose softmax='cosine', or no margin")
-    return partial(softmax_loss, label_smoothing=label_smoothing)
+    return SoftmaxLoss(cosines=False, temperature=1.0, label_smoothing=label_smoothing)
 
 
 def checked_temperature(temperature: float) -> float:

@@ -18,6 +18,7 @@ from weightserver.torch.rows import RowStore
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.served_table import OpenTable
 from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
+from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
 
 
@@ -49,7 +50,7 @@ class OpenedRows:
         self.ranks = ranks
         self.device = device
         self.store = store
-        self._spec = spec
+        self.spec = spec
         self._order = order
         self._sizes = sizes
         self._largest_step = 0 if store is None else math.inf  # images of a step that the store is large enough for
@@ -60,7 +61,7 @@ class OpenedRows:
         if self.store is None:
             self.store = self.table.make_store(self._sizes(step_size))
         elif step_size > self._largest_step:
-            self.store.reserve(share_of_capacity(self._sizes(step_size).capacity, self._spec, self.ranks))
+            self.store.reserve(share_of_capacity(self._sizes(step_size).capacity, self.spec, self.ranks))
         self._largest_step = max(self._largest_step, step_size)
         return self.store
 
@@ -74,7 +75,7 @@ class OpenedRows:
         try:
             yield
         except (WeightServerError, RowError) as error:
-            if (row := error.row) is None or row >= self._spec.num_rows:
+            if (row := error.row) is None or row >= self.spec.num_rows:
                 raise
             raise type(error)(f"{error} (row {row} is class {self.class_of(row)})", row=row) from error
 
@@ -96,6 +97,13 @@ class OpenedRows:
             state = self.table.client.fetch_state(distinct, step=step)
         self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
         return torch.from_numpy(state.weight[inverse])
+
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        """Rows of this rank's share, int64 (n,), before update `step`: float32 (n, D), on the device. Changes nothing,
+        not even what is durable, and makes no store for rows that are on the servers alone."""
+        if self.table.client is not None and self.store is None:
+            return to_device(self.table.client.fetch(rows, step=step), self.device)
+        return self.open_store(1).peek(rows, step=step)
 
     def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
         """Keeps the rows as they are before update `step` on the servers; also returns what identifies them.

@@ -107,3 +107,17 @@ def gathered(part: Tensor, total: int, ranks: Ranks, *, dim: int = 0) -> Tensor:
     group = ranks.control if whole.device.type == "cpu" else None
     dist.all_reduce(whole, group=group)  # exact: all ranks except one add zeros
     return whole
+
+
+def gathered_parts(part: Tensor, ranks: Ranks) -> list[Tensor]:
+    """The parts of all ranks, in order, on every rank; they may differ in length. All ranks call it."""
+    if ranks.world_size == 1:
+        return [part]
+    lengths = [0.0] * ranks.world_size
+    lengths[ranks.rank] = len(part)
+    sizes = [int(length) for length in ranks.sum_over_ranks(lengths)]
+    parts = list(torch.split(part.new_zeros(sum(sizes), *part.shape[1:]), sizes))
+    parts[ranks.rank].copy_(part)
+    whole = torch.cat(parts)
+    dist.all_reduce(whole, group=ranks.control if whole.device.type == "cpu" else None)  # exact, as above
+    return list(torch.split(whole, sizes))

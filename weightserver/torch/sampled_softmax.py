@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,11 @@ from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, check_ended_everywhere, checked_ids, ids_of_all_ranks
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced, ComingSteps
-from weightserver.torch.loss import checked_temperature, padded_rows
+from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
+from weightserver.torch.loss import SoftmaxLoss, checked_temperature, padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.ranks import Ranks, ranks_of_process
+from weightserver.torch.ranks import Ranks, gathered_parts, ranks_of_process
 from weightserver.torch.recency import announced, check_num_active
 from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
@@ -37,7 +39,7 @@ class SampledSoftmax(nn.Module, ABC):
     Args:
         spec: of the rows.
         negatives: the classes of a step.
-        loss: `cosine_softmax_loss` or `softmax_loss`, with their settings.
+        loss: its settings.
         order: the row of each class.
         init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
     """
@@ -50,7 +52,7 @@ class SampledSoftmax(nn.Module, ABC):
         spec: TableSpec,
         *,
         negatives: NegativeSampler,
-        loss: Callable[..., Tensor],
+        loss: SoftmaxLoss,
         order: RangesOrder,
         init_norm: float | None,
     ) -> None:
@@ -284,9 +286,14 @@ class SampledSoftmax(nn.Module, ABC):
         return loss
 
     def _loss_of(self, embeddings: Tensor, ids: Any, view: int, update_rows: bool, temperature: float | None) -> Tensor:
-        own = {} if temperature is None else {"temperature": checked_temperature(temperature)}
+        self._require_training()
+        temperature = None if temperature is None else checked_temperature(temperature)
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "the head computes the loss of a training step: call it with gradients enabled, or evaluate(...)"
+            )
         step = self._begin(checked)
         part = step.part_of(checked)
         weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows)
@@ -296,7 +303,7 @@ class SampledSoftmax(nn.Module, ABC):
             step.labels[part],
             ranks=self._ranks,
             num_rows=len(step.announced.rows),
-            **own,
+            temperature=temperature,
         )
         return loss
 
@@ -309,6 +316,7 @@ class SampledSoftmax(nn.Module, ABC):
         Raises:
             ValueError: as `announce` and `forward` do, or the step before has not ended.
         """
+        self._require_training()
         if not batches:
             raise ValueError("a step needs at least one batch: call step_of(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
@@ -422,6 +430,7 @@ class SampledSoftmax(nn.Module, ABC):
                 or (without a scale, on a CPU) a gradient is infinite or NaN.
             WeightServerError: an earlier update could not be stored.
         """
+        self._require_training()
         if (step := self._current) is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -444,6 +453,7 @@ class SampledSoftmax(nn.Module, ABC):
     def skip(self, learning_rate: float | None = None) -> None:
         """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
         move by their momentum and weight decay. For batches that failed or are left out."""
+        self._require_training()
         step = self._begin()
         self._tell(learning_rate)
         self._finish(step, step.no_gradients())
@@ -461,3 +471,77 @@ class SampledSoftmax(nn.Module, ABC):
         step.end()
         self._current = None
         self.num_steps += 1
+
+    def _require_training(self) -> None:
+        """Raises ValueError in eval mode."""
+        if not self.training:
+            raise ValueError("the head is in eval mode, in which it does not train: call train(), or evaluate(...)")
+
+    # ---- looking
+
+    @torch.no_grad()
+    def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
+        """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
+
+        All ranks call it, each with any number of its own images; each returns the means over all of them. It reads
+        the rows of all the classes that it compares, some at a time: give all images at once.
+
+        Args:
+            embeddings: float (b, D).
+            ids: integers (b,), the class of each, or (b, P) as in `forward`.
+            classes: among which an image's own is to be found: "all", the most "recent" ones that a step would have
+                (with those of all images), or integers (n,), the same on every rank.
+
+        Raises:
+            ValueError: shapes, devices or classes that do not fit.
+        """
+        checked = checked_ids(ids, self.spec.num_rows)
+        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+        comparison, own = self._comparison(classes, checked.reshape(len(checked), -1))
+        return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
+
+    @torch.no_grad()
+    def predict(self, embeddings: Tensor, k: int = 1, *, classes: Any = "all") -> Tensor:
+        """The `k` classes whose rows have the largest logits with each embedding, float (b, D): int64 (b, k), on the
+        CPU, in descending order. All ranks call it, each with any number of its own images. Changes nothing.
+
+        Args:
+            classes: those to choose among, as in `evaluate`.
+
+        Raises:
+            ValueError: shapes or devices that do not fit, or fewer than `k` classes.
+        """
+        check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
+        comparison, own = self._comparison(classes, np.zeros((len(embeddings), 0), np.int64))
+        if not 1 <= k <= comparison.num_classes:
+            raise ValueError(
+                f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
+            )
+        lengths = [len(part) for part in gathered_parts(embeddings, self._ranks)]
+        nearest = comparison.compare(embeddings, own, k=k).nearest
+        mine = nearest[sum(lengths[: self._ranks.rank]) :][: len(embeddings)]
+        return torch.from_numpy(self.order.images(mine.reshape(-1)).reshape(mine.shape))
+
+    def _comparison(self, classes: Any, ids: Int64Array) -> tuple[Comparison, Int64Array]:
+        """The rows of these classes, and those of all ranks' images, int64 (B, P), of ids int64 (b, P)."""
+        opened = self._open()
+        everyone = torch.cat(gathered_parts(torch.from_numpy(ids), opened.ranks)).numpy()
+        own = np.full(everyone.shape, -1)
+        own[everyone >= 0] = self.order.rows(everyone[everyone >= 0])
+        rows: Int64Array | None = None
+        if isinstance(classes, str):
+            if classes not in ("all", "recent"):
+                raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
+            if classes == "recent" and not self.negatives.takes_all:
+                recent, _ = self._coming.visited_before(self.num_steps)
+                rows = np.union1d(recent, own[own >= 0])
+        else:
+            given = checked_ids(classes, self.spec.num_rows)
+            if given.ndim != 1:
+                raise ValueError(f"classes must have shape (n,), got {given.shape}")
+            if len(other := np.setdiff1d(ids[ids >= 0], given)):
+                raise ValueError(
+                    f"class {other[0]} of an image is not among the classes given: add it, or leave it out"
+                )
+            rows = np.unique(self.order.rows(given))
+        return Comparison(opened, self._loss, step=self.num_steps, rows=rows), own

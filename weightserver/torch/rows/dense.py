@@ -106,12 +106,15 @@ class DenseRows:
         momentum_buffer = self._optimizer.state[self._weight].get("momentum_buffer")
         if momentum_buffer is None:  # without correction, or before the first update
             momentum_buffer = self._momentum_buffer
-        chosen = self._positions(rows)
+        chosen = to_device(self._sharding.local(rows), self._weight.device)
         return RowState(
             weight=self._weight.detach()[chosen].cpu().numpy(),
             momentum_buffer=momentum_buffer[chosen].cpu().numpy(),
             last_step=np.full(len(rows), step, np.int64),
         )
+
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        return self._weight.detach()[to_device(self._sharding.local(rows), self._weight.device)]
 
     def flush(self) -> None:
         """Does nothing: these rows are not stored outside the trainer."""

@@ -77,6 +77,10 @@ class RemoteRows:
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
         return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
 
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        self._raise_push_error()
+        return self._thread.submit(lambda: to_device(self._client.fetch(rows, step=step), self._device)).result()
+
     def flush(self) -> None:
         self._raise_push_error()
 

@@ -169,6 +169,18 @@ class ResidentRows:
         self.flush()
         return self._client.fetch_state(rows, step=step)
 
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        queued, state = self._write_back.take(rows)  # before the fetch: what is in neither is on the servers
+        slots = self._slots.find(rows)
+        is_newer = np.flatnonzero((slots >= 0) & self._changed[slots])
+        weight = to_device(self._client.fetch(rows, step=step), self._device)
+        if state is not None:
+            raw = to_device(state.weight, self._device), to_device(state.momentum_buffer, self._device)
+            weight[to_device(queued, self._device)] = self._values.corrected(*raw, state.last_step, step)
+        if len(is_newer):
+            weight[to_device(is_newer, self._device)] = self._values.peek(slots[is_newer], step)
+        return weight
+
     def close(self) -> None:
         self._arriving.close()
         self._write_back.close()

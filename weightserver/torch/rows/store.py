@@ -125,5 +125,8 @@ class RowStore(Protocol):
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
         """Any rows before update `step`, with their momentum, after all updates so far."""
 
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        """Any rows, int64 (n,), before update `step`, the next one: float32 (n, D), on the device. Changes nothing."""
+
     def close(self) -> None:
         """Ends the background threads; updates since the last flush may be lost."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weightserver import RowState, TableSpec
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
@@ -68,14 +71,31 @@ class SlotValues:
             return np.zeros(0, np.int64)
         slots = slots[idle]
         gaps = step - self.last_step[slots[~self.fresh[slots]]]
-        coefficients = self._tensor(self._rates.schedule(step).coefficients(self.last_step[slots], step))
-        (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each: Equation (3)
         chosen = self._tensor(slots)
-        weight, momentum_buffer = self.weight[chosen], self.momentum_buffer[chosen]
-        corrected = ww * weight + wu * momentum_buffer, uu * momentum_buffer + uw * weight
+        corrected = self._corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
         # All at once: a row whose correction failed half-way would be corrected twice.
         (self.weight[chosen], self.momentum_buffer[chosen]), self.last_step[slots] = corrected, step
         return gaps
+
+    def _corrected(
+        self, weight: Tensor, momentum_buffer: Tensor, last_step: Int64Array, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Weight and momentum_buffer, float32 (n, D) each, as of `step`: Equation (3)."""
+        coefficients = self._tensor(self._rates.schedule(step).coefficients(last_step, step))
+        (ww, wu), (uw, uu) = coefficients[:, :, :, None].permute(1, 2, 0, 3)  # (n, 1) each
+        return ww * weight + wu * momentum_buffer, uu * momentum_buffer + uw * weight
+
+    def corrected(self, weight: Tensor, momentum_buffer: Tensor, last_step: Int64Array, step: int) -> Tensor:
+        """Weights as of `step`, of raw rows elsewhere: float32 (n, D)."""
+        if not self._spec.correction:
+            return weight
+        corrected, _ = self._corrected(weight, momentum_buffer, last_step, step)
+        return torch.where(self._tensor(last_step < step)[:, None], corrected, weight)
+
+    def peek(self, slots: Int64Array, step: int) -> Tensor:
+        """The weights in slots, int64 (n,), as of `step`, which stay as they are: float32 (n, D)."""
+        chosen = self._tensor(slots)
+        return self.corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
 
     @torch.no_grad()
     def begin(self, slots: Int64Array, weight: Tensor) -> None:
@@ -102,5 +122,5 @@ class SlotValues:
         self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
         self.last_step[slots], self.fresh[slots] = step + 1, False
 
-    def _tensor(self, array: Int64Array | Float32Array) -> Tensor:
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
