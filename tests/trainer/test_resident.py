@@ -34,6 +34,9 @@ class WatchedClient:
         self.may_write = threading.Event()
         self.may_write.set()
 
+    def require_session(self) -> None:
+        self._client.require_session()
+
     def fetch_state(self, rows: Int64Array, **options: Any) -> RowState:
         self.fetched.append(rows)
         return self._client.fetch_state(rows, **options)
