@@ -73,6 +73,7 @@ class LocalCluster(Closing):
     ) -> None:
         if num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+        self._process = os.getpid()
         self._serve_options = list(serve_options)
         self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary else directory or "")
@@ -105,7 +106,9 @@ class LocalCluster(Closing):
         self._wait_until_serving(shard, process)
 
     def close(self) -> None:
-        """Stops the shards. Safe to repeat."""
+        """Stops the shards. Safe to repeat. In a forked process it does nothing."""
+        if self._process != os.getpid():
+            return
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()

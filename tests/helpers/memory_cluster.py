@@ -31,6 +31,7 @@ from google.protobuf.message import Message as Proto
 
 import weightserver.client.arguments
 import weightserver.client.calls
+import weightserver.client.channels
 import weightserver.client.checkpoints
 import weightserver.client.client
 import weightserver.client.connection
@@ -460,7 +461,7 @@ class MemoryCluster:
         chance = SimpleNamespace(uniform=only_here(random.Random(0).uniform, random.uniform))
         for module, name, value in (
             (
-                weightserver.client.connection,
+                weightserver.client.channels,
                 "open_channel",
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
@@ -596,6 +597,7 @@ _INTERRUPTED = {
         weightserver.client.arguments,
         weightserver.client.checkpoints,
         weightserver.client.client,
+        weightserver.client.channels,
         weightserver.client.connection,
         weightserver.client.fan_out,
         weightserver.client.rates,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,34 @@ def test_a_closed_client_says_so(cluster: LocalCluster) -> None:
     client.close()
     with pytest.raises(ValueError, match="the client is closed: make a new one"):
         client.describe()
+
+
+@pytest.mark.guard
+def test_calls_that_lose_a_race_with_close_say_so(cluster: LocalCluster, client: WeightClient) -> None:
+    """Before a call, in the middle of one, and between two attempts: never in the words of gRPC."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(5, 0.1))
+    epoch, rows = client.open_session("race"), np.arange(SPEC.num_rows)
+    ones = np.ones((SPEC.num_rows, SPEC.dim), np.float32)
+    for number in range(30):
+        own = WeightClient(cluster.addresses, retry_seconds=number % 2)
+        own.extend_schedule(0, np.full(5, 0.1))
+        own.open_session("race", join=epoch)
+
+        def call_until_closed(own: WeightClient, push: bool) -> BaseException:
+            try:
+                while True:
+                    own.push_gradients(rows, ones, step=0) if push else own.fetch(rows, step=5)
+            except (ValueError, WeightServerError) as error:
+                return error
+
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(call_until_closed, own, push) for push in (True, True, False)]
+            time.sleep(0.002 * number)
+            own.close()
+            for call in calls:
+                assert isinstance(call.result(20), ValueError)
+                assert str(call.result()) == "the client is closed: make a new one"
 
 
 @pytest.mark.guard

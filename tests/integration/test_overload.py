@@ -22,7 +22,6 @@ from tests.helpers.narrow_shard import NUM_THREADS, CrowdedShard, NarrowShard
 from tests.helpers.raw_calls import raw_channel, versioned
 from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
-from weightserver.client import connection
 from weightserver.client.security import ClientSecurity
 from weightserver.core.errors import InvalidRequestError
 from weightserver.operations.health import _serving_status
@@ -285,11 +284,9 @@ def test_a_flood_is_refused_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("num_clients", [40, pytest.param(160, marks=pytest.mark.slow)])
-def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_clients_are_served_equally(tmp_path: Path, num_clients: int) -> None:
     """They fetch as fast as they can, two at a time for 10 ms each, so that they wait for the shard and not for this
     process: first come, first served."""
-    own_connection = ("grpc.use_local_subchannel_pool", 1)  # as clients in their own processes have
-    monkeypatch.setattr(connection, "_OPTIONS", [*connection._OPTIONS, own_connection])
     rounds, rows = 12, np.arange(16)
     served, ended = [0] * num_clients, threading.Event()
 

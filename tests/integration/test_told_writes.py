@@ -20,15 +20,17 @@ GRADIENT = np.ones((1, 4), np.float32)
 @pytest.fixture
 def losing_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
     """Makes a write that every shard applies, and whose answers are lost."""
-    write = ShardConnection.write
+    original = ShardConnection.call
 
-    def lost(*arguments: Any) -> None:
-        write(*arguments)
-        raise ShardUnavailableError("the answer was lost")
+    def lost(self: ShardConnection, method: str, *arguments: Any, **options: Any) -> Any:
+        answer = original(self, method, *arguments, **options)
+        if method in ("PushGradients", "WriteState"):
+            raise ShardUnavailableError("the answer was lost")
+        return answer
 
     def make(call: Callable[[], None]) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(ShardConnection, "write", lost)
+            patch.setattr(ShardConnection, "call", lost)
             with pytest.raises(ShardUnavailableError, match="lost"):
                 call()
 

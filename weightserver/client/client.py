@@ -357,6 +357,7 @@ class WeightClient(Closing):
 
     def _require_session(self) -> Writer:
         """The writer, if it is in a session."""
+        self._shards.require_usable()
         if self._shards.data_loss is not None:
             raise DataLossError(
                 f"this client stopped writing after a loss of data ({self._shards.data_loss}); open a new session "

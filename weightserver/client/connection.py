@@ -2,29 +2,24 @@
 
 Rows that an attempt of a fetch received are kept: the next attempt asks for the others, and the budget restarts. So a
 fetch succeeds however long it takes, as long as one of its messages arrives within each attempt.
-
-The caller's own thread calls gRPC. A signal that interrupts it there may leave a lock of its channel taken for ever, so
-the channel is replaced: the attempt's outcome is unknown, and the next call has a channel of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
-from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
-from grpc.experimental import ChannelOptions
 
 from weightserver.client.calls import STATISTICS, Call, CallWatch
+from weightserver.client.channels import Channel, Channels
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
-from weightserver.client.threads import require_caller, run_for
+from weightserver.client.threads import require_caller
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
 from weightserver.core.errors import (
@@ -40,23 +35,11 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
     MARK_KEY,
-    MAX_MESSAGE_BYTES,
     ONE_MESSAGE_KEY,
     OWN_TIME_KEY,
     VERSION_KEY,
 )
 from weightserver.protocol.status import ERROR_OF_STATUS, status_of
-
-_SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
-_OPTIONS = [
-    (ChannelOptions.SingleThreadedUnaryStream, 1),  # an answer's chunks pass through no second thread
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
-]
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
@@ -66,42 +49,7 @@ _WAIT_LONGER = "wait longer with --wait-for-servers (connect_seconds)"
 Result = TypeVar("Result")
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """A channel straight to a shard, with TLS if credentials are given."""
-    if credentials is None:
-        return grpc.insecure_channel(address, _OPTIONS)
-    return grpc.secure_channel(address, credentials, _OPTIONS)
-
-
-class _Channel:
-    """A channel to a shard, and the methods called over it."""
-
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
-        self.is_in_doubt = False
-        """Whether an interrupt of its caller may have left one of its locks taken."""
-        self._channel = open_channel(address, credentials)
-        self.stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
-        self.fetch_of_one_message = self._stub(_SERVICE.methods_by_name["Fetch"], one_message=True)
-
-    def _stub(self, method: Any, *, one_message: bool = False) -> Any:
-        if method.server_streaming and not one_message:
-            kind = self._channel.unary_stream
-        elif method.client_streaming:
-            kind = self._channel.stream_unary
-        else:
-            kind = self._channel.unary_unary
-        return kind(
-            f"/{_SERVICE.full_name}/{method.name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            # Fetch answers are decoded without a copy.
-            response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
-        )
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-Attempt = Callable[[_Channel, dict[str, Any]], Result]
+Attempt = Callable[[Channel, dict[str, Any]], Result]
 
 
 class ShardConnection:
@@ -133,70 +81,73 @@ class ShardConnection:
         """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
         self.data_loss: DataLossError | None = None
         """The last one that a call raised."""
-        self._closed = False
-        self._credentials = credentials
-        self._channel = _Channel(address, credentials)
+        self._channels = Channels(address, credentials)
+        self.close = self._channels.close
 
     def identify(self, shard: int) -> None:
         """The shard at the address has said which one it is."""
         self.shard, self.name, self.label = shard, f"shard {shard} at {self.address}", str(shard)
 
-    def call(self, method: str, request: Any, *, acknowledged: str = "", rates: CarriedRates | None = None) -> Any:
-        """Makes a call of one message; returns the answer.
+    def call(
+        self,
+        method: str,
+        request: Any,
+        *,
+        rates: CarriedRates | None = None,
+        acknowledged: str = "",
+        num_rows: int = 0,
+    ) -> Any:
+        """Makes a call that is answered by one message; returns the answer.
 
         Args:
+            request: its message, whose header is given the rates; or makes the messages of an attempt from them.
+            rates: learning rates to name.
             acknowledged: a mark to send instead of the newest.
-            rates: learning rates to name in its header.
+            num_rows: number of rows that it writes.
         """
 
-        def attempt(channel: _Channel, options: dict[str, Any]) -> Any:
-            sent = request
-            if rates is not None:
+        def attempt(channel: Channel, options: dict[str, Any]) -> Any:
+            named, sent = pb.Rates() if rates is None else rates.message(self.shard), request
+            if callable(request):
+                sent = request(named)
+            elif rates is not None:
                 sent = type(request)()
                 sent.CopyFrom(request)
-                sent.header.rates.CopyFrom(rates.message(self.shard))
+                sent.header.rates.CopyFrom(named)
             answer, call = channel.stubs[method].with_call(sent, **options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
             return answer
 
-        return self._attempts(self._new_call(method), attempt, rates, acknowledged)
+        return self._attempts(self._new_call(method, num_rows=num_rows), attempt, rates, acknowledged)
 
-    def tell(self, method: str, request: Message, seconds: float) -> None:
+    def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
         with contextlib.suppress(grpc.RpcError, ValueError):
-            self._channel.stubs[method](request, timeout=seconds, metadata=self._metadata)
+            channel = self._channels.take()
+            try:
+                channel.stubs[method](request, timeout=seconds, metadata=self._metadata)
+            finally:
+                self._channels.leave(channel)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
-    def write(
-        self, method: str, messages: Callable[[pb.Rates], Iterator[Message]], rates: CarriedRates, num_rows: int
-    ) -> pb.WriteResponse:
-        """Makes a write of `num_rows` rows and returns its answer; each attempt sends new `messages`."""
-
-        def attempt(channel: _Channel, options: dict[str, Any]) -> pb.WriteResponse:
-            answer: pb.WriteResponse
-            answer, call = channel.stubs[method].with_call(messages(rates.message(self.shard)), **options)
-            if not self._note_mark(call, options):
-                raise AnswerInDoubtError
-            return answer
-
-        return self._attempts(self._new_call(method, num_rows=num_rows), attempt, rates)
-
     def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch | None:
         """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
-        time. Returns None if another thread is replacing the channel."""
-        options, channel = self._options("", call := self._new_call("Fetch", rows)), self._sound_channel()
+        time. Returns None if the client is closed meanwhile."""
+        options, channel = self._options("", call := self._new_call("Fetch", rows)), self._channels.take()
         try:
             answer = channel.stubs["Fetch"](self._next_request(like, rates, rows, options), **options)
         except ValueError:
             return None
         except BaseException:
-            channel.is_in_doubt = True
+            channel.is_useless = True
             raise
+        finally:
+            self._channels.leave(channel)
         return BegunFetch(call, answer, options)
 
     def fetch(
@@ -204,7 +155,7 @@ class ShardConnection:
     ) -> None:
         """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
 
-        def attempt(channel: _Channel, options: dict[str, Any]) -> None:
+        def attempt(channel: Channel, options: dict[str, Any]) -> None:
             nonlocal begun
             if begun is not None:
                 (_, answer, options), begun = begun, None
@@ -266,7 +217,8 @@ class ShardConnection:
             while True:
                 require_caller()
                 STATISTICS.attempted(call)
-                channel = self._sound_channel()
+                channel = self._channels.take()
+                num_arrived = call.rows.num_arrived if call.rows else 0
                 try:
                     for request in rates.missing(self.shard) if rates is not None else ():
                         list(channel.stubs["Fetch"](request, **self._options("", call)))
@@ -278,13 +230,18 @@ class ShardConnection:
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
                     self._has_answered |= not failure.is_silence
+                    self._channels.require_open()
+                    if failure.is_silence and (call.rows is None or call.rows.num_arrived == num_arrived):
+                        channel.is_useless = True
                 except (WeightServerError, CancelledError):
                     raise
                 except BaseException as error:
-                    if isinstance(error, ValueError) and channel.is_in_doubt:
-                        continue  # closed by the thread that replaced it
-                    channel.is_in_doubt = True
+                    if isinstance(error, ValueError):
+                        self._channels.require_open()
+                    channel.is_useless = True
                     raise
+                finally:
+                    self._channels.leave(channel)
                 if "num_used" in failure.fields and rates is not None:
                     rates.are_missing(self.shard, failure.fields["num_used"])
                     num_lacking += 1
@@ -306,18 +263,6 @@ class ShardConnection:
             raise
         finally:
             self.watch.ended(call)
-
-    def _sound_channel(self) -> _Channel:
-        """The channel, or a new one if an interrupt has left it in doubt."""
-        channel = self._channel
-        if channel.is_in_doubt:
-            with self._lock:
-                if self._closed:
-                    raise ValueError("the client is closed: make a new one")
-                if channel is self._channel:
-                    self._channel = _Channel(self.address, self._credentials)
-            run_for(0, [channel.close])
-        return self._channel
 
     @staticmethod
     def _note_failure(call: Call, failure: Failure) -> None:
@@ -379,13 +324,6 @@ class ShardConnection:
             if before == sent or is_earlier(before, mark):
                 self.acknowledged = mark
             return self.acknowledged == mark or is_earlier(mark, before)
-
-    def close(self) -> None:
-        """Ends calls of other threads. Their next attempts raise ValueError."""
-        with self._lock:
-            self._closed = True
-            channel = self._channel
-        channel.close()
 
 
 class BegunFetch(NamedTuple):

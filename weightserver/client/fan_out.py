@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import threads
 from weightserver.client.calls import CallWatch
+from weightserver.client.channels import CLOSED, require_process
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
 from weightserver.common.version import __version__, works_with
@@ -41,6 +43,7 @@ class Shards:
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
+        self._process = os.getpid()
 
     # ---- calls
 
@@ -77,15 +80,25 @@ class Shards:
         """The shards' names in error messages."""
         return [connection.name for connection in self.connections()]
 
-    def connections(self) -> list[ShardConnection]:
+    def require_usable(self) -> None:
+        """Raises ValueError if they are closed, or were made in a process of which this one is a fork: neither the
+        threads nor the locks of gRPC are usable here. Every call of a client passes here before it takes a lock."""
+        require_process(self._process)
         if self._closed:
-            raise ValueError("the client is closed: make a new one")
+            raise ValueError(CLOSED)
+
+    def connections(self) -> list[ShardConnection]:
+        """Raises ValueError unless they are usable."""
+        self.require_usable()
         if self._connections is None:
             self._adopt(self._connect())  # not under the lock: no caller waits for another's attempts
         return self._connections or self.connections()
 
     def close(self) -> None:
-        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
+        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat. In a
+        forked process it does nothing."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._closed = True
             connections, self._connections = self._connections or [], None

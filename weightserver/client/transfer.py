@@ -152,7 +152,9 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
         def send_to_shard(shard: int) -> pb.WriteResponse:
             header = partial(writer.header, number, step=write.step, table=table.digest)
             messages = partial(write.messages, header, by_shard[shard], table.spec.rows_per_block, borrowed)
-            return connections[shard].write(write.method, messages, rates, len(write.rows[by_shard[shard]]))
+            num_rows = len(write.rows[by_shard[shard]])
+            answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=rates, num_rows=num_rows)
+            return answer
 
         rates.are_sent()
         with BorrowedArrays() as borrowed:

@@ -8,7 +8,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from weightserver.client.connection import open_channel
+from weightserver.client.channels import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import ShardUnavailableError

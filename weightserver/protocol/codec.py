@@ -22,6 +22,8 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 MAX_MESSAGE_BYTES = 64 << 20
 """The largest message that either side accepts; bulk data is sent in messages of about `CHUNK_BYTES`."""
 CHUNK_BYTES = 1 << 20
+KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 10, 5
+"""For how long either side hears nothing during a call before it pings the other, and waits for the answer."""
 VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
 """Keys of the metadata of calls and answers; see the contract."""
 ONE_MESSAGE_KEY = "weightserver-one-message"

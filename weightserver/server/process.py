@@ -31,7 +31,12 @@ from weightserver.common.security import read_token
 from weightserver.common.version import __version__
 from weightserver.core import kernel
 from weightserver.core.errors import StorageError
-from weightserver.protocol.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from weightserver.protocol.codec import (
+    KEEPALIVE_SECONDS,
+    KEEPALIVE_TIMEOUT_SECONDS,
+    MAX_MESSAGE_BYTES,
+    MAX_REQUEST_BYTES,
+)
 from weightserver.server import service
 from weightserver.server.admission import MAX_CALLS, MAX_THREADS, CallLimiter
 from weightserver.server.config import ServerConfig
@@ -49,8 +54,6 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 _MAX_STREAMS = 128
 """Concurrent calls on one connection; the client queues further ones."""
 _HANDSHAKE_SECONDS = 10
-_KEEPALIVE_SECONDS = 60
-"""How long a connection may be silent before the server pings its peer."""
 _IDLE_SECONDS = 60
 """How long a connection may have no call; the client reconnects for its next one."""
 _FEW_DESCRIPTORS = 256
@@ -232,7 +235,10 @@ def _listening_server(config: ServerConfig) -> _Front:
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
-            ("grpc.keepalive_time_ms", 1000 * _KEEPALIVE_SECONDS),
+            ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),
+            ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_SECONDS),
+            ("grpc.keepalive_permit_without_calls", 1),  # a client's ping may come when its call has just ended
+            ("grpc.http2.min_ping_interval_without_data_ms", 1000 * KEEPALIVE_SECONDS // 2),
             ("grpc.max_connection_idle_ms", 1000 * _IDLE_SECONDS),
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -1,0 +1,86 @@
+"""What a forked process inherits: clients and clusters of its parent, which it can neither use nor harm."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
+
+SPEC = TableSpec(num_rows=100, dim=8)
+ROWS, ONES = np.arange(100), np.ones((100, 8), np.float32)
+
+
+def in_fork(call: Callable[[], object]) -> tuple[float, str]:
+    """Seconds that the call takes in a forked process, and the line that it raises there, if it does."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            began, line = time.monotonic(), ""
+            try:
+                call()
+            except (ValueError, WeightServerError) as error:
+                line = f"{type(error).__name__}: {error}"
+            os.write(writing, f"{time.monotonic() - began}\n{line}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        seconds, line = answer.read().split("\n")
+    os.waitpid(child, 0)
+    return float(seconds), line
+
+
+@pytest.mark.guard
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_cannot_use_an_inherited_client(cluster: LocalCluster, client: WeightClient) -> None:
+    """As workers of a data loader are forked: one line at once, whatever the call, and the parent goes on."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(5, 0.1))
+    client.open_session("parent")
+    client.push_gradients(ROWS, ONES, step=0)
+    before = client.fetch(ROWS, step=1)
+    calls: list[Callable[[], object]] = [
+        lambda: client.fetch(ROWS, step=1),
+        lambda: client.fetch_state(ROWS),
+        lambda: client.push_gradients(ROWS, ONES, step=1),
+        lambda: client.write_state(ROWS, ONES, ONES, 1),
+        lambda: client.checkpoint("child", step=1),
+        lambda: client.rollback("child"),
+        lambda: client.release("child"),
+        lambda: client.open_session("child"),
+        lambda: client.extend_table(200),
+        lambda: client.drop_table(),
+        client.describe,
+        client.checkpoints,
+        client.marks,
+    ]
+    with client._writer._turn:  # as another thread of the parent may hold it
+        for call in calls:
+            seconds, line = in_fork(call)
+            assert line.startswith(f"ValueError: this client was made in another process ({os.getpid()}) and"), line
+            assert seconds < 1
+    seconds, line = in_fork(client.close)
+    assert (line, seconds < 1) == ("", True)
+
+    def use_an_own_client() -> None:
+        with WeightClient(cluster.addresses) as own:
+            assert np.array_equal(own.fetch(ROWS, step=1), before)
+
+    assert in_fork(use_an_own_client)[1] == ""
+    assert np.array_equal(client.fetch(ROWS, step=1), before)
+    client.push_gradients(ROWS, ONES, step=1)
+    assert client.describe().clock == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_does_not_close_the_cluster() -> None:
+    with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
+        assert in_fork(cluster.close)[1] == ""
+        assert Path(cluster.directory / "shard-0" / "data.mdb").exists()
+        client.create_table(SPEC)
