@@ -63,7 +63,7 @@ TRAINED = [*product((1, 2, ALL), ("generated", "decoded"), ("float32", "bfloat16
 
 @pytest.mark.parametrize(
     ("num_gpus", "images", "precision"),
-    on_gpus(TRAINED, [(1, "decoded", "bfloat16"), (2, "generated", "float32")]),
+    on_gpus(TRAINED, [(2, "generated", "float32")]),
 )
 def test_losses_are_those_of_the_cpu(num_gpus: int, images: str, precision: str, gpus: Gpus, tmp_path: Path) -> None:
     """bfloat16: by no more than twice what it differs from float32 on the CPU."""
@@ -85,7 +85,7 @@ RESUMED = [(1, -1), (-1, 1), (1, 1), (1, 2), (2, 1), (2, -1), (-1, 2), (ALL, 1),
 """Numbers of GPUs before and after; -1 is the CPU."""
 
 
-@pytest.mark.parametrize(("before", "after"), on_gpus(RESUMED, [(2, -1), (-1, 2)]))
+@pytest.mark.parametrize(("before", "after"), on_gpus(RESUMED, [(2, -1)]))
 def test_a_killed_run_is_resumed_elsewhere(before: int, after: int, gpus: Gpus, tmp_path: Path) -> None:
     settings = settings_of("generated", tmp_path, checkpoint_every=CHECKPOINT_EVERY)
     output = tmp_path / "run"
@@ -103,7 +103,7 @@ def test_a_killed_run_is_resumed_elsewhere(before: int, after: int, gpus: Gpus, 
 STEADY = [*product((1, 2, ALL), ("generated", "decoded"))]
 
 
-@pytest.mark.parametrize(("num_gpus", "images"), on_gpus(STEADY, [(1, "decoded"), (2, "generated")]))
+@pytest.mark.parametrize(("num_gpus", "images"), on_gpus(STEADY, [(1, "decoded")]))
 def test_a_steady_step_waits_for_nothing(num_gpus: int, images: str, gpus: Gpus, tmp_path: Path) -> None:
     """Steps that log nothing and take no checkpoint; rows enter and leave meanwhile."""
     settings = settings_of(images, tmp_path, log_every=NUM_STEPS, device="cuda")
@@ -125,7 +125,7 @@ def test_each_rank_uses_its_own_gpu_alone(num_gpus: int, gpus: Gpus, tmp_path: P
     ]
 
 
-@pytest.mark.parametrize("num_gpus", [*on_gpus([(1,), (2,), (ALL,)], [(1,)])])
+@pytest.mark.parametrize("num_gpus", on_gpus([(1,), (2,), (ALL,)], []))
 def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
     ranks = number_of(gpus, num_gpus)
     settings = settings_of("decoded", tmp_path, device="cuda", deterministic=True)
@@ -139,9 +139,9 @@ def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_
     assert one == two
 
 
-@pytest.mark.parametrize("num_gpus", [*on_gpus([(1,), (2,)], [(1,)])])
+@pytest.mark.parametrize("num_gpus", on_gpus([(1,), (2,)], []))
 def test_a_compiled_encoder_trains_like_another(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
-    """On pretended GPUs nothing is compiled: torch.compile leaves alone what runs in a dispatch mode, as they do."""
+    """Not on pretended GPUs: torch.compile leaves alone what runs in a dispatch mode, as they do."""
     ranks = number_of(gpus, num_gpus)
     settings = settings_of("generated", tmp_path, device="cuda")
     for compiled in (False, True):

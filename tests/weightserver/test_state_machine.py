@@ -905,8 +905,6 @@ def machine() -> Iterator[Machine]:
 
 PUSH = Action("push", (0, 2), 0)
 """To both shards."""
-HALVE = Action("extend_schedule", name="half", number=99)
-"""Gives the client half of the learning rates of all unused steps."""
 
 
 def interrupted(wait: int) -> Plan:
@@ -978,20 +976,6 @@ def test_rows_that_another_client_rolled_back_are_not_those_of_a_failed_write(ma
     machine.same()
 
 
-def test_a_write_that_a_wrong_directory_refused_counts_once(machine: Machine) -> None:
-    """Its request arrives a second time when the right directory is back; then the caller repeats the write."""
-    (writer,) = machine.writers
-    machine.serve_a_wrong_directory(0, "empty", [(1, Action("push", (0,)), Plan((), False, (), None))])
-    (push,) = [message for message in machine.cluster.messages if message.method == "PushGradients"]
-    with machine.cluster.running(Run()):
-        machine.cluster.arrive(push)
-    machine.catch_up()
-    machine.perform(writer, Action("open_session"))
-    machine.perform(writer, Action("repeat"))
-    assert not writer.failed
-    machine.same()
-
-
 def test_failed_writes_are_repeated_after_another_clients_session(machine: Machine) -> None:
     """One of two shards has applied it, the other one refuses it until there is a session again."""
     (writer,) = machine.writers
@@ -1002,21 +986,6 @@ def test_failed_writes_are_repeated_after_another_clients_session(machine: Machi
     machine.perform(writer, Action("open_session"))
     machine.perform(writer, Action("repeat"))
     assert not writer.failed
-    machine.same()
-
-
-def test_an_attempt_in_doubt_before_a_refusal(machine: Machine) -> None:
-    """Another client opens a session between two attempts: the first may have been applied, the second is refused."""
-    (writer,) = machine.writers
-    other = machine.new_writer()
-    machine.cluster.threads.start(lambda: machine.perform(other, Action("open_session"), beside=True))
-    machine.perform(
-        writer, Action("push", (0,)), Plan((Fate.UNHEARD,), True, (False, False, False, True), None), beside=True
-    )
-    machine.threads_go_on()
-    assert writer.failed
-    machine.perform(writer, Action("join_session"))
-    machine.perform(writer, Action("repeat"))
     machine.same()
 
 
@@ -1076,44 +1045,6 @@ def test_a_write_given_up_by_a_rollback_has_no_late_effect(machine: Machine) -> 
     machine.same()
 
 
-def test_the_first_write_decides_a_learning_rate(machine: Machine) -> None:
-    """The other client's calls are refused until it takes over what was used."""
-    (writer,) = machine.writers
-    other = machine.new_writer()
-    machine.perform(other, Action("join_session"))
-    machine.perform(other, GIVE_ALL)
-    machine.perform(other, HALVE)
-    machine.perform(other, PUSH)
-    machine.perform(writer, PUSH)
-    assert "the learning rate of step 0 is 0.2 and was used, not 0.4" in str(machine.told)
-    machine.perform(writer, Action("fetch", (0, 2), 1))
-    assert isinstance(machine.told, TableMismatchError)
-    machine.perform(writer, Action("describe"))
-    assert len(writer.rates) == 1
-    machine.perform(writer, Action("repeat"))
-    assert not writer.failed
-    machine.same()
-
-
-def test_two_writers_that_give_different_learning_rates_to_two_shards_are_told(machine: Machine) -> None:
-    (writer,) = machine.writers
-    machine.perform(writer, Action("checkpoint", name="a"))
-    other = machine.new_writer()
-    machine.perform(other, Action("join_session"))
-    machine.perform(other, GIVE_ALL)
-    machine.perform(other, HALVE)
-    machine.perform(writer, Action("push", (0,), 0))
-    machine.perform(other, Action("push", (2,), 0))
-    for call in (Action("describe"), Action("checkpoint", name="b", step=1)):
-        machine.perform(writer, call)
-        assert "have used different learning rates for step 0, 0.2 and 0.4" in str(machine.told)
-    machine.perform(writer, Action("rollback"))
-    machine.perform(writer, PUSH)
-    machine.perform(writer, Action("describe"))
-    assert machine.told is None
-    machine.same()
-
-
 @pytest.mark.parametrize("fate", [Fate.UNHEARD, Fate.LATE])
 def test_learning_rates_of_a_write_in_doubt_stay(machine: Machine, fate: Fate) -> None:
     """Otherwise its repetition could move the rows of one shard by others."""
@@ -1122,17 +1053,6 @@ def test_learning_rates_of_a_write_in_doubt_stay(machine: Machine, fate: Fate) -
     machine.perform(writer, Action("extend_schedule", step=-99, name="half"))
     assert "the learning rate of step 0 is 0.4 and was used" in str(machine.told)
     machine.perform(writer, Action("repeat"))
-    assert machine.told is None
-    machine.same()
-
-
-def test_a_shard_that_restarts_gets_what_a_fetch_had_brought(machine: Machine) -> None:
-    (writer,) = machine.writers
-    fetch = Action("fetch", (0, 2), HORIZON)
-    for _ in range(2):
-        machine.perform(writer, fetch)
-        machine.perform(writer, fetch)
-        machine.restart(0)
     assert machine.told is None
     machine.same()
 
@@ -1157,14 +1077,4 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
         machine.catch_up()
     assert not writer.failed
     assert [len(shard.given_up) for shard in machine.shards] == [1, 1]
-    machine.same()
-
-
-def test_a_thread_that_waits_for_its_turn_may_be_interrupted(machine: Machine) -> None:
-    (writer,) = machine.writers
-    machine.cluster.threads.start(lambda: machine.perform(writer, PUSH, beside=True))
-    machine.perform(writer, PUSH, Plan((), True, (True,), None), beside=True)
-    assert len(writer.failed) == 1
-    machine.perform(writer, Action("repeat"))
-    assert not writer.failed
     machine.same()
