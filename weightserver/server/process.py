@@ -160,7 +160,10 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
     publish_shard(front.metrics.registry, shard)
     publish_health(front.metrics.registry, healthy)
     metrics_address = _serve_metrics(config, front.metrics, healthy)
-    front.add_health(healthy, reflect=config.reflection)
+    healthy.add_to_server(front.server)
+    healthy.look()
+    if config.reflection:
+        reflection.enable_server_reflection((service.NAME, reflection.SERVICE_NAME), front.server)
     committer = Committer(shard.batch, front.metrics.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:
@@ -206,14 +209,6 @@ class _Front:
     metrics: ShardMetrics
     memory: RequestMemory
     limiter: CallLimiter
-
-    def add_health(self, healthy: ShardHealth, *, reflect: bool) -> None:
-        """Adds the health service, and with `reflect` reflection, to the server."""
-        healthy.add_to_server(self.server)
-        healthy.look()
-        if reflect:
-            names = (service.NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self.server)
 
 
 def _listening_server(config: ServerConfig) -> _Front:

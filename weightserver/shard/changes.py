@@ -9,11 +9,15 @@ from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.core.errors import FencedError, InvalidRequestError, StepError, TableMismatchError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.shard import checkpoints, sessions, writing
+from weightserver.shard import checkpoints, writing
 from weightserver.shard.sessions import check_epoch, session_of
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
 from weightserver.storage.records import State, truncate_schedule, write_spec
+
+MAX_EPOCH_STEP = 1 << 20
+"""How far a session may lie beyond the shard's newest: others may have been opened on other shards only, or before a
+restore."""
 
 
 class ShardChange(WriteTransaction):
@@ -95,17 +99,30 @@ class ShardChange(WriteTransaction):
         force: bool = False,
         take_over: bool = False,
     ) -> None:
-        """Starts `epoch` and fences every older one; see `sessions.opened`. A repeated attempt changes nothing.
+        """Starts `epoch` and fences every older one. A repeated attempt changes nothing.
+
+        With `force` the timeline becomes the shard's own, until the next rollback: no other session then mistakes the
+        shards for ones that had a common state.
 
         Raises:
+            FencedError: the epoch is not newer.
+            InvalidRequestError: the epoch lies too far ahead.
             SessionInUseError: without `take_over`, if a live run holds the newest session.
         """
-        state = sessions.opened(self.state, name, epoch, session_id, force=force)
-        if state is self.state:
+        state = self.state
+        if epoch == state.epoch and session_id.hex() == state.session_id:
             return
+        if epoch <= state.epoch:
+            raise FencedError(f"epoch {epoch} is not newer than {session_of(state)}: open the session again")
+        if epoch > state.epoch + MAX_EPOCH_STEP:
+            raise InvalidRequestError(
+                f"epoch {epoch} is far beyond {session_of(state)}: open the one that follows the newest of all shards"
+            )
         if not take_over:
-            self.lease.require_free(bytes.fromhex(self.state.session_id), self.state.run)
-        self.state, self.peers = state, peers or self.peers
+            self.lease.require_free(bytes.fromhex(state.session_id), state.run)
+        timeline = os.urandom(16).hex() if force else state.timeline
+        self.state = replace(state, epoch=epoch, session_id=session_id.hex(), run=name, timeline=timeline)
+        self.peers = peers or self.peers
 
     # ---- rows and checkpoints
 

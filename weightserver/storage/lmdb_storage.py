@@ -279,7 +279,8 @@ class LmdbStorage:
         """Frees the snapshots of processes that died while they read: the file would grow. Looks at the others."""
         if time.monotonic() >= self._next_reader_check:
             self._env.reader_check()
-            self.disk_usage()
+            with contextlib.suppress(OSError):  # of the volume: the write itself may succeed
+                self.disk_usage()
             self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
 
     def _touch(self, keys: list[bytes]) -> None:
