@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,9 +83,9 @@ class BlockCodec:
         self._spec, self.dim = spec, spec.dim
         self.precision = precision_of(spec)
         rows, self._group_rows = spec.rows_per_block, rows_per_group(spec)
-        self._num_groups = -(-rows // self._group_rows)
+        ends = [*range(0, rows, self._group_rows), rows]
         self._start = _START.pack(spec.value_bytes, rows, spec.dim)
-        self._fields = np.dtype(
+        fields = np.dtype(
             [
                 ("start", "V8"),
                 ("root", "<u8"),
@@ -92,12 +93,19 @@ class BlockCodec:
                 ("last_step", "<i8", (rows,)),
                 ("weight", self.precision.dtype, (rows, spec.dim)),
                 ("momentum_buffer", self.precision.dtype, (rows, spec.dim)),
-                ("groups", "<u8", (self._num_groups,)),
+                ("groups", "<u8", (len(ends) - 1,)),
             ]
         )
-        self.num_bytes = self._fields.itemsize
-        self.offsets = {name: field[1] for name, field in (self._fields.fields or {}).items()}
+        self.num_bytes = fields.itemsize
+        places = (fields.fields or {}).items()
+        self.offsets = {name: place[1] for name, place in places}
         """Where each of these begins in a block, in bytes."""
+        size, starts = spec.value_bytes * spec.dim, (self.offsets["weight"], self.offsets["momentum_buffer"])
+        self._groups = [
+            [slice(start + size * first, start + size * end) for start in starts] for first, end in pairwise(ends)
+        ]
+        """Where the weights and the momentum buffers of each group are, in bytes."""
+        self._types = {name: (place[0].shape, place[0].base) for name, place in places}
 
     def initial(self, block: int) -> bytearray:
         """An unsealed block whose rows hold their initial values; none is marked as written."""
@@ -145,15 +153,14 @@ class BlockCodec:
         return Block(*[self._array(name, buffer) for name in Block._fields])
 
     def _array(self, name: str, buffer: Buffer) -> npt.NDArray[Any]:
-        dtype, shape = self._fields[name].subdtype or (self._fields[name], ())
-        return np.ndarray(shape, dtype, buffer, self.offsets[name])
+        return np.ndarray(*self._types[name], buffer, self.offsets[name])
 
     def seal(self, block: int, write_id: int, buffer: bytearray, slots: Slots | None = None) -> None:
         """Writes the checksums and the header. With `slots`, the block was sealed and intact before, and only these
         rows have changed: other groups keep their checksums."""
-        checksums, values = self._array("groups", buffer), self.views(buffer)
+        checksums, contents = self._array("groups", buffer), memoryview(buffer)
         for group in self._groups_of(slots):
-            checksums[group] = self._group_checksum(block, group, values)
+            checksums[group] = self._group_checksum(block, group, contents)
         buffer[: _START.size] = self._start
         self._array("root", buffer)[()] = self._root_checksum(block, write_id, buffer)
 
@@ -170,9 +177,9 @@ class BlockCodec:
             return f"holds {rows} rows of {dim} values of {value_bytes} bytes: it belongs to another table"
         if self._root_checksum(block, write_id, buffer) != self._array("root", buffer):
             return "is damaged (checksum)"
-        checksums, values = self._array("groups", buffer).tolist(), self.views(buffer)
+        checksums, contents = self._array("groups", buffer).tolist(), memoryview(buffer)
         groups = self._groups_of(slots)
-        if damaged := [group for group in groups if self._group_checksum(block, group, values) != checksums[group]]:
+        if damaged := [group for group in groups if self._group_checksum(block, group, contents) != checksums[group]]:
             return f"is damaged (checksum) in {self._rows_of(block, damaged)}"
         return ""
 
@@ -181,15 +188,15 @@ class BlockCodec:
         seed = xxhash.xxh3_64_intdigest(contents[_HEADER_BYTES : self.offsets["weight"]], seed=seed)
         return xxhash.xxh3_64_intdigest(contents[self.offsets["groups"] :], seed=seed)
 
-    def _group_checksum(self, block: int, group: int, values: Block) -> int:
-        rows = slice(group * self._group_rows, (group + 1) * self._group_rows)
-        seed = xxhash.xxh3_64_intdigest(values.weight[rows].data, seed=(block << 16) + group)
-        return xxhash.xxh3_64_intdigest(values.momentum_buffer[rows].data, seed=seed)
+    def _group_checksum(self, block: int, group: int, contents: memoryview) -> int:
+        weight, momentum_buffer = self._groups[group]
+        seed = xxhash.xxh3_64_intdigest(contents[weight], seed=(block << 16) + group)
+        return xxhash.xxh3_64_intdigest(contents[momentum_buffer], seed=seed)
 
     def _groups_of(self, slots: Slots | None) -> Iterable[int]:
         """The groups that these rows are in, or all."""
         if slots is None:
-            return range(self._num_groups)
+            return range(len(self._groups))
         if isinstance(slots, slice):
             return range(slots.start // self._group_rows, (slots.stop - 1) // self._group_rows + 1)
         return dict.fromkeys((slots // self._group_rows).tolist())
@@ -231,7 +238,10 @@ class RowBuffer:
     def copy(self, part: slice, block: Buffer, slots: Slots) -> None:
         """Fills the rows of `part` from the rows in `slots` of a block's bytes."""
         for own, stored in zip(self._arrays(), self._codec.views(block), strict=True):
-            own[part] = stored[slots]
+            if isinstance(slots, slice):
+                own[part] = stored[slots]
+            else:  # with "clip", which never happens, NumPy takes straight into `out`: half the time of an assignment
+                stored.take(slots, 0, own[part], "clip")
 
     def store(self, part: slice, block: bytearray, slots: Slots) -> None:
         """Writes the rows of `part` into `slots` of a block's bytes."""
