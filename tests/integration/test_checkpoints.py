@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
+from tests.helpers.operations import Weightserver
 from tests.helpers.stored import put
 from weightserver import (
     Checkpoint,
@@ -26,7 +27,6 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.cli import main
 from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -74,25 +74,6 @@ def test_a_checkpoint_stays_readable_and_can_be_returned_to(writer: WeightClient
     assert writer.checkpoints() == [Checkpoint("early", 1)]
     push(writer, 1, ROWS[300:800])  # and again, as if nothing had happened
     assert same(writer.fetch_state(ROWS), between)
-
-
-def test_checkpoints_survive_a_restart() -> None:
-    with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, RATES)
-        client.open_session("run")
-        push(client, 0)
-        kept = client.fetch_state(ROWS)
-        client.checkpoint("kept", step=1)
-        push(client, 1)
-        for shard in range(2):
-            cluster.processes[shard].kill()
-            cluster.processes[shard].wait()
-            cluster.restart(shard)
-        assert client.checkpoints() == [Checkpoint("kept", 1)]
-        assert same(client.fetch_state(ROWS, checkpoint="kept"), kept)
-        client.rollback("kept")
-        assert same(client.fetch_state(ROWS), kept)
 
 
 def test_bad_names_and_steps(writer: WeightClient) -> None:
@@ -281,26 +262,21 @@ def test_a_checkpoint_is_exported_while_training_continues(
 
 
 def test_the_command_line_lists_and_rolls_back(
-    writer: WeightClient, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+    writer: WeightClient, cluster: LocalCluster, weightserver: Weightserver
 ) -> None:
     push(writer, 0)
     kept = writer.fetch_state(ROWS)
     writer.checkpoint("kept", step=1)
     push(writer, 7)
 
-    def run(*arguments: str) -> tuple[int | str | None, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main([*arguments])
-        return stopped.value.code, *capsys.readouterr()
-
-    assert run("checkpoints", *cluster.addresses) == (0, "kept\tstep 1\n", "")
-    status, _, error = run("rollback", "lost", *cluster.addresses)
+    assert weightserver("checkpoints", *cluster.addresses) == (0, "kept\tstep 1\n", "")
+    status, _, error = weightserver("rollback", "lost", *cluster.addresses)
     assert (status, error.count("\n")) == (1, 1)
     assert "no checkpoint 'lost' on all shards" in error
-    status, _, error = run("rollback", "kept", *cluster.addresses)
+    status, _, error = weightserver("rollback", "kept", *cluster.addresses)
     assert status == 1
     assert "would undo run 'checkpoints' from step 8 to 1: give --yes" in error
-    assert run("rollback", "kept", *cluster.addresses, "--yes") == (0, "rolled back to step 1\n", "")
+    assert weightserver("rollback", "kept", *cluster.addresses, "--yes") == (0, "rolled back to step 1\n", "")
     assert same(writer.fetch_state(ROWS), kept)
     with pytest.raises(FencedError):
         push(writer, 8)

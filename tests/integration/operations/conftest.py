@@ -7,25 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.helpers.operations import ROWS, Table, Weightserver, make_table, targets_in
+from tests.helpers.operations import ROWS, Table, make_table, targets_in
 from weightserver import LocalCluster, WeightClient
-from weightserver.cli import main
 from weightserver.operations import backup as backups
 from weightserver.storage import directory as owner_files
 from weightserver.storage import shard_builder
-
-
-@pytest.fixture
-def weightserver(capsys: pytest.CaptureFixture[str]) -> Weightserver:
-    """Runs a command; returns its exit status, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int | str | None, str, str]:
-        capsys.readouterr()  # discards earlier output
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        return stopped.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(autouse=True)
