@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.commands import weightserver
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.server.health import ShardHealth
@@ -29,12 +29,6 @@ def asked(cluster: LocalCluster, path: str = "/healthz") -> tuple[int, str]:
     """Exit status and output of the probe."""
     host, _, port = cluster.metrics_addresses[0].rpartition(":")
     done = subprocess.run([PROBE, host, port, path], capture_output=True, text=True, timeout=20, check=False)
-    return done.returncode, done.stdout.strip()
-
-
-def by_grpc(cluster: LocalCluster) -> tuple[int, str]:
-    command = [sys.executable, "-m", "weightserver", "health", cluster.addresses[0]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout.strip()
 
 
@@ -64,7 +58,7 @@ def test_a_shard_whose_pages_are_scrambled_is_not_serving(tmp_path: Path) -> Non
             client.push_gradients(ROWS, ONES, step=1)
         status, said = asked(cluster)
         assert (status, said.partition(":")[0]) == (1, "NOT_SERVING")
-        assert by_grpc(cluster) == (1, "NOT_SERVING")
+        assert weightserver("health", cluster.addresses[0])[:2] == (1, "NOT_SERVING\n")
         assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 0
     assert '"event": "not serving' in (tmp_path / "shard-0.log").read_text()
 

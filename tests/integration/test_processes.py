@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.commands import weightserver
 from tests.helpers.failpoints import DyingCluster
 from tests.helpers.raw_calls import raw_channel
 from tests.helpers.watching import metric, once_within, wait_until
@@ -30,12 +31,6 @@ from weightserver.protocol.codec import rows_to_proto
 SPEC = TableSpec(num_rows=200_000, dim=32)
 
 
-def health(address: str, timeout_seconds: float = 30) -> tuple[int, str]:
-    command = [sys.executable, "-m", "weightserver", "health", address, "--timeout-seconds", str(timeout_seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout.strip()
-
-
 MOVED = (
     'weightserver_rows_total{operation="fetch"}',
     'weightserver_rows_total{operation="push"}',
@@ -44,7 +39,7 @@ MOVED = (
 
 
 def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None:
-    assert health(cluster.addresses[0]) == (0, "SERVING")
+    assert weightserver("health", cluster.addresses[0]) == (0, "SERVING\n", "")
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(17, 0.1))
     client.open_session("metrics")
@@ -105,7 +100,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in (tmp_path / "shard-0.log").read_text())
-            assert health(cluster.addresses[0], timeout_seconds=0.5)[0] == 1
+            assert weightserver("health", cluster.addresses[0], "--timeout-seconds", 0.5)[0] == 1
             with pytest.raises(ShardUnavailableError):
                 client.fetch([1], step=0)
             assert cluster.processes[0].poll() is None, "the running fetch was cut off"
@@ -184,7 +179,7 @@ def test_nobody_takes_the_ports_of_a_dead_shard() -> None:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
                 other.bind((host, int(port)))
         cluster.restart(0)
-        assert health(cluster.addresses[0]) == (0, "SERVING")
+        assert weightserver("health", cluster.addresses[0]) == (0, "SERVING\n", "")
 
 
 @pytest.mark.guard

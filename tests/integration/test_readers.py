@@ -10,6 +10,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.helpers.commands import weightserver
 from tests.helpers.stored import put
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -96,19 +97,8 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
             found = {one["pid"]: one for one in inspect_directory(tmp_path / "shard-0")["processes"]}
             assert found.keys() == {shard, reader.pid}
             assert "import lmdb, sys" in found[reader.pid]["command"]
-            command = [
-                sys.executable,
-                "-m",
-                "weightserver",
-                "top",
-                address,
-                "--count",
-                "1",
-                "--interval-seconds",
-                "0.1",
-            ]
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-            assert f"shard 0 of 1: process {reader.pid} reads a state " in shown
+            shown = weightserver("top", address, "--count", 1, "--interval-seconds", 1)
+            assert f"shard 0 of 1: process {reader.pid} reads a state " in shown[1]
             reader.communicate()
         wait_until(lambda: metric(address, "weightserver_reader_pid") == 0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.helpers import commands
 from tests.helpers.comparing import same
 from tests.helpers.rounding_model import RoundedRows
 from tests.helpers.row_model import schedule
@@ -136,7 +135,7 @@ def test_operations_on_tables_of_bfloat16(tmp_path: Path) -> None:
     """Checkpoint, extension, backup, a lost shard restored, rollback, compaction, export and reshard."""
 
     def weightserver(*arguments: object) -> None:
-        subprocess.run([sys.executable, "-m", "weightserver", *map(str, arguments)], check=True, capture_output=True)
+        assert commands.weightserver(*arguments)[0] == 0
 
     directory, compacted, restored = (tmp_path / name for name in ("old", "compacted", "restored"))
     with LocalCluster(2, directory) as cluster, WeightClient(cluster.addresses) as client:

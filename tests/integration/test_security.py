@@ -8,8 +8,6 @@ import re
 import socket
 import ssl
 import stat
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -28,6 +26,7 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.helpers.commands import weightserver
 from tests.helpers.secure_shards import Served, served
 from tests.helpers.watching import metric, page
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
@@ -43,13 +42,6 @@ SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
 SECONDS = 40.0
 """Calls that cannot succeed fail long before the time for retrying a shard that is down."""
-
-
-def weightserver(*arguments: str | Path) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of a command that ends by itself."""
-    command = [sys.executable, "-m", "weightserver", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout, done.stderr
 
 
 @dataclass(frozen=True)
@@ -284,11 +276,8 @@ def test_a_proxy_of_the_environment_does_not_get_the_token(place: Place) -> None
         environment |= dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), proxy)
         environment[TOKEN_VARIABLE] = (place.own / "token").read_text()
         for command in ("checkpoints", "health"):
-            done = subprocess.run(
-                [sys.executable, "-m", "weightserver", command, place.shards["plain"].address],
-                env=environment, capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
+            status, _, errors = weightserver(command, place.shards["plain"].address, environment=environment)
+            assert status == 0, errors
         assert asked == []
         listener.shutdown(socket.SHUT_RDWR)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import threading
 from collections import defaultdict
 
@@ -13,13 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.helpers.commands import weightserver
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.top import Sample, quantile, view
-
-
-def top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weightserver", "top", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.99])
@@ -53,20 +47,22 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        shown = top(*cluster.metrics_addresses, "127.0.0.1:1", "--count", "1", "--interval-seconds", "4")
+        status, shown, errors = weightserver(
+            "top", *cluster.metrics_addresses, "127.0.0.1:1", "--count", "1", "--interval-seconds", "4"
+        )
     finally:
         stop.set()
         reader.join()
-    assert shown.returncode == 0, shown.stderr
+    assert status == 0, errors
     for shard in (0, 1):
-        traffic, holds = re.findall(rf"^ {shard} of 2 +(.*\S) *$", shown.stdout, re.MULTILINE)
+        traffic, holds = re.findall(rf"^ {shard} of 2 +(.*\S) *$", shown, re.MULTILINE)
         fetches, rows, *_ = (float(value.replace(",", "")) for value in traffic.split()[:3])
         assert fetches > 1
         assert rows == pytest.approx(50 * fetches, rel=0.2, abs=60)  # half of 100 rows on each
         p50, p99 = re.findall(r"([\d.]+) ms", traffic)[:2]
         assert 0 < float(p50) <= float(p99)
         assert re.match(rf"42 +{epoch} +500 +1, to 42 +\d[\d.]* [kM]B +", holds), holds
-    assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown.stdout
+    assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown
 
 
 @pytest.mark.guard
@@ -80,10 +76,9 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
     ],
 )
 def test_top_rejects_invalid_arguments_in_one_line(arguments: list[str], message: str) -> None:
-    shown = top(*arguments)
-    assert shown.returncode == 1
-    assert shown.stderr.startswith(f"weightserver top: {message}")
-    assert shown.stderr.count("\n") == 1
+    status, _, errors = weightserver("top", *arguments)
+    assert (status, errors.count("\n")) == (1, 1)
+    assert errors.startswith(f"weightserver top: {message}")
 
 
 def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:

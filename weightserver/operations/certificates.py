@@ -7,8 +7,8 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 from cryptography import x509
@@ -42,75 +42,54 @@ def write_certificates(
     if not 1 <= days <= MAX_DAYS:
         raise ValueError(f"days must lie in 1..{MAX_DAYS}, got {days}")
     start = start or datetime.now(UTC)
-    authority_key, server_key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
-    end = start + timedelta(days=days)
-    authority = _Authority(f"weightserver CA {secrets.token_hex(4)}", authority_key, start, end)
+    period = start - _CLOCK_SKEW, start + timedelta(days=days)
+    leaf, signs = x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature")
     names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
-    contents = {
-        "ca.pem": authority.own_certificate(),
-        "ca-key.pem": _private(authority_key),
-        "server.pem": authority.certificate("weightserver", server_key, ExtendedKeyUsageOID.SERVER_AUTH, names),
-        "server-key.pem": _private(server_key),
-        "client.pem": authority.certificate("weightserver client", client_key, ExtendedKeyUsageOID.CLIENT_AUTH),
-        "client-key.pem": _private(client_key),
-        "token": secrets.token_urlsafe(32).encode() + b"\n",
+    authority = f"weightserver CA {secrets.token_hex(4)}"
+    wanted: dict[str, tuple[str, list[x509.ExtensionType]]] = {
+        "ca": (authority, [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]),
+        "server": ("weightserver", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), names]),
+        "client": ("weightserver client", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]),
     }
-    with atomic_directory(directory) as new:
-        for name, content in contents.items():
-            is_secret = name == "token" or name.endswith("-key.pem")
-
-            def write(path: Path, content: bytes = content) -> None:
-                path.write_bytes(content)
-
-            atomic_write(new / name, write, mode=0o600 if is_secret else 0o644)
-    return end
-
-
-@dataclass(frozen=True)
-class _Authority:
-    """A CA, whose certificates are valid from `start` to `end`."""
-
-    name: str
-    key: ec.EllipticCurvePrivateKey
-    start: datetime
-    end: datetime
-
-    def own_certificate(self) -> bytes:
-        """The CA's own certificate, PEM."""
-        is_ca = x509.BasicConstraints(ca=True, path_length=0)
-        return self._sign(self.name, self.key, critical=[is_ca, _key_usage("key_cert_sign", "crl_sign")], others=[])
-
-    def certificate(
-        self, name: str, key: ec.EllipticCurvePrivateKey, usage: x509.ObjectIdentifier, *more: x509.ExtensionType
-    ) -> bytes:
-        """A server's or client's certificate, PEM."""
-        is_leaf = x509.BasicConstraints(ca=False, path_length=None)
-        usages = x509.ExtendedKeyUsage([usage])
-        return self._sign(name, key, critical=[is_leaf, _key_usage("digital_signature")], others=[usages, *more])
-
-    def _sign(
-        self,
-        name: str,
-        key: ec.EllipticCurvePrivateKey,
-        *,
-        critical: list[x509.ExtensionType],
-        others: list[x509.ExtensionType],
-    ) -> bytes:
-        """Signs a certificate with these extensions."""
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(_name(name))
-            .issuer_name(_name(self.name))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(self.start - _CLOCK_SKEW)
-            .not_valid_after(self.end)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
+    keys = {file: ec.generate_private_key(ec.SECP256R1()) for file in wanted}
+    contents = {"token": secrets.token_urlsafe(32).encode() + b"\n"}
+    for file, (name, extensions) in wanted.items():
+        contents[f"{file}.pem"] = _certificate(name, keys[file], authority, keys["ca"], period, extensions)
+        contents[f"{file}-key.pem"] = keys[file].private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        for extension in critical + others:
-            builder = builder.add_extension(extension, critical=extension in critical)
-        return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    with atomic_directory(directory) as new:
+        for file, content in contents.items():
+            mode = 0o600 if file == "token" or file.endswith("-key.pem") else 0o644
+            atomic_write(new / file, partial(Path.write_bytes, data=content), mode=mode)
+    return period[1]
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePrivateKey,
+    authority: str,
+    authority_key: ec.EllipticCurvePrivateKey,
+    period: tuple[datetime, datetime],
+    extensions: list[x509.ExtensionType],
+) -> bytes:
+    """A certificate of the CA, PEM."""
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(_name(name))
+        .issuer_name(_name(authority))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(period[0])
+        .not_valid_after(period[1])
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+    )
+    for extension in extensions:
+        builder = builder.add_extension(
+            extension, critical=isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        )
+    return builder.sign(authority_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -132,12 +111,6 @@ def _key_usage(*uses: str) -> x509.KeyUsage:
     names = "digital_signature content_commitment key_encipherment data_encipherment key_agreement"
     names += " key_cert_sign crl_sign encipher_only decipher_only"
     return x509.KeyUsage(**{name: name in uses for name in names.split()})
-
-
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
 
 
 # ---- the command

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import commands
 from tests.helpers.comparing import same
 from tests.helpers.operations import ROWS, Table, Weightserver, assert_one_line, dies, make_table, no_room, push
 from weightserver import LocalCluster, RowState, StorageError, WeightClient
@@ -64,10 +65,9 @@ def test_a_compacted_directory_holds_the_same_in_less_space(weightserver: Weight
 
 def served_in_between(source: Path) -> str:
     """The error of a supervisor's `serve` of the directory."""
-    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(source), "--listen", "127.0.0.1:0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    return done.stderr
+    status, _, errors = commands.weightserver("serve", "--data-dir", source, "--listen", "127.0.0.1:0")
+    assert (status, errors.count("\n")) == (1, 1), errors
+    return errors
 
 
 COPY, TOMBSTONE, RENAME = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import commands
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.operations import (
     NUM_STORED,
@@ -179,10 +178,10 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
     text = json.dumps({"format": "0.3", "sha256": manifest.digest, "backup": asdict(manifest)})
     (certified / "manifest.json").write_text(text)
     fails("is damaged (checksum) in rows ", source=certified, target=tmp_path / "certified")
-    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "new"), "--num-shards", "2"]
-    refused = subprocess.run([*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "is unfinished: repeat the 'restore' or 'reshard' that was stopped" in refused.stderr
+    command = ["serve", "--data-dir", tmp_path / "new", "--num-shards", 2, "--listen", "127.0.0.1:0"]
+    assert_one_line(
+        commands.weightserver(*command), "is unfinished: repeat the 'restore' or 'reshard' that was stopped"
+    )
     assert weightserver("restore", good, "--data-dir", tmp_path / "new", "--shard", 0)[0] == 0
     fails("was already restored from")
     fails("holds a shard's data: give another directory", shard=1)
