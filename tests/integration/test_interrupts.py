@@ -18,8 +18,9 @@ SECONDS = 10
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize(
+    "num_shards", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.guard)]
+)
 def test_interrupts_do_not_affect_later_calls(tmp_path: Path, num_shards: int) -> None:
     """Pushes, fetches, checkpoints, opening and closing succeed when repeated; each push counts once."""
     with LocalCluster(num_shards, tmp_path) as cluster:
