@@ -31,6 +31,11 @@ class WeightServerError(Exception):
     not_applied: bool = False
     """Whether the error proves that its call changed nothing on the shard."""
 
+    def __init_subclass__(cls, *, not_applied: bool | None = None) -> None:
+        super().__init_subclass__()
+        if not_applied is not None:
+            cls.not_applied = not_applied
+
     def __init__(self, message: str = "", *, row: int | None = None, step: int | None = None) -> None:
         super().__init__(message)
         self.row = row
@@ -51,41 +56,29 @@ class ShardUnavailableError(WeightServerError):
     """A shard did not answer within `retry_seconds`; within `connect_seconds` if it has never answered this client."""
 
 
-class OverloadedError(WeightServerError):
+class OverloadedError(WeightServerError, not_applied=True):
     """A shard has no room for another request now; trying again later may succeed."""
 
-    not_applied = True
 
-
-class ClusterError(WeightServerError):
+class ClusterError(WeightServerError, not_applied=True):
     """The addresses do not make one complete cluster: a shard is missing, given twice, or of another cluster."""
 
-    not_applied = True
 
-
-class NoTableError(WeightServerError):
+class NoTableError(WeightServerError, not_applied=True):
     """The shard holds no table yet, or no checkpoint of that name."""
 
-    not_applied = True
 
-
-class TableMismatchError(WeightServerError):
+class TableMismatchError(WeightServerError, not_applied=True):
     """The existing table has another spec or schedule than the request."""
 
-    not_applied = True
 
-
-class InvalidRequestError(WeightServerError):
+class InvalidRequestError(WeightServerError, not_applied=True):
     """An invalid shape, dtype, row or value."""
 
-    not_applied = True
 
-
-class StepError(WeightServerError):
+class StepError(WeightServerError, not_applied=True):
     """A step beyond the schedule, before an update that the row has already seen, or after one in which SGD makes the
     row infinite or NaN."""
-
-    not_applied = True
 
 
 class MissingRatesError(StepError):
@@ -100,22 +93,16 @@ class MissingRatesError(StepError):
         """Number of learning rates that the shard has stored."""
 
 
-class FencedError(WeightServerError):
+class FencedError(WeightServerError, not_applied=True):
     """The writer's session was superseded by a newer one, or no session was opened."""
 
-    not_applied = True
 
-
-class SessionInUseError(WeightServerError):
+class SessionInUseError(WeightServerError, not_applied=True):
     """A run that is alive holds the newest session; another one may take it over."""
 
-    not_applied = True
 
-
-class AuthenticationError(WeightServerError):
+class AuthenticationError(WeightServerError, not_applied=True):
     """A call without the shard's token; retries do not help."""
-
-    not_applied = True
 
 
 class StorageError(WeightServerError):
