@@ -149,7 +149,9 @@ def test_a_path_that_the_locale_cannot_spell_is_served(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     with subprocess.Popen(serve(directory), env=environment, stdout=subprocess.PIPE, text=True) as shard:
         assert shard.stdout is not None
-        assert "address" in shard.stdout.readline()
+        address = json.loads(shard.stdout.readline())["address"]
+        for arguments in (["inspect", directory], ["health", address]):
+            assert weightserver(*arguments, environment=environment)[0] == 0
         shard.terminate()
     for program in ("inspect", "verify", "compact"):
         more = ["--output", tmp_path / "kompakt-\u00fc"] if program == "compact" else []

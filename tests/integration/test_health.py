@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -120,6 +121,17 @@ def test_a_shard_whose_data_file_is_replaced_is_not_serving_until_it_is_back(tmp
         assert "was replaced" in asked(cluster)[1]
         aside.rename(data)
         assert asked(cluster) == (0, "SERVING")
+
+
+@pytest.mark.guard
+def test_a_shard_whose_data_file_is_cut_short_says_what_ends_it(tmp_path: Path) -> None:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=1) as client:
+        fill(client)
+        os.truncate(tmp_path / "shard-0/data.mdb", 8192)
+        with pytest.raises(WeightServerError):
+            client.fetch(ROWS, step=1)
+        assert cluster.processes[0].wait(20) == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in (tmp_path / "shard-0.log").read_text()
 
 
 @pytest.mark.guard

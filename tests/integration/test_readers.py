@@ -97,6 +97,7 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
             found = {one["pid"]: one for one in inspect_directory(tmp_path / "shard-0")["processes"]}
             assert found.keys() == {shard, reader.pid}
             assert "import lmdb, sys" in found[reader.pid]["command"]
+            assert 0 <= found[reader.pid]["seconds"] <= found[shard]["seconds"] < 120
             shown = weightserver("top", address, "--count", 1, "--interval-seconds", 1)
             assert f"shard 0 of 1: process {reader.pid} reads a state " in shown[1]
             reader.communicate()

@@ -130,6 +130,7 @@ def serve(config: ServerConfig) -> None:
         faulthandler.enable(all_threads=False)  # a data file that is truncated while it is mapped ends the process
     stop = _Stop()
     stop.follow(parent=config.stop_with_parent)
+    faulthandler.enable(file=2)  # a data file that is cut short ends the process by SIGBUS
     keep_large_buffers()
     _allow_many_connections()
     front = _listening_server(config)

@@ -66,17 +66,17 @@ def mapping_processes(path: Path) -> list[dict[str, Any]]:
 
     Reads what the system knows and touches neither the file nor its readers.
     """
-    inode, found = path.stat().st_ino, []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        if maps.parent.name == str(os.getpid()):
-            continue
+    inode, found = str(path.stat().st_ino).encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(
-                line.split()[4:5] == [str(inode)] and line.endswith(path.name) for line in maps.read_text().split("\n")
-            ):
-                command = maps.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                seconds = round(time.time() - maps.parent.stat().st_mtime)
-                found.append({"pid": int(maps.parent.name), "command": command[:200], "seconds": seconds})
+            maps = (process / "maps").read_bytes().splitlines()
+            mapped = any(line.split()[4:5] == [inode] and line.endswith(os.fsencode(path.name)) for line in maps)
+            if process.name == str(os.getpid()) or not mapped:
+                continue
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            started = int((process / "stat").read_bytes().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+            seconds = round(time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+            found.append({"pid": int(process.name), "command": command[:200], "seconds": seconds})
         except OSError:  # it ended, or is another user's
             continue
     return sorted(found, key=lambda process: process["pid"])
