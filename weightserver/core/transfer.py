@@ -120,11 +120,12 @@ class TransferTree:
     def products(self, start: Int64Array, stop: int) -> Float64Array:
         """M_{stop−1} ··· M_start for each start (int64 [n], any order, repeats, up to stop): [n, 4]."""
         distinct, place = np.unique(start, return_inverse=True)
-        compute = self._one_by_one if len(distinct) <= _FEW else self._together
-        return compute(distinct, stop).take(place, axis=0)
+        return self._of_distinct(distinct, stop).take(place, axis=0)
 
-    def _together(self, start: Int64Array, stop: int) -> Float64Array:
+    def _of_distinct(self, start: Int64Array, stop: int) -> Float64Array:
         """The same for distinct starts, ascending."""
+        if len(start) <= _FEW:
+            return self._one_by_one(start, stop)
         place, end = start, len(start)
         products, made = np.empty((4, end)), np.empty((4, end))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -169,9 +170,10 @@ class TransferTree:
                 more = np.full(((1 << longest.bit_length()) - len(known.coefficients), 4), np.nan, np.float32)
                 known.coefficients = np.concatenate([known.coefficients, more])
             found = known.coefficients.take(gap, axis=0)
-            missing = start[np.isnan(found[:, 0])]
+            missing = np.sort(start[np.isnan(found[:, 0])])
             if len(missing):
-                known.coefficients[stop - missing] = _rounded(self.products(missing, stop))
+                missing = missing[np.diff(missing, prepend=-1) > 0]  # in half the time of numpy.unique
+                known.coefficients[stop - missing] = _rounded(self._of_distinct(missing, stop))
                 found = known.coefficients.take(gap, axis=0)
         return found
 
