@@ -40,7 +40,7 @@ def infinite(gradient: Tensor) -> Tensor:
 
 def spoil(head: ClassifierHead) -> None:
     """Lets a gradient of the rows overflow, and none of the encoder."""
-    step = head._current
+    step = head._steps.current
     assert step is not None
     assert step.weight is not None
     assert step.weight.grad is not None

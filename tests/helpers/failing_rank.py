@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import weightserver.torch.sampled_softmax as sampled_softmax
+import weightserver.torch.steps as steps_of_head
 from trainer.__main__ import main
 
 FAILURE = "rank 1 cannot continue"
@@ -29,7 +29,7 @@ def fail(how: str) -> None:
 
 def failing(how: str, at: int) -> Any:
     """Replaces the `announced` that the head calls so that rank 1 fails."""
-    announced = sampled_softmax.announced  # type: ignore[attr-defined]
+    announced = steps_of_head.announced  # type: ignore[attr-defined]
 
     def until_then(active: Any, store: Any, steps: range) -> Any:
         for step, rows in zip(steps, announced(active, store, steps), strict=True):
@@ -43,5 +43,5 @@ def failing(how: str, at: int) -> Any:
 
 
 if __name__ == "__main__":
-    sampled_softmax.announced = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[attr-defined]
+    steps_of_head.announced = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[attr-defined]
     main(sys.argv[3:])

@@ -6,12 +6,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightserver.torch.sampler import WindowSampler
-
-if TYPE_CHECKING:
-    from weightserver.torch.sampled_softmax import SampledSoftmax
+from weightserver.torch.steps import Steps
+from weightserver.torch.store_sizes import AHEAD
 
 
 def first_element(batch: Any) -> Any:
@@ -28,30 +27,26 @@ def first_element(batch: Any) -> Any:
     return batch[0]
 
 
-AHEAD = 2
-"""Steps whose batches are loaded in advance if no sampler knows them."""
-
-
 class AnnouncedBatches:
     """An iterable over a loader's batches; see `ClassifierHead.announced`."""
 
     def __init__(
-        self, head: SampledSoftmax, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
+        self, steps: Steps, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
     ) -> None:
-        self._head = head
+        self._steps = steps
         self._loader = loader
         self._ids_of = ids_of
         self._batches_per_step = batches_per_step
 
     def __len__(self) -> int:
         num_batches = len(self._loader)  # type: ignore[arg-type]
-        return num_batches if self._head.sampler_of(self._loader) else self._whole_steps(num_batches)
+        return num_batches if self._steps.sampler_of(self._loader) else self._whole_steps(num_batches)
 
     def _whole_steps(self, num_batches: int) -> int:
         return num_batches // self._batches_per_step * self._batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
-        iteration, sampler = self._head.begin_iteration(), self._head.sampler_of(self._loader)
+        iteration, sampler = self._steps.begin_iteration(), self._steps.sampler_of(self._loader)
         batches = self._by_loading() if sampler is None else self._by_sampler(sampler)
         return self._while_current(iteration, batches)
 
@@ -60,19 +55,19 @@ class AnnouncedBatches:
         try:
             with closing(batches):
                 while True:
-                    self._head.check_iteration(iteration)
+                    self._steps.check_iteration(iteration)
                     try:
                         batch = next(batches)
                     except StopIteration:
                         return
                     yield batch
         finally:
-            self._head.end_iteration(iteration)
+            self._steps.end_iteration(iteration)
 
     def _by_sampler(self, sampler: WindowSampler) -> Generator[Any, None, None]:
-        first, parts = self._head.num_steps, sampler.batches_per_step
+        first, parts = self._steps.number, sampler.batches_per_step
         steps = range(first, first + len(sampler) // parts)
-        with closing(self._head.announcements(sampler, steps)) as announcements:
+        with closing(self._steps.announcements(sampler, steps)) as announcements:
             for number, batch in enumerate(self._loader):
                 if number % parts == 0:
                     next(announcements)
@@ -91,6 +86,6 @@ class AnnouncedBatches:
         """The batches of each step, announced."""
         batches = iter(self._loader)
         while len(step := list(itertools.islice(batches, self._batches_per_step))) == self._batches_per_step:
-            self._head.announce(*map(self._ids_of, step))
+            self._steps.announce(*map(self._ids_of, step))
             yield step
-        self._head.announce_end()
+        self._steps.announce_end()

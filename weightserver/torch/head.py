@@ -10,40 +10,50 @@ for ids, batch in head.announced(loader):
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import grpc
+import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightserver import Checkpoint, TableSpec, WeightClient
 from weightserver.common.addresses import parse_addresses
-from weightserver.core.arrays import checked_integer
-from weightserver.torch.arguments import checked_ids
+from weightserver.core.arrays import Int64Array, checked_integer
+from weightserver.torch.announced_batches import AnnouncedBatches, first_element
+from weightserver.torch.arguments import check_embeddings, checked_ids
 from weightserver.torch.beginnings import norm_of
-from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, loss_of
+from weightserver.torch.class_order import ClassOrder
+from weightserver.torch.coming_steps import Announced
+from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
+from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, checked_temperature, loss_of
 from weightserver.torch.margins import MarginKind, margin_of
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.ranks import Ranks, check_same_on_all_ranks
+from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, gathered_parts, ranks_of_process
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows import RowStore
-from weightserver.torch.sampled_softmax import SampledSoftmax
+from weightserver.torch.recency import check_num_active
+from weightserver.torch.rows import RowCounters, RowStore
+from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
+from weightserver.torch.scaling import check_scaling, clipped, unscaled
 from weightserver.torch.served_table import OpenTable, ServedTable, float32_rates
+from weightserver.torch.step import Step
+from weightserver.torch.steps import Steps
 from weightserver.torch.store_sizes import checked_capacity, sizes_for_steps
 from weightserver.torch.windows import RangesOrder
 
 
-class ClassifierHead(SampledSoftmax):
+class ClassifierHead(nn.Module):
     """A linear classifier without bias whose rows, one for each class, live on weight servers.
 
     A step is: any number of forward and backward passes, then `step`. Its classes are the K most recently visited ones,
@@ -236,14 +246,38 @@ class ClassifierHead(SampledSoftmax):
         table: ServedTable | None = None,
         capacity: int | None = None,
     ) -> None:
-        super().__init__(spec, negatives=negatives, loss=loss, order=order, init_norm=init_norm)
+        super().__init__()
+        check_num_active(negatives.num_active, spec.num_rows, 1)
+        self.spec = spec
+        self.order = order
+        self.negatives = negatives
+        self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
+        self._loss = loss
         self._table = table
         self._capacity = capacity
+        self._steps = Steps(self._open, negatives, order, init_norm=init_norm)
+        self._opened: OpenedRows | None = None
+        self._ranks = Ranks()  # those of the rows that were opened last
+        self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
+        # Dynamo would trace the calls of the servers. Not a decorator: it would import dynamo, which takes longer than
+        # all of torch, into every command.
+        self._untraced_loss = torch.compiler.disable(ClassifierHead._loss_of)  # type: ignore[no-untyped-call]
         self._stack = ExitStack()
         self._process_id = os.getpid()
         finalizer = weakref.finalize(self, _close_in_process, self._stack, self._process_id)
         finalizer.atexit = False  # the shards end with the process
+
+    @property
+    def num_steps(self) -> int:
+        """Number of finished updates."""
+        return self._steps.number
+
+    @property
+    def device(self) -> torch.device:
+        """The device of embeddings and rows."""
+        where: Tensor = self._where  # type: ignore[assignment]
+        return where.device
 
     # ---- opening
 
@@ -279,18 +313,25 @@ class ClassifierHead(SampledSoftmax):
             sizes_for_steps,
             spec=self.spec,
             negatives=self.negatives,
-            coming=self._coming,
+            coming=self._steps.coming,
             capacity=self._capacity,
         )
-        self._use(OpenedRows(table, self.spec, self.order, ranks=ranks, device=self.device, sizes=sizes, store=store))
+        opened = OpenedRows(table, self.spec, self.order, ranks=ranks, device=self.device, sizes=sizes, store=store)
+        self._opened, self._ranks = opened, ranks
+        self._steps.use(opened)
+
+    def _own_ranks(self) -> Ranks:
+        """This process among those of torch.distributed; asked for once, since it may make a process group."""
+        if self._known_ranks is None or self._known_ranks.device != self.device:
+            self._known_ranks = ranks_of_process(self.device)
+        return self._known_ranks
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
         may be lost. Safe to repeat. A head that is garbage-collected closes itself."""
         _close_in_process(self._stack, self._process_id)
-        self._opened = self._table = self._current = None
-        self._coming.forget()
-        self._iteration += 1
+        self._opened = self._table = None
+        self._steps.reset()
 
     def __enter__(self) -> Self:
         return self
@@ -303,6 +344,331 @@ class ClassifierHead(SampledSoftmax):
             "a ClassifierHead holds a session of the weight servers and cannot be copied or pickled: copy the encoder, "
             "and save its state_dict()"
         )
+
+    # ---- what comes
+
+    def sampler(
+        self,
+        *,
+        batch_size: int,
+        window_size: int | None = None,
+        window_stride: int | None = None,
+        batches_per_step: int = 1,
+        seed: int = 0,
+        classes: npt.ArrayLike | None = None,
+    ) -> WindowSampler:
+        """A `batch_sampler` over all images that continues after the head's finished steps.
+
+        The other arguments are those of `WindowSampler`.
+
+        Args:
+            classes: class of each image, integers [number of images] (an array, list or tensor), for classes that
+                images share: the window then slides over neighbouring classes, see `ClassOrder`. Without it each image
+                is its own class.
+
+        Raises:
+            ValueError: a window that does not fit, or a class map of other classes.
+        """
+        sampler = WindowSampler(
+            self.order if classes is None else ClassOrder(classes, self.order),
+            batch_size=batch_size,
+            window_size=window_size,
+            window_stride=window_stride,
+            batches_per_step=batches_per_step,
+            seed=seed,
+            next_step=lambda: self.num_steps,
+            ranks=self._own_ranks(),
+        )
+        self._steps.coming.sampler = sampler
+        return sampler
+
+    def announced(
+        self,
+        loader: Iterable[Any],
+        *,
+        ids_of: Callable[[Any], Any] = first_element,
+        batches_per_step: int = 1,
+    ) -> AnnouncedBatches:
+        """The batches of a loader, whose rows are requested before they are needed; may be iterated repeatedly.
+
+        If the loader's batch_sampler is that of `sampler`, the classes to come are known; otherwise the batches of two
+        further steps are loaded in advance.
+
+        Args:
+            ids_of: returns the classes of a batch, integers (b,); by default its first element.
+            batches_per_step: number of batches whose gradients are accumulated in one step; batches at the end of the
+                loader that make no whole step are left out.
+
+        Raises:
+            TypeError: `batches_per_step` is no integer; without `ids_of`, while iterating: a batch is no tuple or list.
+            ValueError: `batches_per_step` is not positive, or not that of the sampler.
+        """
+        if checked_integer(batches_per_step, "batches_per_step") < 1:
+            raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
+        sampler = self._steps.sampler_of(loader)
+        if sampler is not None and batches_per_step not in (1, sampler.batches_per_step):
+            raise ValueError(
+                f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: "
+                "give it to sampler() alone"
+            )
+        return AnnouncedBatches(self._steps, loader, ids_of, batches_per_step)
+
+    def announce(self, *batches: Any) -> None:
+        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
+        their rows are requested. Without it a step's first forward pass announces its own classes.
+
+        Raises:
+            ValueError: classes that do not exist, or not as many on every rank.
+        """
+        self._steps.announce(*batches)
+
+    def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
+        """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
+        thread."""
+        return self._steps.announcements(sampler, steps)
+
+    def forget_announced(self, *, in_progress: bool = False) -> None:
+        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
+        `in_progress` also the one in progress, with its gradients."""
+        self._steps.forget(in_progress=in_progress)
+
+    # ---- a step
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        ids: Any,
+        *,
+        view: int = 0,
+        update_rows: bool = True,
+        temperature: float | None = None,
+    ) -> Tensor:
+        """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
+
+        Args:
+            embeddings: float (b, D) of any precision, of this rank's images.
+            ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
+                distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
+                reading them from a GPU waits for it.
+            view: number of a further view of the batch, each of which may have a backward pass of its own.
+            update_rows: whether the loss's gradient updates the rows too.
+            temperature: τ of this pass, on every rank the same, for schedules; by default the head's.
+
+        Raises:
+            ValueError: shapes, devices or classes that do not fit, not the classes that were announced, or an
+                impossible temperature.
+            WeightServerError: rows could not be fetched, or an earlier update could not be stored.
+        """
+        loss: Tensor = self._untraced_loss(self, embeddings, ids, view, update_rows, temperature)
+        return loss
+
+    def _loss_of(self, embeddings: Tensor, ids: Any, view: int, update_rows: bool, temperature: float | None) -> Tensor:
+        self._require_training()
+        temperature = None if temperature is None else checked_temperature(temperature)
+        checked = checked_ids(ids, self.spec.num_rows)
+        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "the head computes the loss of a training step: call it with gradients enabled, or evaluate(...)"
+            )
+        step = self._steps.begin(checked)
+        part = step.part_of(checked)
+        weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows)
+        loss: Tensor = self._loss(
+            embeddings.float(),
+            weight,
+            step.labels[part],
+            ranks=self._ranks,
+            num_rows=len(step.announced.rows),
+            temperature=temperature,
+        )
+        return loss
+
+    @contextmanager
+    def step_of(self, *batches: Any) -> Iterator[Step]:
+        """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
+        are made inside. If an exception leaves the block before `step()`, the gradients are dropped and the rows are as
+        before: give the same batch again, or (if it was not announced) another one, or `skip()`.
+
+        Raises:
+            ValueError: as `announce` and `forward` do, or the step before has not ended.
+        """
+        self._require_training()
+        if not batches:
+            raise ValueError("a step needs at least one batch: call step_of(ids)")
+        checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
+        if self._steps.current is not None:
+            self._steps.current.check_without_pass(checked[0])
+        number = self.num_steps
+        try:
+            step = self._steps.begin(*checked)
+            step.check_classes(checked)
+            yield step
+        except BaseException:
+            if self.num_steps == number:
+                self._steps.abort()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the step in progress; its batches may be given again. Of a step that was not
+        announced, the next forward pass may be that of another batch."""
+        super().zero_grad(set_to_none)
+        if self._steps.current is not None:
+            self._steps.current.clear_gradients()
+
+    def active_rows(self) -> Tensor:
+        """The rows of the step in progress, or of the next one that was announced, before its update: float32
+        (K of this rank, D), padded with zeros on several GPUs. Waits for them."""
+        return self._steps.begin().active_rows()
+
+    @property
+    def counters(self) -> RowCounters:
+        """What the row store has done so far."""
+        store = self._opened.store if self._opened else None
+        return store.counters if store else RowCounters()
+
+    @property
+    def labels(self) -> Tensor:
+        """The positions of the classes of all ranks' images among `active_rows`, int64 (A · B,); -1 for classes of
+        other ranks."""
+        return torch.cat(list(self._steps.current.labels)) if self._steps.current else torch.zeros(0, dtype=torch.int64)
+
+    def step(
+        self,
+        learning_rate: float | None = None,
+        *,
+        gradient_scale: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor | None:
+        """Updates the rows by the gradients since the last step; may return before it is done.
+
+        Args:
+            learning_rate: of this update, on every rank the same; may be omitted if it was given in advance.
+            gradient_scale: what the loss was multiplied by, if there is no `scaler`. If then a gradient overflowed, the
+                step is one without gradients, as in `skip`.
+            scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
+                overflowed, the step is one without gradients, and the scaler leaves out that of the encoder.
+            optimizer: the encoder's, whose step follows: it is needed for `max_norm`, and with a scaler, so that an
+                overflow in the rows leaves out the encoder's step. Without it, call scaler.step(...) before.
+            max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
+
+        Returns:
+            With `max_norm`, the norm before clipping, a scalar; infinite if a gradient overflowed.
+
+        Raises:
+            ValueError: no forward and backward pass of each of the step's batches precedes, no learning rate is known,
+                or (without a scale, on a CPU) a gradient is infinite or NaN.
+            WeightServerError: an earlier update could not be stored.
+        """
+        self._require_training()
+        if (step := self._steps.current) is None:
+            raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        check_scaling(gradient_scale, scaler, optimizer, max_norm)
+        gradients, norm = step.gradients(), None
+        if not (is_scaled := scaler is not None or gradient_scale is not None):
+            step.require_finite(gradients)
+        self._tell(learning_rate)
+        if is_scaled:
+            valid = unscaled(gradients, self._ranks, gradient_scale=gradient_scale, scaler=scaler, optimizer=optimizer)
+            if valid is None:
+                self._steps.finish(step, step.no_gradients())
+                return gradients.new_tensor(math.inf) if max_norm is not None else None
+            gradients = valid
+        if optimizer is not None and max_norm is not None:
+            gradients, norm = clipped(gradients, self._ranks, optimizer=optimizer, max_norm=max_norm)
+        self._steps.finish(step, gradients)
+        return norm
+
+    def skip(self, learning_rate: float | None = None) -> None:
+        """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
+        move by their momentum and weight decay. For batches that failed or are left out."""
+        self._require_training()
+        step = self._steps.begin()
+        self._tell(learning_rate)
+        self._steps.finish(step, step.no_gradients())
+
+    def _tell(self, learning_rate: float | None) -> None:
+        """Sets the learning rate of the step in progress. Raises ValueError if it is unknown, or known as another."""
+        table = self._open().table
+        if learning_rate is not None:
+            table.tell(self.num_steps, float(learning_rate))
+        elif self.num_steps >= len(table.rates):
+            raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
+
+    def _require_training(self) -> None:
+        """Raises ValueError in eval mode."""
+        if not self.training:
+            raise ValueError("the head is in eval mode, in which it does not train: call train(), or evaluate(...)")
+
+    @torch.no_grad()
+    def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
+        """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
+
+        All ranks call it, each with any number of its own images; each returns the means over all of them. It reads
+        the rows of all the classes that it compares, some at a time: give all images at once.
+
+        Args:
+            embeddings: float (b, D).
+            ids: integers (b,), the class of each, or (b, P) as in `forward`.
+            classes: among which an image's own is to be found: "all", the most "recent" ones that a step would have
+                (with those of all images), or integers (n,), the same on every rank.
+
+        Raises:
+            ValueError: shapes, devices or classes that do not fit.
+        """
+        checked = checked_ids(ids, self.spec.num_rows)
+        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+        comparison, own = self._comparison(classes, checked.reshape(len(checked), -1))
+        return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
+
+    @torch.no_grad()
+    def predict(self, embeddings: Tensor, k: int = 1, *, classes: Any = "all") -> Tensor:
+        """The `k` classes whose rows have the largest logits with each embedding, float (b, D): int64 (b, k), on the
+        CPU, in descending order. All ranks call it, each with any number of its own images. Changes nothing.
+
+        Args:
+            classes: those to choose among, as in `evaluate`.
+
+        Raises:
+            ValueError: shapes or devices that do not fit, or fewer than `k` classes.
+        """
+        check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
+        comparison, own = self._comparison(classes, np.zeros((len(embeddings), 0), np.int64))
+        if not 1 <= k <= comparison.num_classes:
+            raise ValueError(
+                f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
+            )
+        lengths = [len(part) for part in gathered_parts(embeddings, self._ranks)]
+        nearest = comparison.compare(embeddings, own, k=k).nearest
+        mine = nearest[sum(lengths[: self._ranks.rank]) :][: len(embeddings)]
+        return torch.from_numpy(self.order.images(mine.reshape(-1)).reshape(mine.shape))
+
+    def _comparison(self, classes: Any, ids: Int64Array) -> tuple[Comparison, Int64Array]:
+        """The rows of these classes, and those of all ranks' images, int64 (B, P), of ids int64 (b, P)."""
+        opened = self._open()
+        everyone = torch.cat(gathered_parts(torch.from_numpy(ids), opened.ranks)).numpy()
+        own = np.full(everyone.shape, -1)
+        own[everyone >= 0] = self.order.rows(everyone[everyone >= 0])
+        rows: Int64Array | None = None
+        if isinstance(classes, str):
+            if classes not in ("all", "recent"):
+                raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
+            if classes == "recent" and not self.negatives.takes_all:
+                recent, _ = self._steps.coming.visited_before(self.num_steps)
+                rows = np.union1d(recent, own[own >= 0])
+        else:
+            given = checked_ids(classes, self.spec.num_rows)
+            if given.ndim != 1:
+                raise ValueError(f"classes must have shape (n,), got {given.shape}")
+            if len(other := np.setdiff1d(ids[ids >= 0], given)):
+                raise ValueError(
+                    f"class {other[0]} of an image is not among the classes given: add it, or leave it out"
+                )
+            rows = np.unique(self.order.rows(given))
+        return Comparison(opened, self._loss, step=self.num_steps, rows=rows), own
 
     # ---- states
 
@@ -333,7 +699,7 @@ class ClassifierHead(SampledSoftmax):
             ValueError: dense rows, or a step is in progress.
             InvalidRequestError: the name was used for another state.
         """
-        if self._current is not None:
+        if self._steps.current is not None:
             raise ValueError("a step is in progress: call checkpoint() after step()")
         kept, self._saved = self._open().checkpoint(name, step=self.num_steps)
         return kept
@@ -356,7 +722,7 @@ class ClassifierHead(SampledSoftmax):
                 )
             self.checkpoint()
         assert self._saved is not None
-        return to_tensor(self._saved, self._coming.visited_before(self.num_steps))
+        return to_tensor(self._saved, self._steps.coming.visited_before(self.num_steps))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Rolls the rows back to the checkpoint of a `state_dict`. The state of a head before its first use names
@@ -378,9 +744,8 @@ class ClassifierHead(SampledSoftmax):
             assert self._table is not None, "the owner of a store restores it"
             self._stack.close()
             self._opened = None
-        self._coming.restore(recent)
-        self._iteration += 1
-        self._saved, self.num_steps, self._current = saved, saved.step, None
+        self._saved = saved
+        self._steps.reset(saved.step, recent)
 
 
 def _refuse_without_effect(problem: str, is_given: bool) -> None:

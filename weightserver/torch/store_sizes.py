@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from weightserver import TableSpec
 from weightserver.core.arrays import checked_integer
-from weightserver.torch.announced_batches import AHEAD
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import ComingSteps
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
 
+AHEAD = 2
+"""Steps whose batches are loaded in advance if no sampler knows them."""
 _MAX_PREFETCH_STEPS = 8
 """Steps in advance at which rows are requested if a sampler knows the classes to come."""
 

@@ -1,0 +1,213 @@
+"""The steps of a head, from their announcement to their end: those to come, and the one in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightserver.core.arrays import Int64Array
+from weightserver.core.sharding import Sharding
+from weightserver.torch.arguments import check_ended_everywhere, checked_ids, ids_of_all_ranks
+from weightserver.torch.coming_steps import Announced, ComingSteps
+from weightserver.torch.loss import padded_rows
+from weightserver.torch.negatives import NegativeSampler
+from weightserver.torch.opened_rows import OpenedRows
+from weightserver.torch.recency import announced
+from weightserver.torch.rows import RowStore
+from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.step import Step
+from weightserver.torch.windows import RangesOrder
+
+
+class Steps:
+    """The queue of announced steps, the one in progress, and the number of those that ended.
+
+    Args:
+        open_rows: returns the rows; opens them at the first use, and then calls `use`.
+        negatives: the classes of a step.
+        order: the row of each class.
+        init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
+    """
+
+    def __init__(
+        self,
+        open_rows: Callable[[], OpenedRows],
+        negatives: NegativeSampler,
+        order: RangesOrder,
+        *,
+        init_norm: float | None,
+    ) -> None:
+        self.number = 0
+        """Number of finished updates."""
+        self.coming = ComingSteps(negatives, order)
+        self.current: Step | None = None
+        """The step in progress."""
+        self._open = open_rows
+        self._negatives = negatives
+        self._num_classes = order.num_rows
+        self._init_norm = init_norm
+        self._iteration = 0  # number of the current iteration over announced batches
+        self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
+
+    def use(self, opened: OpenedRows) -> None:
+        """Sets the rows of the steps from the next one on."""
+        self.number = opened.table.first_step
+        self.coming.use(opened.ranks, Sharding(opened.spec.rows_per_block, opened.ranks.world_size))
+
+    def reset(self, number: int | None = None, recent: tuple[Int64Array, Int64Array] | None = None) -> None:
+        """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
+        self.coming.forget()
+        if number is not None and recent is not None:
+            self.coming.restore(recent)
+            self.number = number
+        self.current = None
+        self._iteration += 1
+
+    def _open_store(self, step_size: int) -> RowStore:
+        """The store; makes it for steps of `step_size` images at the first use."""
+        store = self._open().open_store(step_size)
+        if self._announced_in_vain:
+            in_progress = self.current is not None and self.current.weight is not None
+            store.forget_announced(in_progress=in_progress)
+            self._announced_in_vain = False
+        return store
+
+    # ---- iterations over announced batches
+
+    def sampler_of(self, loader: object) -> WindowSampler | None:
+        """The head's sampler, if the loader uses it."""
+        return self.coming.sampler if getattr(loader, "batch_sampler", self) is self.coming.sampler else None
+
+    def begin_iteration(self) -> int:
+        """Returns the number of a new iteration over announced batches. It ends the iteration before, whose steps are
+        forgotten, those in progress too."""
+        self.forget(in_progress=True)
+        self._iteration += 1
+        return self._iteration
+
+    def check_iteration(self, number: int) -> None:
+        """Raises ValueError if an iteration has ended."""
+        if number != self._iteration:
+            raise ValueError(
+                "the iteration over announced(...) has ended, since another one began, or the head was closed or "
+                "loaded a state: begin a new one"
+            )
+
+    def end_iteration(self, number: int) -> None:
+        """Forgets what an iteration announced in vain; one that has ended before changes nothing."""
+        if number == self._iteration:
+            self.forget()
+
+    def announce(self, *batches: Any) -> None:
+        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
+        their rows are requested. Without it a step's first forward pass announces its own classes.
+
+        Raises:
+            ValueError: classes that do not exist, or not as many on every rank.
+        """
+        if not batches:
+            raise ValueError("a step needs at least one batch: call announce(ids)")
+        checked = [checked_ids(batch, self._num_classes) for batch in batches]
+        opened = self._open()
+        ids = ids_of_all_ranks(checked, opened.ranks)  # (A, B) or (A, B, P)
+        self._negatives.check(ids.size)
+        store, pending = self._open_store(ids.size), len(self.coming) + (self.current is not None)
+        step = self.number + pending
+        announced = self.coming.add_batches(step, ids)
+        if pending <= store.prefetch_steps:
+            try:
+                with opened.naming_classes():
+                    store.prefetch(announced.rows, step=step)
+            except BaseException:
+                self.coming.remove_last()
+                raise
+
+    def announce_end(self) -> None:
+        """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
+
+        Raises:
+            ValueError: another rank announces one.
+        """
+        check_ended_everywhere(self._open().ranks)
+
+    def forget(self, *, in_progress: bool = False) -> None:
+        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
+        `in_progress` also the one in progress, with its gradients."""
+        current = self.current if in_progress else None
+        self.coming.forget(current.before if current else None)
+        if current is not None:
+            current.end()
+            self.current = None
+        self._announced_in_vain = True
+
+    def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
+        """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
+        thread."""
+        opened = self._open()
+        self._negatives.check(sampler.step_size)
+        store = self._open_store(sampler.step_size)
+        with closing(announced(self.coming.of_sampler(sampler), store, steps)) as coming:
+            for _ in steps:
+                with opened.naming_classes():
+                    step = next(coming)
+                self.coming.add_sampled(step, sampler)
+                yield step
+
+    # ---- the step in progress
+
+    def _may_be_forgotten(self, step: Step) -> bool:
+        """Whether other classes may be given instead of those of a step that was begun."""
+        return not step.is_announced and not self.coming
+
+    @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
+    def begin(self, *batches: Int64Array) -> Step:
+        """The step in progress; starts the next one that was announced, or one of these classes."""
+        if self.current is not None and self.current.is_cleared and batches and self._may_be_forgotten(self.current):
+            self.forget(in_progress=True)
+        if self.current is None:
+            is_announced, before = bool(self.coming), self.coming.visited()
+            if not (is_announced or batches):
+                raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
+            try:
+                if not is_announced:
+                    self.announce(*batches)
+                step = self._next_step(is_announced)
+                self.current, _ = step, self.coming.take()
+            except BaseException:
+                if not is_announced:
+                    self.coming.forget(before)
+                    self._announced_in_vain = True
+                raise
+        return self.current
+
+    def _next_step(self, is_announced: bool) -> Step:
+        opened, num_padded = self._open(), 0
+        if opened.device.type == "cuda":  # where shapes should be the same in each step
+            num_padded = padded_rows(self._negatives.num_active, opened.spec.rows_per_block, opened.ranks)
+        return Step(
+            opened,
+            self.coming.first,
+            number=self.number,
+            is_announced=is_announced,
+            num_padded=num_padded,
+            init_norm=self._init_norm,
+        )
+
+    def abort(self) -> None:
+        """Returns the step in progress to its beginning, or forgets it if it was not announced."""
+        if self.current is not None:
+            if self._may_be_forgotten(self.current):
+                self.forget(in_progress=True)
+            else:
+                self.current.restart()
+
+    def finish(self, step: Step, gradients: Tensor) -> None:
+        """Updates the rows by the step in progress, which ends it."""
+        step.update(gradients)
+        step.end()
+        self.current = None
+        self.number += 1
