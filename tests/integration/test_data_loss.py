@@ -364,6 +364,8 @@ def test_a_rollback_that_ended_halfway_leaves_no_common_state(
         beside.open_session("run", join=epoch)
         dies_in_rollback(place, monkeypatch, shard=0)
         place.cluster.restart(0)
+        with pytest.raises(ClusterError, match=r"rollback\('one'\) has failed on some .*: repeat"):
+            place.push(1)
         with pytest.raises(
             ClusterError, match=r"was not rolled back .* together with shard 0, .*weightserver rollback"
         ):

@@ -1,4 +1,4 @@
-"""Fencing: ranks of one epoch, a restarted rank, and writers superseded by a newer session."""
+"""Fencing: ranks of one epoch, superseded by a newer session."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 
 from tests.helpers.comparing import same
 from weightserver import (
-    ClusterError,
     FencedError,
     LocalCluster,
-    ShardUnavailableError,
     TableSpec,
     WeightClient,
 )
@@ -65,21 +63,6 @@ def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: L
         assert [kept.name for kept in newer.checkpoints()] == ["theirs"]
 
 
-def test_a_restarted_rank_joins_as_a_new_writer(ranks: list[WeightClient], cluster: LocalCluster) -> None:
-    """Its numbers start at 1 again, and none is mistaken for one of its predecessor's."""
-    first = ranks[0].fetch(ROWS, step=0)
-    ranks[1].push_gradients(ROWS, ONES, step=0)
-    epoch = ranks[0].describe().epoch
-    with WeightClient(cluster.addresses) as restarted:
-        assert restarted.open_session("old", join=epoch) == epoch
-        restarted.extend_schedule(0, RATES)
-        restarted.push_gradients(ROWS, ONES, step=0)
-        ranks[0].push_gradients(ROWS, ONES, step=0)
-    assert ranks[0].fetch_state(ROWS).last_step.tolist() == [1] * SPEC.num_rows
-    decay = 1 - 0.01 * SPEC.weight_decay
-    np.testing.assert_allclose(ranks[0].fetch(ROWS, step=1), decay * first - 3 * 0.01, atol=1e-6)
-
-
 def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
     ranks: list[WeightClient], cluster: LocalCluster
 ) -> None:
@@ -112,38 +95,3 @@ def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
         assert all(writer.result(30) > 1 for writer in writers)
         assert same(newer.fetch_state(ROWS), kept)
         assert newer.describe().clock == 1
-
-
-@pytest.mark.guard  # seconds
-def test_a_rollback_that_failed_on_one_shard_has_to_be_repeated_first() -> None:
-    with LocalCluster(2) as cluster, WeightClient(cluster.addresses, timeout_seconds=20, retry_seconds=1) as client:
-        client.create_table(SPEC)
-        client.extend_schedule(0, np.full(10, 0.1))
-        client.open_session("run")
-        client.push_gradients(ROWS, ONES, step=0)
-        kept = client.fetch_state(ROWS)
-        client.checkpoint("kept", step=1)
-        client.push_gradients(ROWS, ONES, step=1)
-        describe = client._shards.describe
-
-        def describe_then_die() -> object:
-            answers = describe()
-            cluster.processes[1].kill()
-            cluster.processes[1].wait()
-            return answers
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client._shards, "describe", describe_then_die)
-            with pytest.raises(ShardUnavailableError, match="shard 1"):
-                client.rollback("kept")
-        cluster.restart(1)
-        for call in (
-            lambda: client.push_gradients(ROWS, ONES, step=1),
-            lambda: client.checkpoint("half", step=1),
-        ):
-            with pytest.raises(ClusterError, match=r"rollback\('kept'\) has failed on some .*: repeat"):
-                call()
-        client.rollback("kept")
-        assert same(client.fetch_state(ROWS), kept)
-        client.push_gradients(ROWS, ONES, step=1)
-        assert client.describe().clock == 2
