@@ -117,7 +117,7 @@ def _require_creatable(answers: Answers, spec: TableSpec) -> None:
     """Raises TableMismatchError unless every shard holds no table, or this one."""
     for answer in answers:
         if answer.HasField("spec") and (existing := spec_of(answer)) != spec:
-            if existing.num_rows < spec.num_rows and replace(existing, num_rows=spec.num_rows) == spec:
+            if existing.num_rows < spec.num_rows and existing.is_another_size_of(spec):
                 raise TableMismatchError(
                     f"the table of shard {answer.shard} has {existing.num_rows} rows, not {spec.num_rows}: "
                     f"extend_table({spec.num_rows}) makes it larger"

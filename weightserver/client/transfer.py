@@ -162,4 +162,4 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
         rates.have_ended(outcomes)
         return outcomes
 
-    writer.write(write.digest(), by_shard, table.digest, send, adds=write.adds)
+    writer.write(write.digest(), list(by_shard), table.digest, send, adds=write.adds)
