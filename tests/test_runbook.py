@@ -49,7 +49,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         client.push_gradients(np.arange(100), np.ones((100, 8), np.float32), step=0)
         client.fetch(np.arange(100), step=1)
         client.checkpoint("kept", step=1)
-        client._shards.watch.retry_seconds = 300
         trainer = TrainerMetrics(
             run="run", rank=0, window_size=96, batch_size=16, num_steps=9, device=torch.device("cpu")
         )

@@ -13,6 +13,7 @@ import contextvars
 import dis
 import functools
 import inspect
+import math
 import random
 import sys
 import threading
@@ -466,12 +467,13 @@ class MemoryCluster:
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
             (weightserver.client.calls, "time", clock),
+            (weightserver.client.connection, "time", clock),
             (weightserver.client.retries, "time", clock),
             (weightserver.client.retries, "random", chance),
             (weightserver.client.transfer, "time", clock),
             (weightserver.client.threads, "start_new_thread", only_here(self.threads.start, _thread.start_new_thread)),
             (weightserver.client.threads, "Answers", lambda: _Answers(self.threads)),
-            (weightserver.client.calls, "start_new_thread", lambda *given: None),  # it looks at real time
+            (weightserver.client.calls, "SILENT_SECONDS", math.inf),  # of real time
             (weightserver.client.writer, "Lock", _Turn),
         ):
             self._patches.setattr(module, name, value)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from weightserver.client import arguments, sessions
+from weightserver.client import arguments, metrics, sessions
 from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
@@ -75,9 +75,7 @@ class WeightClient(Closing):
     ) -> None:
         arguments.check_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
         arguments.check_seconds(timeout_seconds, retry_seconds, connect_seconds)
-        from weightserver.client.metrics import register_once  # slow to import
-
-        register_once()
+        metrics.register_once()
         self._shards = Shards(
             addresses,
             credentials=credentials,
@@ -434,9 +432,7 @@ class WeightClient(Closing):
     def metrics() -> Collector:
         """Prometheus metrics of all clients of this process, for another registry than the default one, which has
         them from the first client on."""
-        from weightserver.client.metrics import ClientCollector  # slow to import
-
-        return ClientCollector()
+        return metrics.registry
 
     # ---- closing
 

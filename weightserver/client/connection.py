@@ -1,4 +1,4 @@
-"""One shard as the client sees it: a channel, a deadline for every attempt, and attempts until a budget is spent.
+"""One shard as the client sees it: a deadline for every attempt, and attempts until a budget is spent.
 
 Rows that an attempt of a fetch received are kept: the next attempt asks for the others, and the budget restarts. So a
 fetch succeeds however long it takes, as long as one of its messages arrives within each attempt.
@@ -8,47 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
-from weightserver.client.calls import STATISTICS, Call, CallWatch
+from weightserver.client.calls import WATCH, Call
 from weightserver.client.channels import Channel, Channels
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
 from weightserver.client.threads import require_caller
-from weightserver.common.logs import REQUEST_ID
+from weightserver.common.logs import REQUEST_ID, new_request_id
 from weightserver.common.version import __version__
-from weightserver.core.errors import (
-    ClusterError,
-    DataLossError,
-    OverloadedError,
-    ShardUnavailableError,
-    StorageError,
-    WeightServerError,
-)
+from weightserver.core.errors import ClusterError, DataLossError, WeightServerError
 from weightserver.core.lineage import is_earlier
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import (
-    ACKNOWLEDGED_KEY,
-    MARK_KEY,
-    ONE_MESSAGE_KEY,
-    OWN_TIME_KEY,
-    VERSION_KEY,
-)
-from weightserver.protocol.status import ERROR_OF_STATUS, status_of
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, ONE_MESSAGE_KEY, OWN_TIME_KEY, VERSION_KEY
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
 
-_WAIT_LONGER = "wait longer with --wait-for-servers (connect_seconds)"
-
 Result = TypeVar("Result")
-
-
 Attempt = Callable[[Channel, dict[str, Any]], Result]
 
 
@@ -64,11 +47,9 @@ class ShardConnection:
         timeout_seconds: float,
         retry_seconds: float,
         connect_seconds: float,
-        watch: CallWatch,
     ) -> None:
-        self.watch = watch
-        self.address = self.name = self.label = address
-        """`name` and `label` are the address until `identify`."""
+        self.address = self.name = self._label = address
+        """`name` is the address until `identify`."""
         self.shard = 0
         """Known after `identify`."""
         self._timeout_seconds = timeout_seconds
@@ -86,7 +67,7 @@ class ShardConnection:
 
     def identify(self, shard: int) -> None:
         """The shard at the address has said which one it is."""
-        self.shard, self.name, self.label = shard, f"shard {shard} at {self.address}", str(shard)
+        self.shard, self.name, self._label = shard, f"shard {shard} at {self.address}", str(shard)
 
     def call(
         self,
@@ -119,7 +100,7 @@ class ShardConnection:
                 raise AnswerInDoubtError
             return answer
 
-        return self._attempts(self._new_call(method, num_rows=num_rows), attempt, rates, acknowledged)
+        return self._attempts(Call(self._label, self.name, method, num_rows), attempt, rates, acknowledged)
 
     def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
@@ -138,7 +119,8 @@ class ShardConnection:
     def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch | None:
         """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
         time. Returns None if the client is closed meanwhile."""
-        options, channel = self._options("", call := self._new_call("Fetch", rows)), self._channels.take()
+        started, request_id, channel = time.monotonic(), new_request_id(), self._channels.take()
+        options = self._options(request_id)
         try:
             answer = channel.stubs["Fetch"](self._next_request(like, rates, rows, options), **options)
         except ValueError:
@@ -148,31 +130,45 @@ class ShardConnection:
             raise
         finally:
             self._channels.leave(channel)
-        return BegunFetch(call, answer, options)
+        return BegunFetch(started, request_id, answer, options)
 
     def fetch(
         self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, begun: BegunFetch | None = None
     ) -> None:
-        """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
+        """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived.
+
+        The first attempt may have begun. Where it fails it is made again, and its failure does not count: its deadline
+        may have passed while the caller waited for other shards.
+        """
 
         def attempt(channel: Channel, options: dict[str, Any]) -> None:
             nonlocal begun
             if begun is not None:
-                (_, answer, options), begun = begun, None
-            else:
-                request = self._next_request(like, rates, rows, options)
-                if rows.fit_one_message:
-                    message, call = channel.fetch_of_one_message.with_call(request, **options)
-                    self._receive([message] if message is not None else [], call, options, rows)
+                first, begun = begun, None
+                try:
+                    self._receive(first.answer, first.answer, first.options, rows)
+                    # It may have been there before its turn: then it took what the shard says.
+                    call.started = max(first.started, call.started - (rows.shard_seconds or 0.0))
                     return
-                answer = channel.stubs["Fetch"](request, **options)
+                except grpc.RpcError:
+                    pass
+                finally:
+                    first.answer.cancel()
+            request = self._next_request(like, rates, rows, options)
+            if rows.fit_one_message:
+                message, one = channel.fetch_of_one_message.with_call(request, **options)
+                self._receive([message] if message is not None else [], one, options, rows)
+                return
+            answer = channel.stubs["Fetch"](request, **options)
             try:
                 self._receive(answer, answer, options, rows)
             finally:
                 answer.cancel()
 
         while rows.num_arrived < rows.num_rows:
-            self._attempts(begun.call if begun else self._new_call("Fetch", rows), attempt, rates)
+            call = Call(self._label, self.name, "Fetch", rows.num_rows, rows)
+            call.request_id = begun.request_id if begun else call.request_id
+            self._attempts(call, attempt, rates)
 
     def _next_request(
         self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, options: dict[str, Any]
@@ -195,13 +191,10 @@ class ShardConnection:
 
     # ---- attempts
 
-    def _new_call(self, method: str, rows: FetchedRows | None = None, num_rows: int = 0) -> Call:
-        return Call(self.label, self.name, method, rows.num_rows if rows else num_rows, rows)
-
-    def _options(self, acknowledged: str, call: Call) -> dict[str, Any]:
+    def _options(self, request_id: str, acknowledged: str = "") -> dict[str, Any]:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
-        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, call.request_id)]
+        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
         seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)
         return {"timeout": seconds, "metadata": metadata}
 
@@ -212,17 +205,16 @@ class ShardConnection:
         shard that lacks some of the learning rates that a request names gets them in the next one.
         """
         retries, num_lacking = Retries(call), 0
-        self.watch.began(call)
+        WATCH.began(call)
         try:
             while True:
                 require_caller()
-                STATISTICS.attempted(call)
+                call.attempted()
                 channel = self._channels.take()
-                num_arrived = call.rows.num_arrived if call.rows else 0
                 try:
                     for request in rates.missing(self.shard) if rates is not None else ():
-                        list(channel.stubs["Fetch"](request, **self._options("", call)))
-                    answer = attempt(channel, self._options(acknowledged, call))
+                        list(channel.stubs["Fetch"](request, **self._options(call.request_id)))
+                    answer = attempt(channel, self._options(call.request_id, acknowledged))
                     self._has_answered = True
                     if rates is not None:
                         rates.were_taken(self.shard)
@@ -230,76 +222,31 @@ class ShardConnection:
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     failure = Failure.of(error)
                     self._has_answered |= not failure.is_silence
-                    self._channels.require_open()
-                    if failure.is_silence and (call.rows is None or call.rows.num_arrived == num_arrived):
-                        channel.is_useless = True
+                    channel.is_useless |= failure.is_silence and not retries.have_rows_arrived
                 except (WeightServerError, CancelledError):
                     raise
-                except BaseException as error:
-                    if isinstance(error, ValueError):
-                        self._channels.require_open()
+                except BaseException:
                     channel.is_useless = True
                     raise
                 finally:
                     self._channels.leave(channel)
+                self._channels.require_open()
                 if "num_used" in failure.fields and rates is not None:
                     rates.are_missing(self.shard, failure.fields["num_used"])
                     num_lacking += 1
                     if num_lacking < _MOST_LACKING:
                         continue
-                self._note_failure(call, failure)
-                self._raise_permanent(failure, call, retries)
-                if retries.restart_if_rows_arrived():
-                    continue
-                retries.note_failure(failure)
-                budget = self._retry_seconds if self._has_answered else self._connect_seconds
-                if retries.waited >= budget:
-                    raise self._unanswered(failure, retries)
-                retries.pause(budget)
+                call.budget_seconds = self._retry_seconds if self._has_answered else self._connect_seconds
+                retries.after(failure, has_answered=self._has_answered)
         except BaseException as error:
             call.gave_up = True
+            if isinstance(error, ValueError):
+                self._channels.require_open()
             if isinstance(error, DataLossError):
                 self.data_loss = error
             raise
         finally:
-            self.watch.ended(call)
-
-    @staticmethod
-    def _note_failure(call: Call, failure: Failure) -> None:
-        call.failure = failure.status.name
-        STATISTICS.failed(call, call.failure)
-
-    def _raise_permanent(self, failure: Failure, call: Call, retries: Retries) -> None:
-        """Raises the error of a failure that no retry would heal; returns after any other."""
-        if failure.status is grpc.StatusCode.UNIMPLEMENTED:
-            unknown = ClusterError(
-                f"{self.name} does not know this call: it runs an older version, or is no weight server: update it"
-            )
-            unknown.not_applied &= not retries.in_doubt
-            raise unknown
-        if not failure.is_retried:
-            details = failure.details
-            if failure.status in (status_of(WeightServerError), status_of(StorageError)):
-                details += f" (its log tells more of request {call.request_id})"
-            kind = ERROR_OF_STATUS.get(failure.status, WeightServerError)
-            refusal = kind(f"{self.name}: {details}", **failure.fields)
-            refusal.not_applied &= not retries.in_doubt
-            raise refusal
-
-    def _unanswered(self, failure: Failure, retries: Retries) -> WeightServerError:
-        """The error after the last attempt."""
-        if failure.is_overload:
-            overloaded = OverloadedError(
-                f"{self.name} was overloaded for {retries.waited:.1f} s{retries.progress}: {failure.details}"
-            )
-            overloaded.not_applied &= not retries.in_doubt
-            return overloaded
-        check = "that it runs and can be reached, then repeat the call"
-        if not self._has_answered:
-            check = f"the address, that it runs, and the TLS options of both sides, or {_WAIT_LONGER}"
-        return ShardUnavailableError(
-            f"{self.name} did not answer for {retries.waited:.1f} s ({failure.cause}){retries.progress}: check {check}"
-        )
+            WATCH.ended(call)
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:
         """Remembers the shard's mark, with which the answer ends.
@@ -329,7 +276,8 @@ class ShardConnection:
 class BegunFetch(NamedTuple):
     """A fetch whose first request was sent."""
 
-    call: Call
+    started: float
+    request_id: str
     answer: Any
     options: dict[str, Any]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from weightserver.client import threads
-from weightserver.client.calls import CallWatch
+from weightserver.client.calls import WATCH
 from weightserver.client.channels import CLOSED, require_process
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
@@ -31,15 +30,12 @@ class Shards:
 
     Args:
         addresses: host:port of every shard, in any order; each shard says which one it is.
-        retry_seconds: for how long calls are retried.
         options: passed to every `ShardConnection`.
     """
 
-    def __init__(self, addresses: Sequence[str], *, retry_seconds: float, **options: Any) -> None:
-        self.watch = CallWatch(retry_seconds)
-        weakref.finalize(self, self.watch.end)
+    def __init__(self, addresses: Sequence[str], **options: Any) -> None:
         self._addresses = list(addresses)
-        self._options = options | {"retry_seconds": retry_seconds, "watch": self.watch}
+        self._options = options
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
@@ -103,8 +99,7 @@ class Shards:
             self._closed = True
             connections, self._connections = self._connections or [], None
         self._disconnect(connections)
-        self.watch.end()
-        self.watch.wait()
+        WATCH.look()  # the process may end before its next look, which would tell that a shard answers again
 
     def _connect(self) -> list[ShardConnection]:
         """Connects to every address, and asks each which shard it is."""

@@ -7,17 +7,46 @@ serves; a program with a registry of its own registers `WeightClient.metrics()` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from functools import cache, partial
 
-from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from weightserver.client.calls import STATISTICS
-from weightserver.common.series import Series
-
-_CALL = ("shard", "method")
 _NAME = "weightserver_client"
+_CALL = ("shard", "method")
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_ROW_CLASSES = (128, 2048, 32_768)
+
+registry = CollectorRegistry()
+_counter = partial(Counter, registry=registry)
+_histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+# labels() takes longer than observe() and inc().
+attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
+retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
+errors = cache(_counter(f"{_NAME}_errors", "Attempts that failed, by gRPC status.", (*_CALL, "status")).labels)
+late = cache(_counter(f"{_NAME}_late_calls", "Calls that take over 100 ms, counted before they end.", _CALL).labels)
+waiting = cache(Gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL, registry=registry).labels)
+oldest = cache(
+    Gauge(
+        f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL, registry=registry
+    ).labels
+)
+call_seconds = cache(
+    _histogram(
+        f"{_NAME}_call_seconds",
+        "Time of calls of one shard that have ended, retries included, by their largest number of rows.",
+        (*_CALL, "rows"),
+    ).labels
+)
+fetch_seconds = cache(
+    _histogram(f"{_NAME}_fetch_seconds", "Time of fetches from all shards together.", ("rows",)).labels
+)
+slowest_shard_seconds = cache(
+    _histogram(
+        f"{_NAME}_slowest_shard_seconds",
+        "Time that the slowest shard of each of these fetches worked on it, as it says itself.",
+        ("rows",),
+    ).labels
+)
 _lock = threading.Lock()
 _registered = False
 
@@ -27,63 +56,12 @@ def register_once() -> None:
     global _registered
     with _lock:
         if not _registered:
-            REGISTRY.register(ClientCollector())
+            REGISTRY.register(registry)
             _registered = True
 
 
-class ClientCollector(Collector):
-    """The metrics of all clients of this process. Safe to collect from any thread."""
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())  # a registry would otherwise collect to learn the names
-
-    def collect(self) -> Iterator[Metric]:
-        late, ages = STATISTICS.now()
-        waiting = {key: float(len(those)) for key, those in ages.items()}
-        oldest = {key: max(those, default=0.0) for key, those in ages.items()}
-        yield _counter("attempts", "Attempts of calls, counted when they begin.", _CALL, STATISTICS.attempts.items())
-        yield _counter("retries", "Attempts that repeat a call which failed.", _CALL, STATISTICS.retries.items())
-        yield _counter("errors", "Attempts that failed, by gRPC status.", (*_CALL, "status"), STATISTICS.errors.items())
-        yield _counter("late_calls", "Calls that take over 100 ms, counted as soon as they do.", _CALL, late.items())
-        yield _gauge("waiting_calls", "Calls whose answer is waited for.", waiting.items())
-        yield _gauge("oldest_call_seconds", "For how long the oldest of these calls has waited.", oldest.items())
-        yield _histogram(
-            "call_seconds",
-            "Time of calls of one shard that have ended, retries included, by their largest number of rows.",
-            (*_CALL, "rows"),
-            STATISTICS.seconds.items(),
-        )
-        yield _histogram(
-            "fetch_seconds", "Time of fetches from all shards together.", ("rows",), STATISTICS.fetch_seconds.items()
-        )
-        yield _histogram(
-            "slowest_shard_seconds",
-            "Time that the slowest shard of each of these fetches worked on it, as it says itself.",
-            ("rows",),
-            STATISTICS.slowest_shard_seconds.items(),
-        )
-
-
-def _counter(
-    name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"{_NAME}_{name}", text, labels=labels)
-    for key, value in list(values):
-        family.add_metric(key, value)
-    return family
-
-
-def _gauge(name: str, text: str, values: Iterable[tuple[tuple[str, str], float]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"{_NAME}_{name}", text, labels=_CALL)
-    for key, value in values:
-        family.add_metric(key, value)
-    return family
-
-
-def _histogram(
-    name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], Series]]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(f"{_NAME}_{name}", text, labels=labels)
-    for key, series in list(values):
-        family.add_metric(key, *series.cumulative())
-    return family
+def row_class(num_rows: int) -> str:
+    """The size class of a call: the largest number of rows of its class; "more" beyond them; "" without rows."""
+    if not num_rows:
+        return ""
+    return next((str(most) for most in _ROW_CLASSES if num_rows <= most), "more")

@@ -1,4 +1,4 @@
-"""Retries of a call: the budget, the pauses, and what is known about the attempts so far."""
+"""Retries of a call: how an attempt failed, whether another one follows, and what the caller is told in the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 import grpc
 
 from weightserver.client.calls import Call
-from weightserver.protocol.status import error_fields
+from weightserver.core.errors import (
+    ClusterError,
+    OverloadedError,
+    ShardUnavailableError,
+    StorageError,
+    WeightServerError,
+)
+from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, status_of
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -33,8 +40,6 @@ class Failure:
 
     status: grpc.StatusCode
     details: str
-    cause: str
-    """In the error after the last attempt."""
     is_retried: bool
     fields: dict[str, int] = field(default_factory=dict)
     """Of the error that the shard raised."""
@@ -42,13 +47,9 @@ class Failure:
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError) -> Failure:
         if isinstance(error, AnswerInDoubtError):
-            status, details = grpc.StatusCode.ABORTED, "its answers could not be ordered"
-            return cls(status, details, f"{status.name}: {details}", is_retried=True)
-        status = error.code()
-        fields = error_fields(error.trailing_metadata())
-        is_retried = status in _RETRIED or "num_used" in fields
-        details = " ".join((error.details() or "").split())
-        return cls(status, details, f"{status.name}: {details}", is_retried, fields)
+            return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
+        details, fields = " ".join((error.details() or "").split()), error_fields(error.trailing_metadata())
+        return cls(error.code(), details, error.code() in _RETRIED or "num_used" in fields, fields)
 
     @property
     def is_silence(self) -> bool:
@@ -64,36 +65,73 @@ class Retries:
     """The attempts of one call. The budget restarts when an attempt has received some of its rows."""
 
     def __init__(self, call: Call) -> None:
-        self.waited = 0.0
-        """Seconds that the budget has run, as of the last failure or pause."""
-        self.in_doubt = False
-        """Whether an attempt may have changed something although its answer is unknown."""
+        self._call = call
         self._started = call.started
-        self._rows = call.rows
         self._num_arrived = call.rows.num_arrived if call.rows else 0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
-
-    def restart_if_rows_arrived(self) -> bool:
-        """Restarts the budget if the last attempt received rows; the next attempt then follows at once."""
-        if self._rows is None or self._rows.num_arrived == self._num_arrived:
-            return False
-        self._started, self._num_arrived = time.monotonic(), self._rows.num_arrived
-        self._pause_seconds, self.waited = _FIRST_PAUSE_SECONDS, 0.0
-        return True
-
-    def note_failure(self, failure: Failure) -> None:
-        self.in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
-        self.waited = time.monotonic() - self._started
-
-    def pause(self, budget_seconds: float) -> None:
-        """Waits before the next attempt."""
-        remaining = budget_seconds - self.waited
-        seconds = self._pause_seconds * random.uniform(0.5, 1.0)  # not all clients try again at the same time
-        time.sleep(min(seconds, remaining))
-        self.waited = time.monotonic() - self._started
-        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+        self._in_doubt = False
+        """Whether an attempt may have changed something although its answer is unknown."""
 
     @property
-    def progress(self) -> str:
-        """How far a fetch came, for an error message; empty for other calls."""
-        return f", {self._rows.num_arrived} of {self._rows.num_rows} rows had arrived" if self._rows else ""
+    def have_rows_arrived(self) -> bool:
+        """Whether the last attempt has received some."""
+        return self._call.rows is not None and self._call.rows.num_arrived > self._num_arrived
+
+    def after(self, failure: Failure, *, has_answered: bool) -> None:
+        """Waits before the next attempt, which follows at once if rows have arrived.
+
+        Args:
+            has_answered: whether the shard has ever answered this client.
+
+        Raises:
+            WeightServerError: no other attempt would help, or `budget_seconds` of the call have passed.
+        """
+        self._call.failed(failure.status.name)
+        if not failure.is_retried:
+            raise self._told(self._refusal(failure))
+        if self.have_rows_arrived and self._call.rows is not None:
+            self._started, self._num_arrived = time.monotonic(), self._call.rows.num_arrived
+            self._pause_seconds = _FIRST_PAUSE_SECONDS
+            return
+        self._in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
+        waited = time.monotonic() - self._started
+        if waited >= self._call.budget_seconds:
+            raise self._told(self._unanswered(failure, waited, has_answered=has_answered))
+        seconds = self._pause_seconds * random.uniform(0.5, 1.0)  # not all clients try again at the same time
+        time.sleep(min(seconds, self._call.budget_seconds - waited))
+        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _told(self, error: WeightServerError) -> WeightServerError:
+        error.not_applied &= not self._in_doubt
+        return error
+
+    def _refusal(self, failure: Failure) -> WeightServerError:
+        """The error of a failure that no retry would heal."""
+        if failure.status is grpc.StatusCode.UNIMPLEMENTED:
+            return ClusterError(
+                f"{self._call.target} does not know this call: it runs an older version, or is no weight server: "
+                "update it"
+            )
+        details = failure.details
+        if failure.status in (status_of(WeightServerError), status_of(StorageError)):
+            details += f" (its log tells more of request {self._call.request_id})"
+        kind = ERROR_OF_STATUS.get(failure.status, WeightServerError)
+        return kind(f"{self._call.target}: {details}", **failure.fields)
+
+    def _unanswered(self, failure: Failure, waited: float, *, has_answered: bool) -> WeightServerError:
+        """The error after the last attempt."""
+        call, progress = self._call, ""
+        if call.rows is not None:
+            progress = f", {call.rows.num_arrived} of {call.rows.num_rows} rows had arrived"
+        if failure.is_overload:
+            return OverloadedError(f"{call.target} was overloaded for {waited:.1f} s{progress}: {failure.details}")
+        check = "that it runs and can be reached, then repeat the call"
+        if not has_answered:
+            check = (
+                "the address, that it runs, and the TLS options of both sides, or wait longer with --wait-for-servers "
+                "(connect_seconds)"
+            )
+        return ShardUnavailableError(
+            f"{call.target} did not answer for {waited:.1f} s ({failure.status.name}: {failure.details}){progress}: "
+            f"check {check}"
+        )

@@ -12,9 +12,8 @@ import numpy as np
 import xxhash
 from google.protobuf.message import Message
 
-from weightserver.client import threads
+from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
-from weightserver.client.calls import STATISTICS
 from weightserver.client.connection import BegunFetch
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
@@ -67,8 +66,10 @@ def fetch_rows(
             if whole is not None and values is not None:
                 whole[:] = values[inverse]
     known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
-    slowest = max(known) if known and len(known) == len(parts) else None
-    STATISTICS.fetched(len(rows), time.monotonic() - started, slowest, shards.watch.bounds)
+    size = metrics.row_class(len(rows))
+    metrics.fetch_seconds(size).observe(time.monotonic() - started)
+    if known and len(known) == len(parts):
+        metrics.slowest_shard_seconds(size).observe(max(known))
 
 
 @dataclass(frozen=True)
