@@ -122,9 +122,10 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
         for _ in range(2):
             other.push_gradients(ROWS, ONES, step=0)
     for call in (
+        lambda: place.client.fetch(ROWS, step=1),
+        lambda: place.client.push_gradients(ROWS[:5], ONES[:5], step=0),  # of shard 0, which is sound
         lambda: place.push(),
         lambda: place.push(1),
-        lambda: place.client.fetch(ROWS, step=1),
         lambda: place.client.checkpoint("after", step=1),
         lambda: place.client.describe(),
         lambda: place.client.open_session("again"),
@@ -134,7 +135,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
         ):
             call()
     with place.connect() as other:
-        assert (other.fetch(np.arange(5), step=1) == -5).all(), "shard 0 took the push that found out, no other"
+        assert (other.fetch(np.arange(5), step=1) == -4).all(), "it stopped writing"
         assert other.checkpoints() == []
     place.replace(1, newest)
     place.client.open_session("again")
