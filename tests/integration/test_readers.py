@@ -67,6 +67,35 @@ def test_what_waits_for_a_reader_is_what_was_freed_since(tmp_path: Path) -> None
     kept.close()
 
 
+def test_pages_that_were_free_before_do_not_wait_for_a_reader(tmp_path: Path) -> None:
+    """They are used again first, and as many others wait then: what is free does not grow."""
+    kept = LmdbStorage(tmp_path)
+    Shard(kept, shard=0, num_shards=1)
+
+    def write(blocks: int) -> None:
+        with kept.write() as txn:
+            for block in range(blocks):
+                put(txn, block, 0, bytearray(40_000))
+
+    write(300)
+    with kept.write() as txn:
+        txn.clear("versions")
+        txn.clear("blocks")
+    for _ in range(4):
+        write(20)
+    free, size = kept.disk_usage().free, kept.disk_bytes()
+    with reading(tmp_path) as reader:
+        assert kept.disk_usage().reader.held_bytes == 0
+        for _ in range(5):
+            write(20)
+        usage = kept.disk_usage()
+        assert usage.reader.held_bytes == pytest.approx(5 * 20 * 40_000, rel=0.1)
+        assert usage.free == pytest.approx(free, rel=0.1)
+        assert kept.disk_bytes() == size
+        reader.communicate()
+    kept.close()
+
+
 def test_the_shards_own_readers_are_none_of_them(tmp_path: Path) -> None:
     kept = LmdbStorage(tmp_path)
     Shard(kept, shard=0, num_shards=1)
