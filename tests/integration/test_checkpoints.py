@@ -23,7 +23,6 @@ from weightserver import (
     LocalCluster,
     NoTableError,
     RowState,
-    TableMismatchError,
     TableSpec,
     WeightClient,
 )
@@ -183,14 +182,6 @@ def test_a_rollback_refused_by_every_shard_stops_no_writer(
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)
-
-
-def test_learning_rates_before_a_checkpoint_stay(writer: WeightClient) -> None:
-    push(writer, 0)
-    writer.checkpoint("later", step=60)
-    with pytest.raises(TableMismatchError, match="only steps from 60 on may be rewritten"):
-        writer.extend_schedule(5, [0.5])
-    writer.extend_schedule(60, [0.5])
 
 
 def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
