@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,21 @@ def test_a_script_that_does_not_close_its_head_ends_quietly(tmp_path: Path, rows
     assert (done.returncode, lines) == (0, [])
     with LocalCluster(1, tmp_path / "rows") as cluster:  # nothing else serves the directory
         assert cluster.addresses
+
+
+def test_a_head_that_is_dropped_is_gone_at_once(embeddings: torch.Tensor) -> None:
+    """Without waiting for a garbage collection: another one may use its directory."""
+    head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, rows="dense")
+    loss = head(embeddings, [1, 2, 3, 4])
+    loss.backward()
+    head.step(0.1)
+    dropped = weakref.ref(head)
+    gc.disable()
+    try:
+        del head
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from tests.helpers.failing_steps import (
     lines_of,
     run,
     with_step,
+    with_zero_grad,
 )
 from tests.helpers.own_loop import (
     BATCH_SIZE,
@@ -52,8 +53,9 @@ EVERY_WAY = pytest.mark.parametrize("attempt", ATTEMPTS)
 EVERY_END = pytest.mark.parametrize("then", get_args(Then))
 
 
-@EVERY_WAY
-@EVERY_END
+@pytest.mark.parametrize(
+    ("attempt", "then"), [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped")]
+)
 def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Then) -> None:
     """Those of the encoder's two passes included."""
     lines = lines_of(attempt, make_head("dense"))

@@ -47,8 +47,7 @@ def spoil(head: ClassifierHead) -> None:
     step.weight.grad[0, 0] = float("inf")
 
 
-@pytest.mark.parametrize("rows", ["dense", "resident"])
-@pytest.mark.parametrize("scale", [1.0, 256.0, 0.5])
+@pytest.mark.parametrize(("rows", "scale"), [("dense", 1.0), ("dense", 256.0), ("resident", 1.0), ("dense", 0.5)])
 @pytest.mark.parametrize("overflows", ["encoder", "rows", "both"])
 def test_an_overflow_is_decided_once(make_head: MakeHead, rows: str, scale: float, overflows: str) -> None:
     """In either of them: both are updated without gradients, and the scaler lowers its scale, whatever it is."""

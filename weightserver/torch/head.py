@@ -46,7 +46,7 @@ from weightserver.torch.rows import RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.scaling import check_scaling, clipped, unscaled
-from weightserver.torch.served_table import OpenTable, ServedTable, float32_rates
+from weightserver.torch.served_table import ServedTable, float32_rates
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
 from weightserver.torch.store_sizes import checked_capacity, sizes_for_steps
@@ -232,7 +232,19 @@ class ClassifierHead(nn.Module):
         head = cls.__new__(cls)
         head._set_up(spec, negatives=negatives, loss=loss, order=order, init_norm=init_norm)
         head.to(ranks.device)
-        head._use_table(OpenTable(lambda _: store, rates, first_step=first_step), ranks, store)
+        head._use(
+            OpenedRows(
+                spec,
+                order,
+                rates,
+                lambda _: store,
+                ranks=ranks,
+                device=ranks.device,
+                sizes=head._sizes,
+                first_step=first_step,
+                store=store,
+            )
+        )
         return head
 
     def _set_up(
@@ -254,8 +266,10 @@ class ClassifierHead(nn.Module):
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = loss
         self._table = table
-        self._capacity = capacity
         self._steps = Steps(self._open, negatives, order, init_norm=init_norm)
+        self._sizes = partial(
+            sizes_for_steps, spec=spec, negatives=negatives, coming=self._steps.coming, capacity=capacity
+        )
         self._opened: OpenedRows | None = None
         self._ranks = Ranks()  # those of the rows that were opened last
         self._known_ranks: Ranks | None = None
@@ -284,7 +298,7 @@ class ClassifierHead(nn.Module):
     @property
     def client(self) -> WeightClient | None:
         """The client of the weight servers, which has the session; None for dense rows, and before the first use."""
-        return self._opened.table.client if self._opened else None
+        return self._opened.client if self._opened else None
 
     def _open(self) -> OpenedRows:
         if os.getpid() != self._process_id:
@@ -298,26 +312,25 @@ class ClassifierHead(nn.Module):
             ranks = self._own_ranks()
             check_same_on_all_ranks(self._settings, ranks)
             try:
-                table = self._table.open(ranks, self.device, self._saved, self._stack)
+                opened = self._table.open(
+                    self.order,
+                    self._sizes,
+                    ranks=ranks,
+                    device=self.device,
+                    saved=self._saved,
+                    stack=self._stack,
+                )
             except BaseException:
                 self._stack.close()
                 raise
-            self._use_table(table, ranks)
+            self._use(opened)
         assert self._opened is not None
         if self._opened.device != self.device:
             raise ValueError(f"the head's rows are on {self._opened.device}: move the head before its first use")
         return self._opened
 
-    def _use_table(self, table: OpenTable, ranks: Ranks, store: RowStore | None = None) -> None:
-        sizes = partial(
-            sizes_for_steps,
-            spec=self.spec,
-            negatives=self.negatives,
-            coming=self._steps.coming,
-            capacity=self._capacity,
-        )
-        opened = OpenedRows(table, self.spec, self.order, ranks=ranks, device=self.device, sizes=sizes, store=store)
-        self._opened, self._ranks = opened, ranks
+    def _use(self, opened: OpenedRows) -> None:
+        self._opened, self._ranks = opened, opened.ranks
         self._steps.use(opened)
 
     def _own_ranks(self) -> Ranks:
@@ -592,7 +605,7 @@ class ClassifierHead(nn.Module):
 
     def _tell(self, learning_rate: float | None) -> None:
         """Sets the learning rate of the step in progress. Raises ValueError if it is unknown, or known as another."""
-        table = self._open().table
+        table = self._open()
         if learning_rate is not None:
             table.tell(self.num_steps, float(learning_rate))
         elif self.num_steps >= len(table.rates):

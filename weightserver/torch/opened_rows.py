@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightserver import Checkpoint, TableSpec, WeightServerError
+from weightserver import Checkpoint, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import RowError
 from weightserver.torch.ranks import Ranks
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import RowStore
 from weightserver.torch.saved_rows import SavedRows
-from weightserver.torch.served_table import OpenTable
 from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
 from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
@@ -26,40 +26,55 @@ class OpenedRows:
     """The rows of an open table, of which this rank holds a share; all ranks call `read` and `checkpoint`.
 
     Args:
-        table: the open table.
         spec: of the table.
         order: the row of each class.
+        rates: the learning rates so far.
+        make_store: makes the store of this rank's share, once.
         ranks: those that share the rows.
         device: where the rows of a step are.
         sizes: those of the store, given the number of images of a step.
+        client: of the servers; None for dense rows.
+        first_step: number of updates that the rows have.
         store: of a size that its owner chose; by default made at its first use.
     """
 
     def __init__(
         self,
-        table: OpenTable,
         spec: TableSpec,
         order: RangesOrder,
+        rates: LearningRates,
+        make_store: Callable[[StoreSizes], RowStore],
         *,
         ranks: Ranks,
         device: torch.device,
         sizes: Callable[[int], StoreSizes],
+        client: WeightClient | None = None,
+        first_step: int = 0,
         store: RowStore | None = None,
     ) -> None:
-        self.table = table
+        self.spec = spec
+        self.rates = rates
         self.ranks = ranks
         self.device = device
+        self.client = client
+        self.first_step = first_step
         self.store = store
-        self.spec = spec
         self._order = order
+        self._make_store = make_store
         self._sizes = sizes
         self._largest_step = 0 if store is None else math.inf  # images of a step that the store is large enough for
+
+    def tell(self, step: int, learning_rate: float) -> None:
+        """See `LearningRates.tell`; the client sends it with the rows' updates."""
+        self.rates.tell(step, learning_rate)
+        if self.client is not None:
+            self.client.extend_schedule(step, [self.rates.of_step(step)])
 
     @torch.inference_mode(mode=False)
     def open_store(self, step_size: int) -> RowStore:
         """The store, for steps of up to `step_size` images; made at the first use, larger for larger steps."""
         if self.store is None:
-            self.store = self.table.make_store(self._sizes(step_size))
+            self.store = self._make_store(self._sizes(step_size))
         elif step_size > self._largest_step:
             self.store.reserve(share_of_capacity(self._sizes(step_size).capacity, self.spec, self.ranks))
         self._largest_step = max(self._largest_step, step_size)
@@ -89,20 +104,20 @@ class OpenedRows:
         """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. Makes all updates durable."""
         distinct, inverse = np.unique(self._order.rows(classes), return_inverse=True)
         self._make_durable()
-        if self.table.client is None:
+        if self.client is None:
             if self.ranks.world_size > 1:
                 raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
             state = self.open_store(1).read_state(distinct, step=step)
         else:
-            state = self.table.client.fetch_state(distinct, step=step)
+            state = self.client.fetch_state(distinct, step=step)
         self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
         return torch.from_numpy(state.weight[inverse])
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         """Rows of this rank's share, int64 (n,), before update `step`: float32 (n, D), on the device. Changes nothing,
         not even what is durable, and makes no store for rows that are on the servers alone."""
-        if self.table.client is not None and self.store is None:
-            return to_device(self.table.client.fetch(rows, step=step), self.device)
+        if self.client is not None and self.store is None:
+            return to_device(self.client.fetch(rows, step=step), self.device)
         return self.open_store(1).peek(rows, step=step)
 
     def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
@@ -112,7 +127,7 @@ class OpenedRows:
             ValueError: dense rows.
             InvalidRequestError: the name was used for another state.
         """
-        if (client := self.table.client) is None:
+        if (client := self.client) is None:
             raise ValueError("rows='dense' leave no checkpoints: use rows='resident'")
         name = f"step-{step:012d}" if name is None else name
         self._make_durable()

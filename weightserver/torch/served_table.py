@@ -17,29 +17,14 @@ from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.common.processes import process_name
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
+from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.shared_session import SharedSession, share_session
 from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
-
-
-@dataclass(frozen=True)
-class OpenTable:
-    """An open table, of whose rows this rank holds a share."""
-
-    make_store: Callable[[StoreSizes], RowStore]
-    rates: LearningRates
-    client: WeightClient | None = None
-    """None for dense rows."""
-    first_step: int = 0
-
-    def tell(self, step: int, learning_rate: float) -> None:
-        """See `LearningRates.tell`; the client sends it with the rows' updates."""
-        self.rates.tell(step, learning_rate)
-        if self.client is not None:
-            self.client.extend_schedule(step, [self.rates.of_step(step)])
+from weightserver.torch.windows import RangesOrder
 
 
 @dataclass(frozen=True)
@@ -70,21 +55,31 @@ class ServedTable:
         if self.servers:
             raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
 
-    def open(self, ranks: Ranks, device: torch.device, saved: SavedRows | None, stack: ExitStack) -> OpenTable:
+    def open(
+        self,
+        order: RangesOrder,
+        sizes: Callable[[int], StoreSizes],
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        saved: SavedRows | None,
+        stack: ExitStack,
+    ) -> OpenedRows:
         """Opens the table, as it was when `saved` was taken or for a new run; `stack` closes what was opened, also if
-        opening it failed.
+        opening it failed. The other arguments are those of `OpenedRows`.
 
         Raises:
             ValueError: the servers hold the rows of another run, or not the checkpoint `saved`.
             WeightServerError: servers that are unreachable or refuse.
         """
+        opened = partial(OpenedRows, self.spec, order, ranks=ranks, device=device, sizes=sizes)
         if self.rows == "dense":
             if saved is not None:
                 raise ValueError("rows='dense' are in this process alone and cannot be restored: use rows='resident'")
             rates = LearningRates(self.spec, self.learning_rates)
             sharding = Sharding(self.spec.rows_per_block, ranks.world_size)
             dense = partial(DenseRows, self.spec, rates, device=device, sharding=sharding, shard=ranks.rank)
-            return OpenTable(lambda _: dense(), rates)
+            return opened(rates, lambda _: dense())
 
         session = share_session(
             self.run, ranks, stack, lambda: self._open_session(ranks, saved, stack), self._make_client
@@ -111,7 +106,7 @@ class ServedTable:
             stack.callback(client.close)  # before the store, so that its threads do not wait for servers that are gone
             return store
 
-        return OpenTable(make_store, rates, client, first_step)
+        return opened(rates, make_store, client=client, first_step=first_step)
 
     def _make_client(self, addresses: Sequence[str]) -> WeightClient:
         return WeightClient(addresses, **(self.client_options if self.servers else {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
@@ -27,7 +28,8 @@ class Steps:
     """The queue of announced steps, the one in progress, and the number of those that ended.
 
     Args:
-        open_rows: returns the rows; opens them at the first use, and then calls `use`.
+        open_rows: a method that returns the rows; opens them at the first use, and then calls `use`. It does not keep
+            its object alive.
         negatives: the classes of a step.
         order: the row of each class.
         init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
@@ -46,7 +48,7 @@ class Steps:
         self.coming = ComingSteps(negatives, order)
         self.current: Step | None = None
         """The step in progress."""
-        self._open = open_rows
+        self._open_rows = weakref.WeakMethod(open_rows)
         self._negatives = negatives
         self._num_classes = order.num_rows
         self._init_norm = init_norm
@@ -55,7 +57,7 @@ class Steps:
 
     def use(self, opened: OpenedRows) -> None:
         """Sets the rows of the steps from the next one on."""
-        self.number = opened.table.first_step
+        self.number = opened.first_step
         self.coming.use(opened.ranks, Sharding(opened.spec.rows_per_block, opened.ranks.world_size))
 
     def reset(self, number: int | None = None, recent: tuple[Int64Array, Int64Array] | None = None) -> None:
@@ -66,6 +68,11 @@ class Steps:
             self.number = number
         self.current = None
         self._iteration += 1
+
+    def _open(self) -> OpenedRows:
+        open_rows = self._open_rows()
+        assert open_rows is not None, "the head is in use"
+        return open_rows()
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
