@@ -65,6 +65,10 @@ class DiskStorage:
             self._lmdb.close()
             self._lmdb = None
 
+    def remove(self) -> None:
+        self.close()
+        shutil.rmtree(self.directory.parent)
+
     @property
     def _opened(self) -> LmdbStorage:
         assert self._lmdb is not None

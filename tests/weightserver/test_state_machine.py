@@ -415,9 +415,10 @@ class Machine(RuleBasedStateMachine):
         """The disk has lost pages of the last commit: the shard does not start, or is as it was, or answers nothing."""
         damaged = self.cluster.directories[shard].storage.copy(self.cluster.root)
         damaged.lose_pages(Random(seed))
-        with contextlib.suppress(StorageError), contextlib.closing(damaged):
+        with contextlib.suppress(StorageError):
             damaged.restart()
             self.compare(self.shards[shard], Shard(damaged, shard=shard, num_shards=NUM_SHARDS))
+        damaged.remove()
 
     @rule(
         shard=st.integers(0, NUM_SHARDS - 1),
