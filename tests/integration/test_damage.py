@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.stored import get, put, version_of
-from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient, __version__
+from weightserver import StorageError, TableSpec, __version__
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import ShardCheckpoint
@@ -201,20 +200,6 @@ def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) ->
     with storage.read() as txn:
         assert get(txn, 0) is not None
     storage.close()
-
-
-def test_a_file_that_is_truncated_while_it_is_served_leaves_a_line_in_the_log(tmp_path: Path) -> None:
-    """The system ends a process that reads a page of its map that is not there any more."""
-    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=0) as client:
-        client.create_table(SPEC)
-        client.open_session("run")
-        ones = np.ones((10, SPEC.dim), np.float32)
-        client.write_state(np.arange(10), ones, ones, 0)
-        os.truncate(tmp_path / "shard-0" / "data.mdb", 8192)
-        with pytest.raises(ShardUnavailableError):
-            client.fetch(np.arange(10), step=0)
-        assert cluster.processes[0].wait(60) == -signal.SIGBUS
-    assert "Fatal Python error: Bus error" in (tmp_path / "shard-0.log").read_text()
 
 
 # ---- stored data other than blocks

@@ -126,11 +126,9 @@ def serve(config: ServerConfig) -> None:
         ValueError: a certificate, key or token is invalid.
     """
     _check_streams(config)
-    if sys.stderr is not None:
-        faulthandler.enable(all_threads=False)  # a data file that is truncated while it is mapped ends the process
     stop = _Stop()
     stop.follow(parent=config.stop_with_parent)
-    faulthandler.enable(file=2)  # a data file that is cut short ends the process by SIGBUS
+    faulthandler.enable(file=2, all_threads=False)  # a data file that is cut short ends the process by SIGBUS
     keep_large_buffers()
     _allow_many_connections()
     front = _listening_server(config)
