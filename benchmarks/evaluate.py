@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Timing, at_least, in_turn, save_results, write_results
 from trainer.data import Dataset
-from trainer.data.pixels import PixelScale
+from trainer.evaluate.classifiers import Classifiers, Recipe
+from trainer.evaluate.evaluation import Evaluation, Subject
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import SEARCHED_ROWS
-from trainer.evaluate.linear import LinearConfig, LinearHeads
+from trainer.evaluate.linear import LinearConfig
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file
 from trainer.torchvision_schemas import import_module
-from weightserver.torch import Ranks
 
 DIM, NUM_CLASSES, K, TEMPERATURE, BATCH_SIZE = 2_048, 1_000, 200, 0.07, 256
 IMAGENET_BANK, IMAGENET_QUERIES = 1_281_167, 50_000
@@ -94,10 +94,12 @@ def linear_calls() -> dict[str, Callable[[], object]]:
     )
 
     def heads(num_rates: int) -> Callable[[], object]:
-        config = LinearConfig(learning_rates=(30.0,) * num_rates)
-        frozen = Frozen(nn.Flatten(), PixelScale((0.0,), (1.0,)), torch.device("cpu"))
-        trained = LinearHeads(frozen, made, torch.arange(BATCH_SIZE), NUM_CLASSES, config, Ranks())
-        return lambda: trained.step(batch[:, :, None, None], wanted, 0.0)
+        recipe = Recipe(**vars(LinearConfig(learning_rates=(30.0,) * num_rates)))
+        pixels = Subject(name="features", encoder=None, config=None)
+        evaluation = Evaluation(subject=pixels, load=lambda: made, state=Path())
+        frozen = Frozen(pixels.network, pixels.pixels, torch.device("cpu"))
+        training = Classifiers(evaluation, torch.arange(BATCH_SIZE), recipe, frozen).training
+        return lambda: training.step((batch[:, :, None, None], wanted), 0)
 
     weight = torch.zeros(NUM_CLASSES, DIM)
     gradient = torch.zeros(BATCH_SIZE, NUM_CLASSES)

@@ -19,8 +19,7 @@ def modules():
     for package in packages:
         path = importlib.util.find_spec(package).submodule_search_locations
         for module in pkgutil.walk_packages(path, package + "."):
-            # those of a command do their work; detectron2 is a program of its own
-            if module.name not in ("weightserver.__main__", "trainer.evaluate.detection.detectron2_train"):
+            if module.name != "weightserver.__main__":  # a command does its work
                 yield module.name
 def is_ours(name):
     return name.partition(".")[0] in packages

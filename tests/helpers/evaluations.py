@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.evaluate.__main__ import main
-from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
-from trainer.evaluate.progress import Advance
-from trainer.model import EncoderConfig
+from trainer.evaluate.evaluation import Advance, Evaluation, Outcome, Subject
+from trainer.model import EncoderConfig, TorchvisionEncoder
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
 NUM_CLASSES = 4
@@ -51,6 +51,37 @@ class SeesRows(nn.Module):
         return features
 
 
+class Convolution(nn.Module):
+    """A trainable encoder with a BatchNorm2d and a BatchNorm1d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.convolution = nn.Conv2d(1, 8, (1, SIDE), bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.BatchNorm1d(8 * SIDE)
+        with torch.no_grad():
+            self.convolution.weight.copy_(torch.randn(8, 1, 1, SIDE, generator=generator) / SIDE)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.norm(self.convolution(images)).relu()
+        features: Tensor = self.last(maps.flatten(1))
+        return features
+
+
+RESNET = EncoderConfig(
+    name="torchvision:resnet10", in_channels=3, image_size=64, pixel_mean=(0.5, 0.4, 0.45), pixel_std=(0.25,) * 3
+)
+
+
+def small_resnet() -> nn.Module:
+    """A torchvision ResNet of one block in each stage, for `RESNET`."""
+    resnet = import_module("torchvision.models.resnet")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TorchvisionEncoder(resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1])).eval()
+
+
 class SeesNothing(nn.Module):
     """All images have the same features."""
 
@@ -63,13 +94,20 @@ class SeesNothing(nn.Module):
 
 
 def made_evaluation(
-    encoder: nn.Module, state: Path, dataset: Dataset | None = None, ranks: Ranks | None = None
+    encoder: nn.Module,
+    state: Path,
+    dataset: Dataset | None = None,
+    ranks: Ranks | None = None,
+    *,
+    config: EncoderConfig | None = None,
+    data_dir: Path | None = None,
 ) -> Evaluation:
     dataset = dataset or made_dataset()
     state.mkdir(parents=True, exist_ok=True)
     return Evaluation(
-        subject=Subject(name="made", encoder=encoder, config=EncoderConfig(image_size=SIDE)),
+        subject=Subject(name="made", encoder=encoder, config=config or EncoderConfig(image_size=SIDE)),
         load=lambda: dataset,
+        data_dir=data_dir,
         state=state,
         ranks=ranks or Ranks(),
     )

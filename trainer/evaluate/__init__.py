@@ -1,7 +1,8 @@
 """Evaluates encoders by the protocols that the field reports (paper, appendix, Experimental Settings).
 
 Every protocol has a module with its settings and a function from an `Evaluation` to an `Outcome`; `command` runs them.
-Settings that are not given are chosen on images held out from the training set, never on test images.
+`paper` has those that only reproduce the paper's results. Settings that are not given are chosen on images held out
+from the training set, never on test images.
 
 Import from it: the names below; `features`, `knn` and `table`, by the loop, the demo and `report`.
 It may import: `data`, `export` and `run`.

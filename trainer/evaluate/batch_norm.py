@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce as _all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weightserver.torch import Ranks
@@ -48,9 +47,9 @@ class _CpuSyncBatchNorm(_BatchNorm):
         values = input.float()
         count = torch.tensor(float(values.numel() // values.shape[1]))
         dist.all_reduce(count)
-        mean = _sum_over_ranks(values.sum(axes)) / count  # (C,)
+        mean = _summed(values.sum(axes)) / count  # (C,)
         centred = values - mean.view(shape)
-        variance = _sum_over_ranks(centred.square().sum(axes)) / count  # (C,)
+        variance = _summed(centred.square().sum(axes)) / count  # (C,)
         self._track(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normalised = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
@@ -67,22 +66,7 @@ class _CpuSyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance, factor)
 
 
-class _SumOverRanks(torch.autograd.Function):
+def _summed(values: Tensor) -> Tensor:
     """The sum over ranks, whose gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
+    total: Tensor = _all_reduce(values)  # type: ignore[no-untyped-call]
     return total

@@ -25,12 +25,13 @@ from torch import nn
 from trainer.counting import counting
 from trainer.data import Dataset
 from trainer.data.pixels import PixelScale
-from trainer.evaluate.progress import Advance
 from trainer.model import EncoderConfig
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
+Advance = Callable[..., None]
+"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
 _RAW = PixelScale((0.0,), (1.0,))
 
 
@@ -107,6 +108,12 @@ class Evaluation:
     """A directory for what an interrupted evaluation continues from; removed once the result is written. Ranks on
     several machines must share its file system."""
 
+    def folder(self, what: str) -> Path:
+        """`data_dir`. Raises ValueError, which says `what` to give, without one."""
+        if self.data_dir is None:
+            raise ValueError(f"--data-dir is missing: give {what}")
+        return self.data_dir
+
     def prepare_state(self) -> bool:
         """Makes the directory of the state; returns whether it existed, so that an interrupted evaluation continues."""
         (resumed,) = self.ranks.max_over_ranks([float(self.ranks.is_first and self.state.exists())])
@@ -161,9 +168,8 @@ def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Set
             **outcome.details,
         }
         if evaluation.ranks.is_first:
-            if outcome.results or outcome.details.keys() != {"files"}:  # files for another program are no result
-                text = json.dumps(result, indent=2, default=str) + "\n"
-                atomic_write(file, lambda path: path.write_text(text))
+            text = json.dumps(result, indent=2, default=str) + "\n"
+            atomic_write(file, lambda path: path.write_text(text))
             shutil.rmtree(evaluation.state, ignore_errors=True)
         evaluation.ranks.barrier()
     return result

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.evaluate.classifiers import Classifiers, Recipe
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.fine_tuning import FineTuning, Recipe
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 
 
@@ -45,19 +45,9 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
     evaluation.subject.require_encoder("fine-tune")
     dataset = evaluation.load()
     dataset.check_labelled(tested=True)
-    num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
-    recipe = Recipe(
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        learning_rate=config.learning_rate,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        temperature=config.temperature,
-        seed=config.seed,
-    )
-    tuning = FineTuning(evaluation, dataset, torch.arange(len(dataset.train_images)), num_classes, recipe)
-    with evaluation.progress("fine-tune", tuning.num_steps) as advance:
-        tuning.train(evaluation.state / "network.safetensors", advance)
-    tested = torch.arange(len(dataset.test_images))
-    top1, top5 = tuning.accuracies(dataset.test_images, tested, dataset.test_labels, "test images")
+    settings = {name: value for name, value in vars(config).items() if name != "learning_rate"}
+    recipe = Recipe(**settings, learning_rates=(config.learning_rate,))
+    classifier = Classifiers(evaluation, torch.arange(len(dataset.train_images)), recipe)
+    classifier.train("fine-tune")
+    ((top1, top5),) = classifier.tested()
     return Outcome(results={"top1": top1, "top5": top5})

@@ -14,10 +14,9 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from trainer.data import TrainImages
-from trainer.evaluate.evaluation import Evaluation, Outcome
+from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.frozen import Frozen, centres
-from trainer.evaluate.progress import Advance
 from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, split_held_out
 from trainer.settings import Settings, check_at_least
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.data import Dataset
 from trainer.data.decoded_images import DecodedImages
+from trainer.evaluate.classifiers import Classifiers, Recipe
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.fine_tuning import FineTuning, Recipe
 from trainer.settings import Settings, check_at_least, check_not_negative
 
 _HELD_OUT_SHARE = 0.2
@@ -51,16 +51,6 @@ class SemiSupervisedConfig(Settings):
         check_at_least(self, 1, "epochs", "batch_size")
         check_not_negative(self, "momentum", "weight_decay")
 
-    def recipe(self, learning_rate: float, epochs: int) -> Recipe:
-        return Recipe(
-            epochs=epochs,
-            batch_size=self.batch_size,
-            learning_rate=learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-        )
-
 
 def default_epochs(num_labelled: int, num_images: int) -> int:
     """The paper's 10 passes for 1 % of the images and 20 for 10 %; splits of classes are not exactly 1 %."""
@@ -78,43 +68,34 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     dataset.check_labelled(tested=True)
     labelled = labelled_images(dataset, config)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
-    rate = config.learning_rates[0]
-    chosen: dict[str, Any] = {}
+
+    def trained(ids: Tensor, rate: float, name: str) -> Classifiers:
+        recipe = Recipe(
+            epochs=epochs,
+            batch_size=config.batch_size,
+            learning_rates=(rate,),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            seed=config.seed,
+        )
+        classifier = Classifiers(evaluation, ids, recipe)
+        classifier.train(f"{name}, learning rate {rate!r}")
+        return classifier
+
+    rate, chosen = config.learning_rates[0], dict[str, Any]()
     if len(config.learning_rates) > 1:
         held_out = balanced_share(dataset.train_labels, labelled, _HELD_OUT_SHARE, config.seed + 1, leave=1)
         fitted = labelled[~torch.isin(labelled, held_out)]
-        of_rates = {
-            rate: _trained(evaluation, dataset, fitted, config.recipe(rate, epochs), "choice", held_out)[0]
-            for rate in config.learning_rates
-        }
+        of_rates = {rate: trained(fitted, rate, "choice").held_out(held_out)[0][0] for rate in config.learning_rates}
         rate = max(of_rates, key=lambda each: of_rates[each])  # the first of equals
         chosen = {
             "learning_rate": rate,
             "held_out_top1": of_rates[rate],
             "on": f"{len(held_out)} of the {len(labelled)} labelled images, of which the others were trained on",
         }
-    top1, top5 = _trained(evaluation, dataset, labelled, config.recipe(rate, epochs), "all", None)
+    ((top1, top5),) = trained(labelled, rate, "all").tested()
     details = {"labelled_images": len(labelled), "epochs": epochs}
     return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen, details=details)
-
-
-def _trained(
-    evaluation: Evaluation,
-    dataset: Dataset,
-    ids: Tensor,
-    recipe: Recipe,
-    name: str,
-    held_out: Tensor | None,
-) -> tuple[float, float]:
-    """Top-1 and top-5, on held-out training images if given, else on the test images, of a network trained on `ids`."""
-    num_classes = int(torch.cat([dataset.train_labels, dataset.test_labels]).max()) + 1
-    tuning = FineTuning(evaluation, dataset, ids, num_classes, recipe)
-    with evaluation.progress(f"{name}, learning rate {recipe.learning_rate:g}", tuning.num_steps) as advance:
-        tuning.train(evaluation.state / f"{name}-{recipe.learning_rate!r}.safetensors", advance)
-    if held_out is not None:
-        return tuning.accuracies(dataset.train_images, held_out, dataset.train_labels[held_out], "held-out images")
-    tested = torch.arange(len(dataset.test_images))
-    return tuning.accuracies(dataset.test_images, tested, dataset.test_labels, "test images")
 
 
 def labelled_images(dataset: Dataset, config: SemiSupervisedConfig) -> Tensor:

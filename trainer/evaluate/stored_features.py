@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.data import TrainImages
+from trainer.evaluate.evaluation import Advance
 from trainer.evaluate.frozen import Frozen, centres
-from trainer.evaluate.progress import Advance
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 

@@ -1,39 +1,27 @@
-"""Fine-tuning and semi-supervised classification: learning, resumption, ranks, labelled images, splits.
-
-As a script (under torchrun) this file is one rank, which writes its result.
-"""
+"""Fine-tuning and semi-supervised classification: learning, labelled images, splits."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.helpers.evaluations import (
-    SIDE,
+    Convolution,
     SeesNothing,
     SeesRows,
-    interrupted_evaluation,
     made_dataset,
     made_evaluation,
-    outcomes_of_ranks,
-    write_outcome,
 )
 from trainer.data import load_dataset
-from trainer.distributed import process_group
-from trainer.evaluate.batch_norm import synchronise_batch_norm
-from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
+from trainer.evaluate.classifiers import CosineClassifier
+from trainer.evaluate.evaluation import Evaluation, Subject
 from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
-from trainer.evaluate.fine_tuning import CosineClassifier
 from trainer.evaluate.semi_supervised import (
     SemiSupervisedConfig,
     balanced_share,
@@ -41,37 +29,9 @@ from trainer.evaluate.semi_supervised import (
     labelled_images,
     semi_supervised,
 )
-from weightserver.torch import Ranks
 
 FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
 SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
-
-
-class Convolution(nn.Module):
-    """A trainable encoder with a BatchNorm2d and a BatchNorm1d."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.convolution = nn.Conv2d(1, 8, (1, SIDE), bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.last = nn.BatchNorm1d(8 * SIDE)
-        with torch.no_grad():
-            self.convolution.weight.copy_(torch.randn(8, 1, 1, SIDE, generator=generator) / SIDE)
-
-    def forward(self, images: Tensor) -> Tensor:
-        maps = self.norm(self.convolution(images)).relu()
-        features: Tensor = self.last(maps.flatten(1))
-        return features
-
-
-@pytest.fixture(autouse=True)
-def same_kernels() -> Iterator[None]:
-    """One thread, as torchrun gives each rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_cosine_classifier_is_scaled_cosine() -> None:
@@ -88,17 +48,6 @@ def test_fine_tuning_learns_and_leaves_the_encoder_as_it_was(tmp_path: Path) -> 
     assert found.results["top1"] > 90
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert fine_tune(made_evaluation(SeesNothing(), tmp_path / "bad"), FINE_TUNE).results["top1"] < 45
-
-
-@pytest.mark.parametrize(("run", "fails_at"), [("fine-tune", 17), ("semi-supervised", 12)])
-def test_continues_after_the_last_whole_epoch_to_the_same_result(run: str, fails_at: int, tmp_path: Path) -> None:
-    config = replace(SEMI, learning_rates=(0.1, 0.3))
-    protocol = partial(fine_tune, config=FINE_TUNE) if run == "fine-tune" else partial(semi_supervised, config=config)
-    whole = protocol(made_evaluation(Convolution(), tmp_path / "whole"))
-    interrupted = made_evaluation(Convolution(), tmp_path / "interrupted")
-    outcome, seen = interrupted_evaluation(protocol, interrupted, fails_at=fails_at)
-    assert outcome == whole
-    assert seen[0][1] > 0, "an epoch was not repeated"
 
 
 def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Path) -> None:
@@ -210,39 +159,6 @@ def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
         FineTuneConfig(temperature=0.0).check()
 
 
-def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:
-    class Other(nn.BatchNorm2d):
-        pass
-
-    with pytest.raises(ValueError, match="Other of the encoder cannot be synchronised: evaluate on a single rank"):
-        synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(2), Other(2)), Ranks(world_size=2))
-
-
 def test_epochs_follow_the_share_of_labels() -> None:
     assert default_epochs(12_811, 1_281_167) == 10
     assert default_epochs(128_116, 1_281_167) == 20
-
-
-def both(directory: Path, **options: object) -> Outcome:
-    tuned = fine_tune(made_evaluation(Convolution(), directory / "fine", **options), FINE_TUNE)  # type: ignore[arg-type]
-    semi = semi_supervised(made_evaluation(SeesRows(), directory / "semi", **options), SEMI)  # type: ignore[arg-type]
-    return Outcome(results=tuned.results | {f"semi_{name}": value for name, value in semi.results.items()})
-
-
-@pytest.mark.guard
-def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
-    """BatchNorm uses the whole batch; neither it nor the 61 test images divide by three."""
-    alone = both(tmp_path)
-    assert outcomes_of_ranks("tests.trainer.evaluate.test_fine_tuning", 3, tmp_path / "three") == [alone] * 3
-    of_one, of_three = (load_file(path / "fine/network.safetensors") for path in (tmp_path, tmp_path / "three"))
-    assert set(of_one) == set(of_three)
-    for name, value in of_one.items():
-        # twenty steps of float32 sums in another order; a BatchNorm of each rank's own images is 0.1 off
-        torch.testing.assert_close(
-            of_three[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-if __name__ == "__main__":
-    with process_group(torch.device("cpu")) as ranks:
-        write_outcome(both(Path(sys.argv[1]), ranks=ranks), Path(sys.argv[1]), ranks.rank)

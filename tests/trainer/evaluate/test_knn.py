@@ -1,11 +1,7 @@
-"""The kNN protocol: features in files, chosen and given settings, resumption, ranks.
-
-As a script (under torchrun) this file is one rank, which writes its result.
-"""
+"""The kNN protocol: features in files, chosen and given settings, resumption."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +16,7 @@ from tests.helpers.evaluations import (
     interrupted_evaluation,
     made_dataset,
     made_evaluation,
-    outcomes_of_ranks,
-    write_outcome,
 )
-from trainer.distributed import process_group
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import stored_features
 from trainer.evaluate.features import FeatureSet, encoder_features
@@ -136,16 +129,3 @@ def test_in_memory_top5_counts_the_five_classes_of_most_votes() -> None:
     )
     result = knn_top1(features)
     assert (result.top1, result.top5) == (100, 100)
-
-
-@pytest.mark.guard
-def test_three_ranks_have_the_result_of_one(tmp_path: Path) -> None:
-    alone = knn(made_evaluation(SeesRows(), tmp_path / "one"), KnnConfig())
-    assert outcomes_of_ranks("tests.trainer.evaluate.test_knn", 3, tmp_path / "three") == [alone] * 3
-
-
-if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    with process_group(torch.device("cpu")) as ranks:
-        evaluation = made_evaluation(SeesRows(), directory / "state", ranks=ranks)
-        write_outcome(knn(evaluation, KnnConfig()), directory, ranks.rank)

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, check, decode_whole, upright_size
-from trainer.evaluate.progress import Progress, no_progress
-from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.torch import Ranks
+from trainer.evaluate.evaluation import Evaluation
+from trainer.evaluate.paper.average_precision import Float64Array, Objects
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -37,17 +36,12 @@ _TOLERANCE = 1.0
 
 @dataclass(frozen=True)
 class VocImage:
-    """An image's file and the n objects on it."""
+    """An image's file and the objects on it."""
 
     path: Path
     width: int
     height: int
-    boxes: Float32Array
-    """Left, top, right and bottom edges in pixels: float32 [n, 4]."""
-    labels: Int64Array
-    """int64 [n]."""
-    difficult: NDArray[np.bool_]
-    """Objects that the test ignores: bool [n]."""
+    objects: Objects
 
 
 def read_split(root: Path, split: str) -> list[VocImage]:
@@ -78,18 +72,18 @@ def read_split(root: Path, split: str) -> list[VocImage]:
         return list(pool.map(lambda name: _read_image(folder, name), names))
 
 
-def check_decodable(images: list[VocImage], ranks: Ranks, progress: Progress = no_progress) -> None:
+def check_decodable(images: list[VocImage], evaluation: Evaluation) -> None:
     """Decodes this rank's share of the images. Raises ValueError for the first that is broken."""
-    mine = images[ranks.share(len(images))]
-    with ThreadPoolExecutor(decode_threads()) as pool, progress("checking files", len(mine)) as advance:
+    mine = images[evaluation.ranks.share(len(images))]
+    with ThreadPoolExecutor(decode_threads()) as pool, evaluation.progress("checking files", len(mine)) as advance:
         for _ in pool.map(_check_image, mine):
             advance()
 
 
-def load_pixels(image: VocImage, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """The pixels of an image, resized to a height and width: uint8 [3, height, width]. Raises ValueError."""
+def load_pixels(image: VocImage) -> NDArray[np.uint8]:
+    """The pixels of an image: uint8 [3, height, width]. Raises ValueError."""
     try:
-        return decode_whole(image.path.read_bytes(), size or (image.height, image.width))
+        return decode_whole(image.path.read_bytes(), (image.height, image.width))
     except (OSError, BrokenImageError) as error:
         raise _broken(image.path, error) from None
 
@@ -117,7 +111,7 @@ def _read_image(folder: Path, name: str) -> VocImage:
         raise _broken(path, error) from None
     try:
         root = parse(annotation).getroot()
-        objects = [_read_object(found) for found in root.findall("object")]
+        found = [_read_object(element) for element in root.findall("object")]
         declared = [float(size.text) for size in root.findall("size/*")[:2]]
     except (ParseError, DefusedXmlException, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
@@ -126,17 +120,15 @@ def _read_image(folder: Path, name: str) -> VocImage:
         raise ValueError(
             f"{annotation} is for {declared[0]:g}×{declared[1]:g} px, but {path.name} has {width}×{height}"
         )
-    boxes = np.array([box for box, _, _ in objects], np.float32).reshape(-1, 4)
+    boxes = np.array([box for box, _, _ in found]).reshape(-1, 4)
     for box in boxes:
         _check_box(annotation, box, width, height)
-    return VocImage(
-        path=path,
-        width=width,
-        height=height,
-        boxes=boxes.clip(0, [width, height, width, height]).astype(np.float32),
-        labels=np.array([label for _, label, _ in objects], np.int64),
-        difficult=np.array([difficult for _, _, difficult in objects], bool),
+    objects = Objects(
+        labels=np.array([label for _, label, _ in found], np.int64),
+        boxes=boxes.clip(0, [width, height, width, height]),
+        difficult=np.array([difficult for _, _, difficult in found], bool),
     )
+    return VocImage(path=path, width=width, height=height, objects=objects)
 
 
 def _read_object(found: Any) -> tuple[list[float], int, bool]:
@@ -148,7 +140,7 @@ def _read_object(found: Any) -> tuple[list[float], int, bool]:
     return [left - 1, top - 1, right, bottom], CLASSES.index(name), found.findtext("difficult", "0").strip() == "1"
 
 
-def _check_box(annotation: Path, box: Float32Array, width: int, height: int) -> None:
+def _check_box(annotation: Path, box: Float64Array, width: int, height: int) -> None:
     left, top, right, bottom = box.tolist()
     inside = min(left, top) >= -_TOLERANCE and right <= width + _TOLERANCE and bottom <= height + _TOLERANCE
     if not (inside and min(right, width) > max(left, 0) and min(bottom, height) > max(top, 0)):  # NaN also fails

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trainer.cores import decode_threads
-from trainer.evaluate.progress import Advance
+from trainer.evaluate.evaluation import Advance
 from trainer.torchvision_schemas import import_module
 
 NUM_CLASSES = 19
 IGNORED = 255
 """Label of pixels that count neither in training nor in evaluation."""
 _UNKNOWN = 254
-_IMAGES, _LABELS = "leftImg8bit", "gtFine"
-_IMAGE_SUFFIX, _LABEL_SUFFIX = "_leftImg8bit.png", "_gtFine_labelIds.png"
 
 UInt8Array = NDArray[np.uint8]
 
@@ -38,21 +36,24 @@ class LabelledImage(NamedTuple):
 
 
 def list_split(directory: Path, split: str) -> list[LabelledImage]:
-    """The images of "train" or "val" with their labels, sorted by city and name.
+    """The images of "train" or "val" with the places of their labels, sorted by city and name.
 
     Raises:
         ValueError: a folder is missing or empty.
-        ValueError: an image has no labels, or labels have no image.
     """
-    images = _files(directory, _IMAGES, split, _IMAGE_SUFFIX)
-    labels = _files(directory, _LABELS, split, _LABEL_SUFFIX)
-    for name, image in images.items():
-        if name not in labels:
-            raise ValueError(f"{image} has no labels {name}{_LABEL_SUFFIX} in {directory / _LABELS / split}: add them")
-    for name, label in labels.items():
-        if name not in images:
-            raise ValueError(f"{label} has no image {name}{_IMAGE_SUFFIX} in {directory / _IMAGES / split}: add it")
-    return [LabelledImage(image, labels[name]) for name, image in images.items()]
+    try:
+        found = import_module("torchvision.datasets").Cityscapes(directory, split, target_type="semantic")
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"{directory} has no whole leftImg8bit/{split} and gtFine/{split} ({error}): extract Cityscapes' "
+            "leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip there"
+        ) from None
+    pairs = [
+        LabelledImage(Path(image), Path(label)) for image, (label,) in zip(found.images, found.targets, strict=True)
+    ]
+    if not pairs:
+        raise ValueError(f"{directory}/leftImg8bit/{split} has no images: extract Cityscapes' archives again")
+    return sorted(pairs)
 
 
 def check_files(images: Sequence[LabelledImage], *, decode: bool, advance: Advance) -> None:
@@ -101,17 +102,6 @@ def class_names() -> list[str]:
     """The names of the 19 classes, in order."""
     known = [entry for entry in _table() if entry.train_id in range(NUM_CLASSES)]
     return [entry.name for entry in sorted(known, key=lambda entry: int(entry.train_id))]
-
-
-def _files(directory: Path, kind: str, split: str, suffix: str) -> dict[str, Path]:
-    """The files of one kind by their name without suffix, such as "aachen/aachen_000000_000019"."""
-    folder = directory / kind / split
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is missing: extract Cityscapes' {kind}_trainvaltest.zip in {directory}")
-    paths = sorted(folder.glob(f"*/*{suffix}"))
-    if not paths:
-        raise ValueError(f"{folder} has no CITY/*{suffix}: extract Cityscapes' {kind}_trainvaltest.zip in {directory}")
-    return {f"{path.parent.name}/{path.name.removesuffix(suffix)}": path for path in paths}
 
 
 def _read(path: Path, *, whole: bool = True) -> Image.Image:

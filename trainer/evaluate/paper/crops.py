@@ -1,11 +1,11 @@
-"""Random crops of labelled images, and the batches of a training, cropped ahead of their step."""
+"""Random crops of labelled images, and the batches of them that a training takes."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.cores import decode_threads
-from trainer.evaluate.segmentation.cityscapes import IGNORED, LabelledImage, UInt8Array, read_image, read_labels
+from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_image, read_labels
+from trainer.evaluate.paper.loading import computed_ahead
 from trainer.schedule import visit_uniforms
-from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array
-from weightserver.torch import VisitSchedule
+from weightserver.torch import Ranks, VisitSchedule
 
 NUM_UNIFORMS = 4
 """Random numbers of a crop."""
-_BATCHES_AHEAD = 2
 
 
 class Crop(NamedTuple):
@@ -78,35 +76,23 @@ class RandomCrops:
         return (crop_width, crop_height), box
 
 
-@dataclass(frozen=True, kw_only=True)
-class CropBatches:
-    """The batches of a training: a function of the seed and the step; every epoch shuffles the images."""
+def crops_ahead(
+    images: Sequence[LabelledImage], crops: RandomCrops, batch_size: int, ranks: Ranks, *, seed: int, steps: range
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """This rank's part of each step's batch: uint8 [b, 3, side, side] and the labels uint8 [b, side, side].
 
-    images: Sequence[LabelledImage]
-    crops: RandomCrops
-    batch_size: int
-    share: slice
-    """The part of each batch that is this rank's."""
-    seed: int
+    A function of the seed and the step; every epoch shuffles the images. Threads crop ahead: close the generator to end
+    them.
+    """
+    count, share = len(images), ranks.share(batch_size)
+    order = VisitSchedule(num_rows=count, window_size=count, window_stride=count, seed=seed)
 
-    def ahead(self, steps: range) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """For each step yields uint8 [b, 3, side, side] and the labels uint8 [b, side, side], made ahead by threads.
+    def cropped(visit: int) -> Crop:
+        (image,) = order.visits(visit, visit + 1)
+        return crops.crop(images[image], visit_uniforms(seed, np.array([visit]), NUM_UNIFORMS)[0])
 
-        Close the generator to end its threads.
-        """
-        with (
-            ThreadPoolExecutor(decode_threads(), thread_name_prefix="crops") as pool,
-            closing(computed_ahead(self._batches(steps, pool), ahead=_BATCHES_AHEAD, name="batches")) as batches,
-        ):
-            yield from batches
-
-    def _batches(self, steps: range, pool: ThreadPoolExecutor) -> Iterator[tuple[Tensor, Tensor]]:
-        count = len(self.images)
-        order = VisitSchedule(num_rows=count, window_size=count, window_stride=count, seed=self.seed)
-        for step in steps:
-            first = step * self.batch_size
-            start, stop = first + self.share.start, first + self.share.stop
-            images = [self.images[image] for image in order.visits(start, stop)]
-            uniforms = visit_uniforms(self.seed, np.arange(start, stop), NUM_UNIFORMS)
-            pixels, labels = zip(*pool.map(self.crops.crop, images, uniforms), strict=True)
+    visits = (visit for step in steps for visit in range(batch_size * step, batch_size * (step + 1))[share])
+    with closing(computed_ahead(cropped, visits)) as ahead:
+        while part := list(islice(ahead, share.stop - share.start)):
+            pixels, labels = zip(*part, strict=True)
             yield torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels))

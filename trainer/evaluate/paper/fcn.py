@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.evaluate.resnet import ResNetStages, dilate
+from trainer.evaluate.paper.resnet import ResNetStages, dilate
 
 STRIDE = 16
 _HEAD_CHANNELS = 256

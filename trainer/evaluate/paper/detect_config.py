@@ -1,9 +1,8 @@
-"""Settings of the detection protocol."""
+"""Settings of detection."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, flag
 
@@ -11,7 +10,7 @@ from trainer.settings import Settings, check_at_least, check_not_negative, check
 @dataclass(frozen=True, kw_only=True)
 class DetectConfig(Settings):
     """Settings of detection on Pascal VOC; the defaults are the paper's and, where it gives none, those of MoCo's
-    Detectron2 configuration, which it follows."""
+    configuration of Detectron2, which it follows."""
 
     train_splits: tuple[str, ...] = ("voc_2007_trainval", "voc_2012_trainval")
     """Splits to train on, voc_YEAR_SPLIT: ImageSets/Main/SPLIT.txt of the folder VOCYEAR."""
@@ -55,8 +54,6 @@ class DetectConfig(Settings):
     """Steps after which the state is saved, to resume an interrupted evaluation."""
     seed: int = 0
     """Of the new layers' initial weights, the order of images, their sizes and flips, and the sampled regions."""
-    detectron2: Path | None = None
-    """A new directory for the same evaluation in Detectron2: weights, configuration and program. Nothing is trained."""
 
     def check(self) -> None:
         check_at_least(self, 1, "iterations", "batch_size", "save_every", "test_side", "max_side")

@@ -1,20 +1,19 @@
-"""Reading Pascal VOC's folders: boxes as edges, sizes in training, and one line for each kind of bad input."""
+"""Reading Pascal VOC's folders: boxes as edges, and one line for each kind of bad input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from tests.helpers import voc_tree
+from tests.helpers.evaluations import made_evaluation, small_resnet
 from tests.helpers.image_tree import ORIENTATION
-from trainer.evaluate.detect import objects_of, read_splits
-from trainer.evaluate.detection.batches import Visit, resized, visits
-from trainer.evaluate.detection.config import DetectConfig
-from trainer.evaluate.detection.voc import CLASSES, check_decodable, load_pixels, read_split
+from trainer.evaluate.paper.detect import read_splits
+from trainer.evaluate.paper.detect_config import DetectConfig
+from trainer.evaluate.paper.voc import CLASSES, check_decodable, load_pixels, read_split
 from weightserver.torch import Ranks
 
 SPLIT = "voc_2007_test"
@@ -37,16 +36,16 @@ def test_reads_boxes_as_edges(devkit: Path) -> None:
     xml.write_text(voc_tree.annotation([("cat", (1, 1, 96, 72), False), ("tvmonitor", (3, 10, 3, 12.5), True)]))
     image = read_split(devkit, SPLIT)[1]
     assert (image.width, image.height) == (96, 72)
-    assert image.boxes.tolist() == [[0, 0, 96, 72], [2, 9, 3, 12.5]]
-    assert [CLASSES[label] for label in image.labels] == ["cat", "tvmonitor"]
-    assert image.difficult.tolist() == [False, True]
+    assert image.objects.boxes.tolist() == [[0, 0, 96, 72], [2, 9, 3, 12.5]]
+    assert [CLASSES[label] for label in image.objects.labels] == ["cat", "tvmonitor"]
+    assert image.objects.difficult.tolist() == [False, True]
     assert read_split(devkit / "VOCdevkit", SPLIT)[1].path == image.path
 
 
 def test_a_pixel_beyond_the_edge_is_clipped(devkit: Path) -> None:
     xml, _ = files(devkit)
     xml.write_text(voc_tree.annotation([("cat", (0, 0, 97, 73), False)]))
-    assert read_split(devkit, SPLIT)[1].boxes.tolist() == [[0, 0, 96, 72]]
+    assert read_split(devkit, SPLIT)[1].objects.boxes.tolist() == [[0, 0, 96, 72]]
 
 
 def test_a_part_of_an_object_is_not_an_object(devkit: Path) -> None:
@@ -54,7 +53,7 @@ def test_a_part_of_an_object_is_not_an_object(devkit: Path) -> None:
     xml, _ = files(devkit)
     part = "<part><name>head</name><bndbox><xmin>1</xmin></bndbox></part>"
     xml.write_text(voc_tree.annotation([("cat", (1, 1, 9, 9), False)]).replace("<pose>", part + "<pose>"))
-    assert read_split(devkit, SPLIT)[1].boxes.tolist() == [[0, 0, 9, 9]]
+    assert read_split(devkit, SPLIT)[1].objects.boxes.tolist() == [[0, 0, 9, 9]]
 
 
 def test_images_without_objects_are_tested_but_not_trained_on(devkit: Path) -> None:
@@ -62,8 +61,7 @@ def test_images_without_objects_are_tested_but_not_trained_on(devkit: Path) -> N
         files(devkit, name)[0].write_text(voc_tree.annotation([]))
     train, test = read_splits(devkit, CONFIG)
     assert (len(train), len(test)) == (11 + 6, 7)
-    assert 1 not in objects_of(test).images
-    assert objects_of(test).images.tolist() == sorted(objects_of(test).images)
+    assert not len(test[1].objects.labels)
 
 
 def test_turns_an_image_upright(devkit: Path) -> None:
@@ -138,16 +136,16 @@ def test_rejects_missing_splits(devkit: Path) -> None:
         read_split(devkit, SPLIT)
 
 
-def test_rejects_a_truncated_image_before_training(devkit: Path) -> None:
+def test_rejects_a_truncated_image_before_training(devkit: Path, tmp_path: Path) -> None:
     """Each rank decodes its share of the test images."""
     _, jpeg = files(devkit)
     jpeg.write_bytes(jpeg.read_bytes()[:-200])
     images = read_split(devkit, SPLIT)
-    check_decodable(images, Ranks(rank=1, world_size=2))
+    check_decodable(images, made_evaluation(small_resnet(), tmp_path, ranks=Ranks(rank=1, world_size=2)))
     with pytest.raises(ValueError, match=r"te000001\.jpg cannot be decoded \(.*truncated.*\): restore it"):
-        check_decodable(images, Ranks(rank=0, world_size=2))
+        check_decodable(images, made_evaluation(small_resnet(), tmp_path, ranks=Ranks(world_size=2)))
     with pytest.raises(ValueError, match=r"te000001\.jpg cannot be decoded"):
-        load_pixels(images[1], (40, 50))
+        load_pixels(images[1])
 
 
 def test_rejects_too_few_images(devkit: Path) -> None:
@@ -158,43 +156,3 @@ def test_rejects_too_few_images(devkit: Path) -> None:
         xml.write_text(xml.read_text().replace("<difficult>0", "<difficult>1"))
     with pytest.raises(ValueError, match="voc_2007_test has no objects to find"):
         read_splits(devkit, CONFIG)
-
-
-def test_keeps_the_aspect_ratio(devkit: Path) -> None:
-    wide = read_split(devkit, SPLIT)[1]
-    assert resized(wide, 480, 1333) == (480, 640)
-    assert resized(wide, 480, 600) == (450, 600)
-    assert resized(Visit(wide, (0, 0), False, 0).image, 1, 1333) == (1, 1)
-
-
-def test_boxes_and_pixels_change_together(devkit: Path) -> None:
-    image = read_split(devkit, "voc_2007_trainval")[1]
-    assert (image.width, image.height) == (96, 72)
-    left, top, right, bottom = image.boxes[0].tolist()
-    for is_flipped in (False, True):
-        visit = Visit(image, (144, 192), is_flipped, 0)
-        box = visit.target(Ranks().device).boxes[0].tolist()
-        edges = (
-            [192 - 2 * right, 2 * top, 192 - 2 * left, 2 * bottom] if is_flipped else [2 * e for e in image.boxes[0]]
-        )
-        assert box == edges
-        inside = visit.pixels().numpy()[:, int(box[1]) + 4 : int(box[3]) - 4, int(box[0]) + 4 : int(box[2]) - 4]
-        colour = voc_tree.COLOURS[CLASSES[image.labels[0]]]
-        assert np.abs(inside.mean(axis=(1, 2)) - colour).max() < 15
-
-
-def test_batches_depend_on_the_step_and_are_of_one_orientation(devkit: Path) -> None:
-    images, _ = read_splits(devkit, CONFIG)
-    config = DetectConfig(batch_size=3, train_sides=(80, 96), max_side=200)
-    stream = visits(images, config)
-    whole = [next(stream) for _ in range(12)]
-    assert next(visits(images, config, 7)) == whole[7]
-    for batch in whole:
-        assert len({visit.image.width > visit.image.height for visit in batch}) == 1
-    seen = [visit.image.path for batch in whole for visit in batch]
-    assert set(seen) == {image.path for image in images}, "36 visits to 18 images"
-    everything = [visit for batch in whole for visit in batch]
-    assert {min(visit.size) for visit in everything} == {80, 96}
-    assert {visit.is_flipped for visit in everything} == {False, True}
-    assert len({visit.seed for visit in everything}) == len(everything)
-    assert next(visits(images, DetectConfig(batch_size=3, seed=1))) != whole[0]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.evaluations import NUM_CLASSES, SeesNothing, SeesRows, evaluate, made_dataset, made_evaluation
-from trainer.evaluate import partition as partition_module
 from trainer.evaluate import stored_features
-from trainer.evaluate.partition import PartitionConfig, divided, partition, proportional_parts
+from trainer.evaluate.paper import partition as partition_module
+from trainer.evaluate.paper.partition import PartitionConfig, divided, partition, proportional_parts
 from weightserver.torch import ClassOrder, read_labels
 
 

@@ -1,1 +1,0 @@
-"""Object detection on Pascal VOC: its files, the network, its training and the average precision."""

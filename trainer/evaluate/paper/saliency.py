@@ -1,0 +1,192 @@
+"""Saliency maps of conv5, and how similar those of two encoders are (paper, section 5 and figure 3).
+
+A location's saliency is the L2 norm of its activations, divided by the sum over all locations. The similarity of two
+maps is the sum over locations of the smaller of the two values: 1 for equal maps, 0 for maps that do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.data import Dataset, TrainImages
+from trainer.data.pixels import normalise
+from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
+from trainer.evaluate.frozen import centres
+from trainer.evaluate.knn import VOTE_TEMPERATURE
+from trainer.evaluate.neighbours import nearest, predict
+from trainer.evaluate.paper.saliency_figures import Picture, draw_maps, draw_similarities
+from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
+from trainer.model import load_encoder
+from trainer.settings import Settings, check_at_least
+from weightserver.torch import gathered
+
+MAPS_FILE, SIMILARITY_FILE = "saliency-maps.png", "saliency-similarity.png"
+_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaliencyConfig(Settings):
+    """Settings of the saliency maps."""
+
+    other: Path | None = None
+    """Encoder file whose maps are compared, from this trainer or `python -m trainer.export import`."""
+    num_pictures: int = 6
+    """Test images to draw with their maps, chosen by --seed."""
+    pictures: tuple[int, ...] = ()
+    """Numbers of the test images to draw instead, from 0."""
+    bins: int = 20
+    """Bins of similarity between 0 and 1, for the histogram and for the accuracy."""
+    k: int = 20
+    """Neighbours by which an image is classified, to compare accuracy with similarity."""
+    num_neighbour_images: int = 50_000
+    """Training images to search for neighbours, chosen by --seed; all if there are fewer."""
+    seed: int = 0
+    """Seed of the images to draw, the images to search and the random maps."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "num_pictures", "bins", "k", "num_neighbour_images")
+
+
+def saliency(evaluation: Evaluation, config: SaliencyConfig) -> Outcome:
+    """Draws an encoder's maps of some test images; compares those of all test images with another encoder's.
+
+    Rank 0 writes `MAPS_FILE` and, with another encoder, `SIMILARITY_FILE` beside the result. An image is classified by
+    its nearest training images in the encoder's features (cosine similarity, votes at temperature 0.07), which needs no
+    training. The result does not depend on the number of ranks, up to rounding.
+
+    Raises:
+        ValueError: the data set has no test images; an encoder takes other images, or does not average convolutional
+            maps of several locations; the other encoder cannot be read; a picture is not a test image.
+    """
+    evaluation.subject.require_encoder("saliency")
+    dataset, directory = evaluation.load(), evaluation.state.parent
+    num_images = len(dataset.test_images)
+    if not num_images:
+        raise ValueError(f"{dataset.untested}: saliency maps are those of test images")
+    if outside := [number for number in config.pictures if not 0 <= number < num_images]:
+        raise ValueError(f"--pictures has {outside[0]}, but test images have numbers 0..{num_images - 1}")
+    shown = list(config.pictures) or _random_order(num_images, config.seed)[: config.num_pictures].tolist()
+    mappers = [_Mapper(subject, evaluation) for subject in (evaluation.subject, *_other(config))]
+    computed = [mapper.maps_and_features(dataset.test_images, torch.arange(num_images)) for mapper in mappers]
+    maps, features = [own for own, _ in computed], computed[0][1]
+    correct = _correct(mappers[0], features, dataset, config, evaluation) if dataset.labelled else None
+    noise = torch.rand(maps[-1].shape, generator=torch.Generator().manual_seed(config.seed))
+    results: dict[str, float] = {}
+    details: dict[str, Any] = {"random": similarity(to_sum_one(noise), maps[-1]).mean().item()}
+    if correct is not None:
+        results["knn_top1"] = 100 * correct.double().mean().item()
+    if len(maps) > 1:
+        values = similarity(*maps)
+        results["similarity"] = values.mean().item()
+        details |= by_similarity(values, correct, config.bins)
+    if evaluation.ranks.is_first:
+        draw_maps(_pictures(dataset, shown, maps), [mapper.name for mapper in mappers], directory / MAPS_FILE)
+        if len(maps) > 1:
+            draw_similarities(details["histogram"], details["accuracy"], directory / SIMILARITY_FILE)
+    return Outcome(results=results, details=details)
+
+
+def by_similarity(values: Tensor, correct: Tensor | None, bins: int) -> dict[str, Any]:
+    """The number of images in each bin of similarities between 0 and 1, and their accuracy in percent.
+
+    Args:
+        values: each image's similarity, float32 [n].
+        correct: whether it is classified correctly, bool [n]; None without labels, whose accuracy is None.
+    """
+    bin_of_image = (values * bins).long().clamp(0, bins - 1)
+    counts = torch.bincount(bin_of_image, minlength=bins)
+    accuracy = None
+    if correct is not None:
+        shares = 100 * torch.bincount(bin_of_image, weights=correct.double(), minlength=bins) / counts
+        accuracy = [share if count else None for share, count in zip(shares.tolist(), counts.tolist(), strict=True)]
+    return {"histogram": counts.tolist(), "accuracy": accuracy}
+
+
+class _Mapper:
+    """Computes an encoder's maps and features of a data set's images, each rank a part of them."""
+
+    def __init__(self, subject: Subject, evaluation: Evaluation) -> None:
+        encoder, config = subject.require_encoder("saliency")
+        dataset = evaluation.load()
+        self._side = dataset.evaluated_side or dataset.test_images.shape[-1]
+        channels = dataset.test_images.shape[1]
+        if (config.in_channels, config.image_size) != (channels, self._side):
+            raise ValueError(
+                f"{subject.name} is for {config.in_channels}-channel {config.image_size} px images, but "
+                f"the data set has {channels}-channel {self._side} px ones: choose another data set"
+            )
+        self.name, self._pixels, self._evaluation = subject.name, config.pixels, evaluation
+        self._encoder = encoder.to(evaluation.ranks.device).eval()
+
+    def maps_and_features(self, images: TrainImages, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Saliency maps float32 [n, h, w] and features float16 [n, d] of length 1, of images `ids` (int64 [n])."""
+        ranks = self._evaluation.ranks
+        if len(ids) < ranks.world_size:
+            raise ValueError(f"{len(ids)} images are fewer than {ranks.world_size} ranks: start fewer ranks")
+        parts, mine = [], ids[ranks.share(len(ids))]
+        with self._evaluation.progress(f"maps of {self.name}", len(ids)) as advance:
+            for pixels in centres(images, self._side, mine, _BATCH_SIZE):
+                parts.append(self._computed(pixels))
+                advance(len(pixels) * ranks.world_size)
+        maps, features = (torch.cat(part) for part in zip(*parts, strict=True))
+        return gathered(maps, len(ids), ranks), gathered(features, len(ids), ranks)
+
+    @torch.no_grad()
+    def _computed(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        device = self._evaluation.ranks.device
+        images = normalise(pixels.to(device), self._pixels).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._evaluation.bfloat16):
+            try:
+                maps, features = maps_and_features(self._encoder, images)
+            except ValueError as error:
+                raise ValueError(f"{self.name} {error}") from None
+        found = saliency_maps(maps).cpu()
+        if not found.isfinite().all():
+            raise ValueError(f"the maps of {self.name} are not all finite: are its weights damaged?")
+        return found, F.normalize(features.float()).half().cpu()
+
+
+def _other(config: SaliencyConfig) -> list[Subject]:
+    if config.other is None:
+        return []
+    encoder, encoder_config = load_encoder(config.other)
+    return [Subject(name=str(config.other), encoder=encoder, config=encoder_config)]
+
+
+def _random_order(num_images: int, seed: int) -> Tensor:
+    return torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
+
+
+def _correct(
+    mapper: _Mapper, features: Tensor, dataset: Dataset, config: SaliencyConfig, evaluation: Evaluation
+) -> Tensor:
+    """Whether each test image is classified correctly by its neighbours: bool [M]."""
+    ranks = evaluation.ranks
+    searched = _random_order(len(dataset.train_images), config.seed)[: config.num_neighbour_images].sort().values
+    _, bank = mapper.maps_and_features(dataset.train_images, searched)
+    mine = ranks.share(len(features))
+    cosine, index = nearest(bank, features[mine], min(config.k, len(bank)), device=ranks.device)
+    labels, wanted = dataset.train_labels[searched], dataset.test_labels
+    num_classes = int(torch.cat([labels, wanted]).max()) + 1
+    setting = (config.k, VOTE_TEMPERATURE)
+    found = predict(cosine, labels[index], num_classes, [setting], top=1)[setting][:, 0]
+    return gathered(found, len(wanted), ranks) == wanted
+
+
+def _pictures(dataset: Dataset, shown: Sequence[int], maps: Sequence[Tensor]) -> list[Picture]:
+    side = dataset.evaluated_side
+    (pixels,) = centres(dataset.test_images, side, torch.tensor(shown), len(shown))
+    found = []
+    for number, image in zip(shown, pixels, strict=True):
+        title = f"image {number}"
+        if len(maps) > 1:
+            title += f", similarity {similarity(maps[0][number, None], maps[1][number, None]).item():.2f}"
+        found.append(Picture(title=title, image=image, maps=[own[number] for own in maps]))
+    return found

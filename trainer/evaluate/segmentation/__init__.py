@@ -1,1 +1,0 @@
-"""Semantic segmentation: Cityscapes, the network and its training."""
