@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StorageError,
         TableMismatchError,
         WeightServerError,
+        WrongShardError,
     )
     from weightserver.core.spec import TableSpec
     from weightserver.local_cluster import LocalCluster
@@ -54,6 +55,7 @@ __all__ = [
     "TableSpec",
     "WeightClient",
     "WeightServerError",
+    "WrongShardError",
 ]
 _ELSEWHERE = {
     "WeightClient": "weightserver.client.client",

@@ -26,7 +26,14 @@ from weightserver.common.version import __version__
 from weightserver.core.errors import ClusterError, DataLossError, WeightServerError
 from weightserver.core.lineage import is_earlier
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, ONE_MESSAGE_KEY, OWN_TIME_KEY, VERSION_KEY
+from weightserver.protocol.codec import (
+    ACKNOWLEDGED_KEY,
+    MARK_KEY,
+    ONE_MESSAGE_KEY,
+    OWN_TIME_KEY,
+    SHARD_KEY,
+    VERSION_KEY,
+)
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
@@ -65,8 +72,9 @@ class ShardConnection:
         self._channels = Channels(address, credentials)
         self.close = self._channels.close
 
-    def identify(self, shard: int) -> None:
-        """The shard at the address has said which one it is."""
+    def identify(self, shard: int, num_shards: int) -> None:
+        """The shard at the address has said which one it is; from now on every call is for that one."""
+        self._metadata.append((SHARD_KEY, f"{shard}/{num_shards}"))
         self.shard, self.name, self._label = shard, f"shard {shard} at {self.address}", str(shard)
 
     def call(
@@ -220,9 +228,10 @@ class ShardConnection:
                         rates.were_taken(self.shard)
                     return answer
                 except (AnswerInDoubtError, grpc.RpcError) as error:
-                    failure = Failure.of(error)
-                    self._has_answered |= not failure.is_silence
-                    channel.is_useless |= failure.is_silence and not retries.have_rows_arrived
+                    failure = Failure.of(error, has_answered=self._has_answered)
+                    self._has_answered |= not (failure.is_silence or failure.is_of_another)
+                    no_byte = failure.is_silence and not retries.have_rows_arrived
+                    channel.is_useless |= no_byte or failure.is_of_another
                 except (WeightServerError, CancelledError):
                     raise
                 except BaseException:

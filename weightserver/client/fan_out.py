@@ -110,7 +110,7 @@ class Shards:
             )
             ordered = [connections[position] for position in _shard_order(answers, self._addresses)]
             for shard, connection in enumerate(ordered):
-                connection.identify(shard)
+                connection.identify(shard, len(ordered))
         except BaseException:
             self._disconnect(connections)
             raise

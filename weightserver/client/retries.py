@@ -15,6 +15,7 @@ from weightserver.core.errors import (
     ShardUnavailableError,
     StorageError,
     WeightServerError,
+    WrongShardError,
 )
 from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, status_of
 
@@ -45,16 +46,27 @@ class Failure:
     """Of the error that the shard raised."""
 
     @classmethod
-    def of(cls, error: grpc.RpcError | AnswerInDoubtError) -> Failure:
+    def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool) -> Failure:
+        """Another shard or program at the address of one that has answered before may be there for a while only."""
         if isinstance(error, AnswerInDoubtError):
             return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
         details, fields = " ".join((error.details() or "").split()), error_fields(error.trailing_metadata())
-        return cls(error.code(), details, error.code() in _RETRIED or "num_used" in fields, fields)
+        is_retried = (
+            error.code() in _RETRIED
+            or "num_used" in fields
+            or (has_answered and error.code() is status_of(WrongShardError))
+        )
+        return cls(error.code(), details, is_retried, fields)
 
     @property
     def is_silence(self) -> bool:
         """Whether the shard itself may have said nothing."""
         return self.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether another shard or program has answered."""
+        return self.status is status_of(WrongShardError)
 
     @property
     def is_overload(self) -> bool:
@@ -93,7 +105,7 @@ class Retries:
             self._started, self._num_arrived = time.monotonic(), self._call.rows.num_arrived
             self._pause_seconds = _FIRST_PAUSE_SECONDS
             return
-        self._in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
+        self._in_doubt |= not (failure.is_overload or failure.is_of_another or "num_used" in failure.fields)
         waited = time.monotonic() - self._started
         if waited >= self._call.budget_seconds:
             raise self._told(self._unanswered(failure, waited, has_answered=has_answered))
@@ -107,7 +119,7 @@ class Retries:
 
     def _refusal(self, failure: Failure) -> WeightServerError:
         """The error of a failure that no retry would heal."""
-        if failure.status is grpc.StatusCode.UNIMPLEMENTED:
+        if failure.is_of_another:
             return ClusterError(
                 f"{self._call.target} does not know this call: it runs an older version, or is no weight server: "
                 "update it"
@@ -125,6 +137,11 @@ class Retries:
             progress = f", {call.rows.num_arrived} of {call.rows.num_rows} rows had arrived"
         if failure.is_overload:
             return OverloadedError(f"{call.target} was overloaded for {waited:.1f} s{progress}: {failure.details}")
+        if failure.is_of_another:
+            return WrongShardError(
+                f"{call.target} was not at its address for {waited:.1f} s, but another shard or program "
+                f"({failure.details}){progress}: check where its name and address lead, then repeat the call"
+            )
         check = "that it runs and can be reached, then repeat the call"
         if not has_answered:
             check = (

@@ -3,7 +3,8 @@
 WeightServerError
 ├── ShardUnavailableError    UNAVAILABLE          a shard did not answer within the retry budget
 ├── OverloadedError          RESOURCE_EXHAUSTED   a shard or a limit is full; retried by the client
-├── ClusterError             UNIMPLEMENTED        the addresses given do not make one complete cluster
+├── WrongShardError          UNIMPLEMENTED        another shard or program answers at the address; retried by the client
+├── ClusterError                                  the addresses given do not make one complete cluster
 ├── NoTableError             NOT_FOUND            the shard holds no table yet, or no such checkpoint
 ├── TableMismatchError       ALREADY_EXISTS       another table exists
 ├── InvalidRequestError      INVALID_ARGUMENT     an invalid shape, dtype, row or value
@@ -58,6 +59,10 @@ class ShardUnavailableError(WeightServerError):
 
 class OverloadedError(WeightServerError, not_applied=True):
     """A shard has no room for another request now; trying again later may succeed."""
+
+
+class WrongShardError(WeightServerError, not_applied=True):
+    """Another shard or program answers at the address of one that has answered before."""
 
 
 class ClusterError(WeightServerError, not_applied=True):

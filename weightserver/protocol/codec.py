@@ -26,6 +26,8 @@ KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS = 10, 5
 """For how long either side hears nothing during a call before it pings the other, and waits for the answer."""
 VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("version", "acknowledged", "mark"))
 """Keys of the metadata of calls and answers; see the contract."""
+SHARD_KEY = "weightserver-shard"
+"""Key of the metadata in which a client names the shard that its call is for, as `shard/num_shards`."""
 ONE_MESSAGE_KEY = "weightserver-one-message"
 """Key of the metadata in which a client says that its fetch asks for at most CHUNK_BYTES of weights. Their answer is
 one message, which the shard then sends together with the status; older shards overlook the key."""

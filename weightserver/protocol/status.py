@@ -8,7 +8,6 @@ import grpc
 
 from weightserver.core.errors import (
     AuthenticationError,
-    ClusterError,
     DataLossError,
     FencedError,
     InvalidRequestError,
@@ -20,13 +19,14 @@ from weightserver.core.errors import (
     StorageError,
     TableMismatchError,
     WeightServerError,
+    WrongShardError,
 )
 
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     grpc.StatusCode.INTERNAL: WeightServerError,
     grpc.StatusCode.UNAVAILABLE: ShardUnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
-    grpc.StatusCode.UNIMPLEMENTED: ClusterError,
+    grpc.StatusCode.UNIMPLEMENTED: WrongShardError,
     grpc.StatusCode.NOT_FOUND: NoTableError,
     grpc.StatusCode.ALREADY_EXISTS: TableMismatchError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,

@@ -21,8 +21,9 @@ from weightserver.core.errors import (
     InvalidRequestError,
     StorageError,
     WeightServerError,
+    WrongShardError,
 )
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, VERSION_KEY
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, SHARD_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import ShardMetrics
@@ -120,13 +121,17 @@ class Calls:
                 self._log_slow(method, status.name, seconds, clock)
 
     def _check_caller(self, context: grpc.ServicerContext) -> None:
-        """Refuses callers of other minor versions, and those that know of acknowledged writes that the shard lacks."""
+        """Refuses callers of other minor versions, calls for another shard, and callers that know of writes that the
+        shard lacks."""
         metadata = dict(context.invocation_metadata())
         version = str(metadata.get(VERSION_KEY, "none"))
         if not works_with(version):
             raise InvalidRequestError(
                 f"this shard has version {__version__}, the caller {version[:20]}: use one minor version for all"
             )
+        own = f"{self._shard.shard}/{self._shard.num_shards}"
+        if (wanted := str(metadata.get(SHARD_KEY, own))) != own:
+            raise WrongShardError(f"shard {own} answers, the call is for shard {wanted[:20]}")
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged))
 
