@@ -6,11 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
@@ -20,14 +17,13 @@ from trainer.evaluate.neighbours import Features, nearest, predict
 from trainer.evaluate.protocol import ProbeResult, split_held_out
 from trainer.evaluate.stored_features import StoredFeatures, store_features
 from trainer.settings import Settings
-from weightserver.common.atomic_files import atomic_write
 
 K_CHOICES = (1, 5, 10, 20, 50, 100, 200)
 """Candidates for the number of neighbours."""
 VOTE_TEMPERATURE = 0.07
 """A neighbour with cosine similarity s has exp(s / 0.07) votes."""
 SEARCHED_ROWS = 8_192
-"""Queries whose neighbours are searched together, in one pass over the bank, and then saved."""
+"""Queries whose neighbours are searched together, in one pass over the bank."""
 Setting = tuple[int, float]
 """k and temperature."""
 
@@ -120,8 +116,7 @@ def _accuracies(
     with evaluation.progress(f"neighbours ({name})", len(queries)) as advance:
         for first in range(mine.start, mine.stop, SEARCHED_ROWS):
             rows = slice(first, min(mine.stop, first + SEARCHED_ROWS))
-            file = evaluation.state / f"{name}-{rows.start}-{rows.stop}-{num_neighbours}.safetensors"
-            similarity, index = _searched(file, bank, queries[rows], num_neighbours, excluded, ranks.device)
+            similarity, index = nearest(bank, queries[rows], num_neighbours, excluded=excluded, device=ranks.device)
             correct += _correct(similarity, bank_labels[index], query_labels[rows], num_classes, settings)
             advance((rows.stop - rows.start) * ranks.world_size)
     sums = torch.tensor(ranks.sum_over_ranks(correct.flatten().tolist()), dtype=torch.float64).view(-1, 2)
@@ -130,22 +125,6 @@ def _accuracies(
         KnnResult(k=min(k, size), temperature=temperature, top1=top1, top5=top5)
         for (k, temperature), (top1, top5) in zip(settings, shares.tolist(), strict=True)
     ]
-
-
-def _searched(
-    file: Path, bank: Features, queries: Tensor, num_neighbours: int, excluded: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The neighbours of some queries, as `nearest`, from `file` if an interrupted evaluation left it."""
-    if file.exists():
-        try:
-            found = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read the state {file} ({error}): remove it, and repeat the command") from None
-        return found["similarity"], found["index"]
-    similarity, index = nearest(bank, queries, num_neighbours, excluded=excluded, device=device)
-    tensors = {"similarity": similarity, "index": index}
-    atomic_write(file, lambda path: save_file(tensors, path))
-    return similarity, index
 
 
 def _correct(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -15,7 +13,7 @@ from torch import nn
 from trainer.data import SYNTHETIC
 from trainer.evaluate.evaluation import Subject
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
-from trainer.model import EncoderConfig, build_encoder, build_model, load_encoder, measure_feature_dim
+from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
 from trainer.settings import Settings, check_at_least, flag
@@ -141,8 +139,11 @@ def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> FoundSu
     """
     options.check()
     ranks = ranks or Ranks()
-    found = _load(options) if ranks.is_first else None
-    return found if found is not None and ranks.world_size == 1 else _shared(found, ranks)
+    found = [_load(options) if ranks.is_first else None]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    return found[0]
 
 
 def _load(options: SubjectOptions) -> FoundSubject:
@@ -252,31 +253,3 @@ def _directory_for(file: Path) -> Path:
     while (shorter := Path(name).stem) and Path(name).suffix in _SUFFIXES:
         name = shorter
     return file.with_name(name if name != file.name else f"{name}-results")
-
-
-def _shared(found: FoundSubject | None, ranks: Ranks) -> FoundSubject:
-    """The first rank's subject on every rank."""
-    told = None
-    if found is not None:
-        told = {name: value for name, value in vars(found).items() if name not in ("encoder", "config")}
-        told["config"] = found.config and asdict(found.config)
-    fields = json.loads(ranks.broadcast_text(json.dumps(told, default=str)))
-    if found is None:
-        found = _without_weights(fields)
-    if found.encoder is not None:
-        for tensor in found.encoder.state_dict().values():
-            dist.broadcast(tensor, src=0)
-    return found
-
-
-def _without_weights(fields: dict[str, Any]) -> FoundSubject:
-    """The subject of which another rank has the weights."""
-    config = None
-    if fields["config"] is not None:
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields["config"].items()
-        }
-        config = EncoderConfig(**options)
-    paths = {name: value and Path(value) for name, value in fields.items() if name in ("directory", "data_dir")}
-    encoder = build_encoder(config).eval() if config is not None else None
-    return FoundSubject(**fields | paths | {"config": config, "encoder": encoder, "notes": tuple(fields["notes"])})

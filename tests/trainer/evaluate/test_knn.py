@@ -92,12 +92,10 @@ def test_continues_where_it_was_interrupted(tmp_path: Path) -> None:
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     evaluation, config = made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(5,))
     knn(evaluation, config)
-    for file in ("test-0-16-5.safetensors", "train/0000002.safetensors"):
-        content = (tmp_path / file).read_bytes()
-        (tmp_path / file).write_bytes(content[:100])
-        with pytest.raises(ValueError, match=rf"cannot read .*{file} .*: remove it, and repeat the command"):
-            knn(evaluation, config)
-        (tmp_path / file).unlink()
+    file = tmp_path / "train/0000002.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"cannot read .*train/0000002.safetensors .*: remove it, and repeat the comm"):
+        knn(evaluation, config)
 
 
 def test_five_classes_without_a_vote_are_not_right(tmp_path: Path) -> None:

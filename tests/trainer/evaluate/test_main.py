@@ -161,7 +161,7 @@ def interrupted(patch: pytest.MonkeyPatch, arguments: list[str]) -> None:
         raise Interrupted
 
     with patch.context() as only_now:
-        only_now.setattr(knn_module, "_searched", stop)
+        only_now.setattr(knn_module, "nearest", stop)
         with pytest.raises(Interrupted):
             evaluate(arguments)
 
@@ -207,7 +207,7 @@ def test_one_evaluation_of_a_name_at_a_time(
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(knn_module, "_searched", meanwhile)
+        patch.setattr(knn_module, "nearest", meanwhile)
         with pytest.raises(Interrupted):
             evaluate(command)
     assert evaluate(command) == 0

@@ -6,8 +6,6 @@ the 34 ids of the files to the 19 classes that are evaluated; all other pixels a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainer.cores import decode_threads
-from trainer.evaluate.evaluation import Advance
 from trainer.torchvision_schemas import import_module
 
 NUM_CLASSES = 19
@@ -56,25 +52,19 @@ def list_split(directory: Path, split: str) -> list[LabelledImage]:
     return sorted(pairs)
 
 
-def check_files(images: Sequence[LabelledImage], *, decode: bool, advance: Advance) -> None:
-    """Reads all labels and the sizes of all images; with `decode` also their pixels. Calls `advance` for each image.
+def read_pair(pair: LabelledImage) -> tuple[Image.Image, UInt8Array]:
+    """An image as RGB, and the class of each of its pixels: uint8 [height, width], 0..18 or IGNORED.
 
     Raises:
-        ValueError: a file is damaged, sizes differ, or a label id is unknown; the message names the first such file.
+        ValueError: a file is damaged, sizes differ, or a label id is unknown; the message names the file.
     """
-
-    def check(pair: LabelledImage) -> None:
-        size = _read(pair.image, whole=decode).size
-        labels = read_labels(pair.label)
-        if labels.shape[::-1] != size:
-            raise ValueError(
-                f"{pair.label} has {labels.shape[1]}×{labels.shape[0]} pixels, but its image has {size[0]}×{size[1]}: "
-                "restore both from Cityscapes' archives"
-            )
-
-    with ThreadPoolExecutor(decode_threads()) as pool:
-        for _ in pool.map(check, images):
-            advance()
+    image, labels = _read(pair.image).convert("RGB"), read_labels(pair.label)
+    if labels.shape[::-1] != image.size:
+        raise ValueError(
+            f"{pair.label} has {labels.shape[1]}×{labels.shape[0]} pixels, but its image has "
+            f"{image.width}×{image.height}: restore both from Cityscapes' archives"
+        )
+    return image, labels
 
 
 def read_labels(path: Path) -> UInt8Array:
@@ -93,23 +83,17 @@ def read_labels(path: Path) -> UInt8Array:
     return labels
 
 
-def read_image(path: Path) -> Image.Image:
-    """An image as RGB. Raises ValueError if it is damaged."""
-    return _read(path).convert("RGB")
-
-
 def class_names() -> list[str]:
     """The names of the 19 classes, in order."""
     known = [entry for entry in _table() if entry.train_id in range(NUM_CLASSES)]
     return [entry.name for entry in sorted(known, key=lambda entry: int(entry.train_id))]
 
 
-def _read(path: Path, *, whole: bool = True) -> Image.Image:
-    """Opens a PNG file and, if `whole`, decodes it."""
+def _read(path: Path) -> Image.Image:
+    """Decodes a PNG file."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            if whole:
-                image.load()
+            image.load()
             return image
     except MemoryError:
         raise

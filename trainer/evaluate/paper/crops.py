@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_image, read_labels
+from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_pair
 from trainer.evaluate.paper.loading import computed_ahead
 from trainer.schedule import visit_uniforms
 from weightserver.core.arrays import Float32Array
@@ -51,7 +51,8 @@ class RandomCrops:
         Raises:
             ValueError: a file is damaged, or has an unknown label id.
         """
-        image, labels = read_image(pair.image), Image.fromarray(read_labels(pair.label))
+        image, classes_of_pixels = read_pair(pair)
+        labels = Image.fromarray(classes_of_pixels)
         size, box = self._box(image.size, uniforms)
         pixels = np.empty((self.side, self.side, 3), np.uint8)
         pixels[:] = self.fill

@@ -26,7 +26,7 @@ from trainer.evaluate.paper.average_precision import THRESHOLDS, Detections, ave
 from trainer.evaluate.paper.detect_config import DetectConfig
 from trainer.evaluate.paper.detector import build_detector
 from trainer.evaluate.paper.loading import computed_ahead
-from trainer.evaluate.paper.voc import CLASSES, VocImage, check_decodable, load_pixels, read_split
+from trainer.evaluate.paper.voc import CLASSES, VocImage, load_pixels, read_split
 from trainer.evaluate.training import Training
 from weightserver.torch import Ranks, to_device
 
@@ -49,7 +49,6 @@ def detect(evaluation: Evaluation, config: DetectConfig) -> Outcome:
     train, test = read_splits(evaluation.folder("the folder of Pascal VOC, VOCdevkit"), config)
     if config.batch_size < ranks.world_size:
         raise ValueError(f"--batch-size {config.batch_size} leaves some of {ranks.world_size} ranks without images")
-    check_decodable(test, evaluation)
     network = _Loss(detector, config, bfloat16=evaluation.bfloat16)
     training = Training(
         evaluation,

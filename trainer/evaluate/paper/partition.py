@@ -29,8 +29,6 @@ class PartitionConfig(Settings):
     classes: tuple[int, ...] = ()
     """Numbers of classes of the partitions to make, at least that of the labelled classes and at most that of the
     images, as --classes 2000 4000 16000. Each is written as partition-NUMBER.npy, for the trainer's --labels."""
-    balanced: bool = True
-    """Whether the classes that a labelled class is divided into have as many images each, give or take one."""
     seed: int = 0
     """Seed of k-means."""
 
@@ -85,13 +83,9 @@ def _write_partition(
     parts = proportional_parts(images_of_class, num_classes)
     first = np.cumsum(parts) - parts  # the first new class of each labelled one
     assigned = np.empty(len(labels), np.int32 if num_classes < 2**31 else np.int64)
-    within, total = 0.0, 0.0  # squared distances from the centres of new and of labelled classes
     with evaluation.progress(f"{num_classes} classes", len(labels)) as advance:
         for label, images, values in _classes(features, labels):
-            clusters = divided(values, int(parts[label]), balanced=config.balanced, seed=config.seed)
-            assigned[images] = first[label] + clusters
-            within += _squared_distances(values, clusters)
-            total += _squared_distances(values, np.zeros(len(values), np.int64))
+            assigned[images] = first[label] + divided(values, int(parts[label]), config.seed)
             advance(len(images))
     file = evaluation.state.parent / f"partition-{num_classes}.npy"
     atomic_write(file, lambda path: _save(path, assigned))
@@ -100,7 +94,6 @@ def _write_partition(
         "classes": num_classes,
         "smallest": int(sizes.min()),
         "largest": int(sizes.max()),
-        "explained": round(100 * (1 - within / total), 3) if total else 0.0,
         "labels": str(file),
     }
 
@@ -142,10 +135,10 @@ def _classes(features: StoredFeatures, labels: Int64Array) -> Iterator[tuple[int
         group = stop
 
 
-def divided(values: Float32Array, num_clusters: int, *, balanced: bool, seed: int) -> Int64Array:
-    """The cluster of each of n vectors: float32 [n, d] to int64 [n]; none of 0..num_clusters−1 stays empty.
+def divided(values: Float32Array, num_clusters: int, seed: int) -> Int64Array:
+    """The cluster of each of n vectors: float32 [n, d] to int64 [n]; all have as many vectors, give or take one.
 
-    Balanced clusters approximate constrained k-means (Bradley et al., 2000): vectors that would lose most by another
+    Clusters approximate constrained k-means (Bradley et al., 2000): vectors that would lose most by another
     cluster choose theirs first, among those with room.
     """
     from sklearn.cluster import MiniBatchKMeans  # late: it takes a second
@@ -155,8 +148,7 @@ def divided(values: Float32Array, num_clusters: int, *, balanced: bool, seed: in
     if num_clusters == 1:
         return np.zeros(len(values), np.int64)
     means = MiniBatchKMeans(num_clusters, random_state=seed, n_init=1, batch_size=max(1024, num_clusters)).fit(values)
-    distances: Float32Array = means.transform(values)
-    return _balanced(distances) if balanced else _nearest(distances)
+    return _balanced(means.transform(values))
 
 
 def _balanced(distances: Float32Array) -> Int64Array:
@@ -172,23 +164,3 @@ def _balanced(distances: Float32Array) -> Int64Array:
         sizes[cluster] += 1
         clusters[vector] = cluster
     return clusters
-
-
-def _nearest(distances: Float32Array) -> Int64Array:
-    """The nearest cluster of each vector, int64 [n]; an empty cluster takes the farthest vector of one with several."""
-    clusters: Int64Array = distances.argmin(axis=1)
-    sizes = np.bincount(clusters, minlength=distances.shape[1])
-    farthest = iter(np.argsort(-distances.min(axis=1), kind="stable"))
-    for empty in np.flatnonzero(sizes == 0):
-        vector = next(vector for vector in farthest if sizes[clusters[vector]] > 1)
-        sizes[clusters[vector]] -= 1
-        clusters[vector] = empty
-    return clusters
-
-
-def _squared_distances(values: Float32Array, clusters: Int64Array) -> float:
-    """The sum of squared distances of vectors float32 [n, d] from the means of their clusters."""
-    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
-    np.add.at(sums, clusters, values)
-    sizes = np.bincount(clusters)[:, None]
-    return float(np.square(values, dtype=np.float64).sum() - (sums**2 / np.maximum(sizes, 1)).sum())

@@ -19,11 +19,9 @@ from trainer.evaluate.paper.cityscapes import (
     IGNORED,
     NUM_CLASSES,
     LabelledImage,
-    check_files,
     class_names,
     list_split,
-    read_image,
-    read_labels,
+    read_pair,
 )
 from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
 from trainer.evaluate.paper.fcn import FCN, predict, upsample
@@ -71,8 +69,8 @@ def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
     """Trains a segmentation network on the fine training set, and evaluates it on the validation set.
 
     The result does not depend on the number of ranks, up to rounding: each takes its part of every batch and of the
-    validation images, and BatchNorm uses the whole batch. All labels and all validation images are decoded before the
-    training, so that a damaged one is found early.
+    validation images, and BatchNorm uses the whole batch. A damaged file ends the evaluation when it is read; after the
+    training, whose state is saved, it continues once the file is restored.
 
     Raises:
         ValueError: the encoder is not a ResNet, or a batch has fewer images than there are ranks.
@@ -88,7 +86,6 @@ def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = FCN(stages, NUM_CLASSES).to(ranks.device)
-    _check_files(train_images, val_images, evaluation)
     crops = RandomCrops(
         side=config.crop_size,
         scales=(config.min_scale, config.max_scale),
@@ -137,9 +134,9 @@ def intersection_over_union(
     library = import_module("torchmetrics.functional.classification")
     with evaluation.progress("validation", len(images)) as advance:
         for pair in images[ranks.share(len(images))]:
-            view = torch.from_numpy(np.array(read_image(pair.image))).permute(2, 0, 1)
+            image, of_pixels = read_pair(pair)
+            view, labels = torch.from_numpy(np.array(image)).permute(2, 0, 1), torch.from_numpy(of_pixels).long()
             classes = predict(_logits(network, view[None], pixels, evaluation)[0], *view.shape[1:]).cpu()
-            labels = torch.from_numpy(read_labels(pair.label)).long()
             confusion += library.multiclass_confusion_matrix(
                 classes.long(), labels, NUM_CLASSES, ignore_index=IGNORED, validate_args=False
             )
@@ -157,19 +154,3 @@ def _logits(network: nn.Module, views: Tensor, pixels: PixelScale, evaluation: E
     with torch.autocast(device.type, torch.bfloat16, enabled=evaluation.bfloat16):
         logits: Tensor = network(images)
     return logits.float()
-
-
-def _check_files(
-    train_images: Sequence[LabelledImage], val_images: Sequence[LabelledImage], evaluation: Evaluation
-) -> None:
-    """Raises the same ValueError on all ranks where rank 0 finds a damaged file."""
-    problem = ""
-    if evaluation.ranks.is_first:
-        try:
-            with evaluation.progress("checking files", len(train_images) + len(val_images)) as advance:
-                check_files(train_images, decode=False, advance=advance)
-                check_files(val_images, decode=True, advance=advance)
-        except ValueError as error:
-            problem = str(error)
-    if problem := evaluation.ranks.broadcast_text(problem):
-        raise ValueError(problem)

@@ -21,8 +21,7 @@ from defusedxml.ElementTree import ParseError, parse
 from numpy.typing import NDArray
 
 from trainer.cores import decode_threads
-from trainer.data.decode import BrokenImageError, check, decode_whole, upright_size
-from trainer.evaluate.evaluation import Evaluation
+from trainer.data.decode import BrokenImageError, decode_whole, upright_size
 from trainer.evaluate.paper.average_precision import Float64Array, Objects
 
 CLASSES = (
@@ -72,25 +71,10 @@ def read_split(root: Path, split: str) -> list[VocImage]:
         return list(pool.map(lambda name: _read_image(folder, name), names))
 
 
-def check_decodable(images: list[VocImage], evaluation: Evaluation) -> None:
-    """Decodes this rank's share of the images. Raises ValueError for the first that is broken."""
-    mine = images[evaluation.ranks.share(len(images))]
-    with ThreadPoolExecutor(decode_threads()) as pool, evaluation.progress("checking files", len(mine)) as advance:
-        for _ in pool.map(_check_image, mine):
-            advance()
-
-
 def load_pixels(image: VocImage) -> NDArray[np.uint8]:
     """The pixels of an image: uint8 [3, height, width]. Raises ValueError."""
     try:
         return decode_whole(image.path.read_bytes(), (image.height, image.width))
-    except (OSError, BrokenImageError) as error:
-        raise _broken(image.path, error) from None
-
-
-def _check_image(image: VocImage) -> None:
-    try:
-        check(image.path.read_bytes())
     except (OSError, BrokenImageError) as error:
         raise _broken(image.path, error) from None
 

@@ -16,7 +16,7 @@ from tests.helpers.evaluations import RESNET, made_evaluation, small_resnet
 from tests.helpers.made_cityscapes import COLOURS, file_names, make_cityscapes
 from trainer.data.pixels import IMAGENET
 from trainer.evaluate.evaluation import Outcome
-from trainer.evaluate.paper.cityscapes import IGNORED, class_names, list_split, read_labels
+from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, class_names, list_split, read_labels, read_pair
 from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
 from trainer.evaluate.paper.fcn import FCN, predict, upsample
 from trainer.evaluate.paper.resnet import resnet_stages
@@ -204,7 +204,7 @@ def test_rejects_settings() -> None:
     )
 
 
-# ---- what is damaged is found before the training
+# ---- what is damaged
 
 
 def truncated(path: Path) -> None:
@@ -229,30 +229,21 @@ IMAGE, LABEL = 0, 1
 
 
 @pytest.mark.parametrize(
-    ("split", "kind", "damage", "message"),
+    ("kind", "damage", "message"),
     [
-        (
-            "val",
-            IMAGE,
-            truncated,
-            r"ulm_000001_000019_leftImg8bit.png is not a complete PNG image \(image file is trunc",
-        ),
-        ("val", LABEL, truncated, r"ulm_000001_000019_gtFine_labelIds.png is not a complete PNG image \("),
-        ("train", LABEL, truncated, r"ulm_000001_000019_gtFine_labelIds.png is not a complete PNG image \("),
-        ("train", IMAGE, lambda path: path.write_bytes(b""), r"leftImg8bit.png is not a complete PNG image \("),
-        ("val", LABEL, relabelled, "labelIds.png has the label id 34, but Cityscapes has 0..33: restore it"),
-        ("train", LABEL, smaller, "labelIds.png has 95×64 pixels, but its image has 96×64: restore both from"),
-        ("val", IMAGE, smaller, "labelIds.png has 96×64 pixels, but its image has 95×64: restore both from"),
-        ("train", LABEL, coloured, "labelIds.png has pixels of mode RGB, not label ids of 8 bits: restore it"),
-        ("val", LABEL, Path.unlink, r"ulm_000001_000019_gtFine_labelIds.png is not a complete PNG image \(.*No such"),
+        (IMAGE, truncated, r"ulm_000001_000019_leftImg8bit.png is not a complete PNG image \(image file is trunc"),
+        (LABEL, lambda path: path.write_bytes(b""), r"ulm_000001_000019_gtFine_labelIds.png is not a complete PNG"),
+        (LABEL, Path.unlink, r"ulm_000001_000019_gtFine_labelIds.png is not a complete PNG image \(.*No such"),
+        (LABEL, relabelled, "labelIds.png has the label id 34, but Cityscapes has 0..33: restore it"),
+        (IMAGE, smaller, "labelIds.png has 96×64 pixels, but its image has 95×64: restore both from"),
+        (LABEL, coloured, "labelIds.png has pixels of mode RGB, not label ids of 8 bits: restore it"),
     ],
 )
-def test_rejects_damaged_data(
-    directory: Path, split: str, kind: int, damage: Callable[[Path], object], message: str
-) -> None:
-    damage(file_names(directory, split, 1)[kind])
+def test_rejects_damaged_data(directory: Path, kind: int, damage: Callable[[Path], object], message: str) -> None:
+    pair = file_names(directory, "val", 1)
+    damage(pair[kind])
     with pytest.raises(ValueError, match=message) as caught:
-        segmented(directory)
+        read_pair(LabelledImage(*pair))
     assert "\n" not in str(caught.value)
 
 
@@ -270,7 +261,7 @@ def test_rejects_missing_folders(directory: Path) -> None:
         segmented(directory)
 
 
-def test_a_truncated_training_image_ends_the_training(directory: Path) -> None:
+def test_a_damaged_image_ends_the_training(directory: Path) -> None:
     truncated(file_names(directory, "train", 1)[IMAGE])
     with pytest.raises(ValueError, match=r"ulm_000001_000019_leftImg8bit\.png is not a complete PNG image"):
         segmented(directory)
