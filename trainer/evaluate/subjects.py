@@ -17,6 +17,7 @@ from trainer.model import EncoderConfig, build_model, load_encoder, measure_feat
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
 from trainer.settings import Settings, check_at_least, flag
+from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import Ranks
 
 _KINDS = ("run", "encoder", "model", "pixels")
@@ -141,6 +142,7 @@ def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> FoundSu
     ranks = ranks or Ranks()
     found = [_load(options) if ranks.is_first else None]
     if ranks.world_size > 1:
+        declare_missing_schemas()  # the encoder's class may be of torchvision or timm
         dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     return found[0]

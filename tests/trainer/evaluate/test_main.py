@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers import voc_tree
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
@@ -137,17 +136,6 @@ def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "trainer.evaluate: --data-dir is missing: give the folder of Cityscapes, with leftImg8bit and gtFine\n"
     )
-
-
-@pytest.mark.guard  # seconds
-def test_detect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ["--output", str(tmp_path / "results"), "--data-dir", str(voc_tree.tree(tmp_path / "voc"))]
-    short = ["--iterations=1", "--batch-size=2", "--train-sides=64", "--test-side=64", "--max-side=80"]
-    short += ["--anchor-sides=24,32", "--train-proposals=50,8", "--test-proposals=30,6", "--precise-norm-batches=0"]
-    assert evaluate(["detect", "--model", "resnet18", "--image-size", "64", *place, *short]) == 0
-    result = printed(capsys)
-    assert 0 <= result["ap"] <= result["ap50"] <= 100
-    assert result["by_class"]
 
 
 class Interrupted(Exception):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import tyro
 from torch import Tensor
 
 from tests.helpers.small_run import EVERY, small_run
@@ -234,13 +233,6 @@ def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, A
         load_subject(SubjectOptions(**filled))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_options_are_flags() -> None:
-    arguments = "--model resnet18 --weights a.pth --pixel-mean 0.5 --pixel-std 0.5"
-    options = tyro.cli(SubjectOptions, args=arguments.split())
-    assert options == SubjectOptions(model="resnet18", weights=Path("a.pth"), pixel_mean=(0.5,), pixel_std=(0.5,))
-    assert tyro.cli(SubjectOptions, args=["--run", "runs/a"]) == SubjectOptions(run=Path("runs/a"))
 
 
 @pytest.mark.guard
