@@ -69,5 +69,9 @@ def set_matmul_precision(precision: Literal["ieee", "tf32"]) -> None:
     """Sets the precision of float32 convolutions and matrix products on a GPU; torch's default is TF32 in
     convolutions only."""
     backends: Any = torch.backends
-    for backend in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+    cudnn, matmul = backends.cudnn, backends.cuda.matmul
+    # torch keeps an older flag beside the newer one, sets the older one only by name, and raises RuntimeError where
+    # one of its own readers, torch.compile among them, meets a contradiction.
+    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
+    for backend in (cudnn, cudnn.conv, cudnn.rnn, matmul):
         backend.fp32_precision = precision

@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.compute import set_matmul_precision
+from trainer.compute import ComputeConfig
 from trainer.model import (
     EncoderConfig,
     SmallResNet,
@@ -240,9 +241,36 @@ def _gradients(encoder: torch.nn.Module, images: torch.Tensor, upstream: torch.T
     return {name: value.grad.double() for name, value in encoder.named_parameters() if value.grad is not None}
 
 
-def test_tf32_is_used_only_on_request() -> None:
+PRECISIONS = get_args(get_type_hints(ComputeConfig)["precision"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tf32_is_used_only_on_request(precision: Any) -> None:
+    ComputeConfig(precision=precision).configure_torch()
     backends: Any = torch.backends
-    parts = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
-    for precision in ("tf32", "ieee"):
-        set_matmul_precision(precision)
-        assert [part.fp32_precision for part in parts] == [precision] * 3
+    cudnn, matmul = backends.cudnn, backends.cuda.matmul
+    expected = "tf32" if precision == "tf32" else "ieee"
+    assert [part.fp32_precision for part in (cudnn, cudnn.conv, cudnn.rnn, matmul)] == [expected] * 4
+    # torch raises here if its older and newer flags contradict each other; Inductor reads them.
+    assert cudnn.allow_tf32 == matmul.allow_tf32 == (expected == "tf32")
+    assert torch.get_float32_matmul_precision() == ("high" if expected == "tf32" else "highest")
+
+
+@pytest.mark.guard  # compiles
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch.compile's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_compiled_encoder_learns_with_every_precision(precision: Any) -> None:
+    ComputeConfig(precision=precision).configure_torch()
+    torch.compiler.reset()
+    layers = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 2))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+    images, compiled, losses = torch.randn(8, 1, 8, 8), torch.compile(layers), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = compiled(images).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
