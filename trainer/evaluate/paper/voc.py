@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, decode_whole, upright_size
 from trainer.evaluate.paper.average_precision import Float64Array, Objects
+from trainer.torchvision_schemas import import_module
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -55,20 +56,17 @@ def read_split(root: Path, split: str) -> list[VocImage]:
     parts = re.fullmatch(r"voc_(\d{4})_(\w+)", split)
     if parts is None:
         raise ValueError(f"split {split!r} is unknown: give voc_YEAR_SPLIT, such as voc_2007_trainval")
-    parents = (root / "VOCdevkit", root)
-    folder = next((parent / f"VOC{parts[1]}" for parent in parents if (parent / f"VOC{parts[1]}").is_dir()), None)
-    if folder is None:
-        raise ValueError(f"{root} has no folder VOCdevkit/VOC{parts[1]}: give --data-dir with VOC's unpacked archives")
-    listing = folder / "ImageSets/Main" / f"{parts[2]}.txt"
-    if not listing.is_file():
-        raise ValueError(f"{listing} is missing: unpack the archive of {split}")
-    names = listing.read_text().split()
-    if not names:
-        raise ValueError(f"{listing} names no images: unpack the archive of {split} again")
-    if outside := [name for name in names if re.search(r"[^\w.-]", name)]:
-        raise ValueError(f"{listing} names {outside[0]!r}, which is not an image's name: one name a line is expected")
+    place = root.parent if root.name == "VOCdevkit" else root
+    try:
+        found = import_module("torchvision.datasets").VOCDetection(place, parts[1], parts[2])
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{root} has no whole VOCdevkit/VOC{parts[1]} with {split} ({reason}): give --data-dir with VOC's unpacked "
+            "archives"
+        ) from None
     with ThreadPoolExecutor(decode_threads()) as pool:
-        return list(pool.map(lambda name: _read_image(folder, name), names))
+        return list(pool.map(_read_image, map(Path, found.images), map(Path, found.targets)))
 
 
 def load_pixels(image: VocImage) -> NDArray[np.uint8]:
@@ -83,9 +81,7 @@ def _broken(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} cannot be decoded ({error}): restore it from VOC's archive")
 
 
-def _read_image(folder: Path, name: str) -> VocImage:
-    path = folder / "JPEGImages" / f"{name}.jpg"
-    annotation = folder / "Annotations" / f"{name}.xml"
+def _read_image(path: Path, annotation: Path) -> VocImage:
     for file in (path, annotation):
         if not file.is_file():
             raise ValueError(f"{file} is missing: unpack VOC's archive again")

@@ -116,22 +116,12 @@ def test_rejects_damaged_files(devkit: Path, damage: Damage, message: str) -> No
 
 
 def test_rejects_missing_splits(devkit: Path) -> None:
-    with pytest.raises(ValueError, match="has no folder VOCdevkit/VOC2008: give --data-dir"):
-        read_split(devkit, "voc_2008_test")
-    with pytest.raises(
-        ValueError, match=r"VOC2012/ImageSets/Main/test\.txt is missing: unpack the archive of voc_2012"
-    ):
-        read_split(devkit, "voc_2012_test")
+    for split in ("voc_2008_trainval", "voc_2012_test", "voc_2012_train"):
+        with pytest.raises(ValueError, match=rf"has no whole VOCdevkit/VOC20.* with {split} \(.*\): give --data-dir"):
+            read_split(devkit, split)
     for name in ("test", "voc_07_test"):
         with pytest.raises(ValueError, match=f"split '{name}' is unknown: give voc_YEAR_SPLIT"):
             read_split(devkit, name)
-    listing = devkit / "VOCdevkit/VOC2007/ImageSets/Main/test.txt"
-    listing.write_text("../../etc/passwd\n")
-    with pytest.raises(ValueError, match=r"test\.txt names '\.\./\.\./etc/passwd', which is not an image's name"):
-        read_split(devkit, SPLIT)
-    listing.write_text("\n")
-    with pytest.raises(ValueError, match=r"test\.txt names no images"):
-        read_split(devkit, SPLIT)
 
 
 def test_rejects_a_truncated_image(devkit: Path) -> None:
