@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Timing, at_least, in_turn, save_results, write_results
 from trainer.data import Dataset
-from trainer.evaluate.classifiers import Classifiers, Recipe
+from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Subject
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import SEARCHED_ROWS
@@ -94,11 +94,12 @@ def linear_calls() -> dict[str, Callable[[], object]]:
     )
 
     def heads(num_rates: int) -> Callable[[], object]:
-        recipe = Recipe(**vars(LinearConfig(learning_rates=(30.0,) * num_rates)))
         pixels = Subject(name="features", encoder=None, config=None)
         evaluation = Evaluation(subject=pixels, load=lambda: made, state=Path())
         frozen = Frozen(pixels.network, pixels.pixels, torch.device("cpu"))
-        training = Classifiers(evaluation, torch.arange(BATCH_SIZE), recipe, frozen).training
+        training = Classifiers(
+            evaluation, torch.arange(BATCH_SIZE), LinearConfig(), (30.0,) * num_rates, frozen=frozen
+        ).training
         return lambda: training.step((batch[:, :, None, None], wanted), 0)
 
     weight = torch.zeros(NUM_CLASSES, DIM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.training import Training, cosine
 from trainer.schedule import visit_uniforms
+from trainer.settings import Settings, check_at_least, check_not_negative
 from weightserver.torch import Ranks, to_device
 
 CROPS = AugmentationConfig(strong=False, min_scale=0.08)
@@ -33,20 +35,29 @@ Accuracy = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A training of classifiers, and of their encoder unless it is frozen; a cosine takes the learning rates to 0."""
+class ClassifierConfig(Settings):
+    """How classifiers are trained, and their encoder unless it is frozen; a cosine takes learning rates to 0."""
 
-    epochs: int
-    batch_size: int
+    epochs: int = 100
+    """Passes over the training images."""
+    batch_size: int = 256
     """Images in a step, of all ranks together."""
-    learning_rates: tuple[float, ...]
-    """Of each classifier. An encoder that is trained has a single one, and its rate."""
-    momentum: float
-    weight_decay: float
-    seed: int
-    """Of the crops, the order of images and the classifiers' initial weights."""
-    temperature: float | None = None
-    """Of a cosine classifier; None for a linear one."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    weight_decay: float = 0.0
+    """Weight decay of SGD."""
+    seed: int = 0
+    """Seed of the crops, the order of images and the classifiers' initial weights."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "epochs", "batch_size")
+        check_not_negative(self, "momentum", "weight_decay")
+
+
+def check_learning_rates(rates: Sequence[float]) -> None:
+    """Raises ValueError for no rates, or one that is not positive and finite."""
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"--learning-rates is {rates}: give one or more, positive and finite")
 
 
 class CosineClassifier(nn.Module):
@@ -67,43 +78,54 @@ class Classifiers:
     All ranks take a part of every batch, so that their number changes the result by rounding only.
 
     Args:
+        learning_rates: of each classifier; an encoder that is trained has the first one's.
+        temperature: of a cosine classifier; None for a linear one.
         frozen: the encoder, to train none; otherwise a copy of the evaluation's encoder is trained with the classifier.
 
     Raises:
         ValueError: fewer images than a batch, or fewer images in a batch than ranks.
     """
 
-    def __init__(self, evaluation: Evaluation, ids: Tensor, recipe: Recipe, frozen: Frozen | None = None) -> None:
-        check_batch(len(ids), recipe.batch_size, evaluation.ranks)
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        ids: Tensor,
+        config: ClassifierConfig,
+        learning_rates: Sequence[float],
+        *,
+        temperature: float | None = None,
+        frozen: Frozen | None = None,
+    ) -> None:
+        check_batch(len(ids), config.batch_size, evaluation.ranks)
         self._dataset, self._ranks, self._frozen = evaluation.load(), evaluation.ranks, frozen
-        self._ids, self._recipe, self._evaluation = ids, recipe, evaluation
+        self._ids, self._config, self._evaluation = ids, config, evaluation
         self._side, self._pixels = self._dataset.evaluated_side, evaluation.subject.pixels
         device = self._ranks.device
         encoder = None if frozen else copy.deepcopy(evaluation.subject.network)
-        heads = self._heads(frozen or Frozen(copy.deepcopy(evaluation.subject.network), self._pixels, device))
+        measured = frozen or Frozen(copy.deepcopy(evaluation.subject.network), self._pixels, device)
+        heads = self._heads(measured, len(learning_rates), temperature)
         network = _Network(encoder, heads, bfloat16=evaluation.bfloat16)
         self._network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        rates = recipe.learning_rates
-        groups = [{"params": [*head.parameters()], "lr": rate} for head, rate in zip(heads, rates, strict=True)]
-        if encoder is not None:
-            groups.append({"params": [*encoder.parameters()], "lr": rates[0]})
-        num_steps = recipe.epochs * self.steps_per_epoch
+        trained = [*heads, encoder] if encoder else heads
+        rates = [*learning_rates, learning_rates[0]]
+        groups = [{"params": [*part.parameters()], "lr": rate} for part, rate in zip(trained, rates, strict=False)]
+        num_steps = config.epochs * self.steps_per_epoch
         self.training = Training(
             evaluation,
             self._network,
-            torch.optim.SGD(groups, lr=rates[0], momentum=recipe.momentum, weight_decay=recipe.weight_decay),
+            torch.optim.SGD(groups, lr=rates[0], momentum=config.momentum, weight_decay=config.weight_decay),
             loss_of=self._loss,
             factor=lambda step: cosine(step / num_steps),
         )
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self._ids) // self._recipe.batch_size
+        return len(self._ids) // self._config.batch_size
 
     def train(self, name: str) -> None:
         """Trains to the end, shown by `name`; continues after the last whole epoch if it was interrupted."""
         steps = self.steps_per_epoch
-        self.training.run(name, self._batches, num_steps=self._recipe.epochs * steps, save_every=steps)
+        self.training.run(name, self._batches, num_steps=self._config.epochs * steps, save_every=steps)
 
     def tested(self) -> list[Accuracy]:
         """Accuracies of each classifier on the test images."""
@@ -121,7 +143,7 @@ class Classifiers:
         self._network.eval()
         mine = self._ranks.share(len(ids))
         batches = centres(images, self._side, ids[mine], _TEST_BATCH)
-        counts = torch.zeros(len(self._recipe.learning_rates), 2, dtype=torch.float64)
+        counts = torch.zeros(len(self._network.heads), 2, dtype=torch.float64)
         with self._evaluation.progress(name, len(ids)) as advance:
             for batch, wanted in zip(batches, torch.split(labels[mine], _TEST_BATCH), strict=True):
                 logits = self._network(self._inputs(normalise(to_device(batch, self._ranks.device), self._pixels)))
@@ -133,16 +155,16 @@ class Classifiers:
         shares = [100 * number / max(1, len(ids)) for number in sums]
         return list(zip(shares[::2], shares[1::2], strict=True))
 
-    def _heads(self, encoder: Frozen) -> list[nn.Module]:
-        """A classifier for each learning rate; their initial weights depend on the seed alone."""
-        data, temperature = self._dataset, self._recipe.temperature
+    def _heads(self, encoder: Frozen, number: int, temperature: float | None) -> list[nn.Module]:
+        """So many classifiers, whose initial weights depend on the seed alone."""
+        data = self._dataset
         (first,) = centres(data.train_images, self._side, torch.tensor([0]), 1)
         dim = encoder.of_pixels(first).shape[1]
         num_classes = int(torch.cat([data.train_labels, data.test_labels]).max()) + 1
-        generator = torch.Generator().manual_seed(self._recipe.seed)
+        generator = torch.Generator().manual_seed(self._config.seed)
         weight = torch.randn(num_classes, dim, generator=generator) * _INIT_STD
         heads: list[nn.Module] = []
-        for _ in self._recipe.learning_rates:
+        for _ in range(number):
             head = CosineClassifier(dim, num_classes, temperature) if temperature else nn.Linear(dim, num_classes)
             head.load_state_dict({"weight": weight} | ({} if temperature else {"bias": torch.zeros(num_classes)}))
             heads.append(head)
@@ -150,11 +172,11 @@ class Classifiers:
 
     def _batches(self, first_step: int) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Views of crops, float32 [b, C, H, W], and their labels, int64 [b]."""
-        data, recipe, ranks = self._dataset, self._recipe, self._ranks
+        data, config, ranks = self._dataset, self._config, self._ranks
         augment = Augmentation(CROPS, self._side or data.train_images.shape[-1], self._pixels)
         images = data.train_images.to(ranks.device)
-        for epoch in range(first_step // self.steps_per_epoch, recipe.epochs):
-            batches = batches_of_epoch(self._ids, recipe.batch_size, seed=recipe.seed, epoch=epoch, ranks=ranks)
+        for epoch in range(first_step // self.steps_per_epoch, config.epochs):
+            batches = batches_of_epoch(self._ids, config.batch_size, seed=config.seed, epoch=epoch, ranks=ranks)
             with closing(views_ahead(images, batches, [augment], ranks.device)) as views:
                 for batch, view in zip(batches, views, strict=True):
                     yield view, data.train_labels[batch.images]
@@ -164,7 +186,7 @@ class Classifiers:
         view, labels = batch
         labels = to_device(labels, view.device)
         losses = [F.cross_entropy(logits, labels, reduction="sum") for logits in network(self._inputs(view))]
-        return torch.stack(losses).sum() / self._recipe.batch_size
+        return torch.stack(losses).sum() / self._config.batch_size
 
     def _inputs(self, views: Tensor) -> Tensor:
         """What the trained network takes: the views, or a frozen encoder's features of them."""

@@ -18,6 +18,7 @@ from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
 from trainer.display import stage
 from trainer.distributed import process_group
+from trainer.evaluate.classifiers import ClassifierConfig
 from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.protocol import check_classes
 from trainer.evaluate.protocols import PROTOCOLS
@@ -85,7 +86,8 @@ def parse(arguments: Sequence[str]) -> Command:
         near = difflib.get_close_matches(name, PROTOCOLS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(PROTOCOLS)}"
         raise ValueError(f"unknown protocol {name!r}: {hint}")
-    for settings in (SubjectOptions, EvaluationOptions, *(protocol.settings for protocol in PROTOCOLS.values())):
+    of_protocols = (protocol.settings for protocol in PROTOCOLS.values())
+    for settings in (SubjectOptions, EvaluationOptions, ClassifierConfig, *of_protocols):
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:

@@ -6,40 +6,26 @@ so that several cost little more than one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from trainer.evaluate.classifiers import Classifiers, Recipe
+from trainer.evaluate.classifiers import ClassifierConfig, Classifiers, check_learning_rates
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.protocol import split_held_out
-from trainer.settings import Settings, check_at_least, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(Settings):
+class LinearConfig(ClassifierConfig):
     """Settings of the linear protocol; the defaults are the paper's."""
 
     learning_rates: tuple[float, ...] = (30.0,)
     """One head is trained for each. Of several, held-out training images choose."""
-    epochs: int = 100
-    """Passes over the training images."""
-    batch_size: int = 256
-    """Images in a step, of all ranks together."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 0.0
-    """Weight decay of SGD."""
-    seed: int = 0
-    """Seed of the crops, the order of images and the heads' initial weights."""
 
     def check(self) -> None:
-        if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):
-            raise ValueError(f"--learning-rates is {self.learning_rates}: give one or more, positive and finite")
-        check_at_least(self, 1, "epochs", "batch_size")
-        check_not_negative(self, "momentum", "weight_decay")
+        check_learning_rates(self.learning_rates)
+        super().check()
 
 
 def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
@@ -54,7 +40,7 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     if len(config.learning_rates) > 1:
         fitted, held_out = split_held_out(len(dataset.train_images))
     frozen = Frozen(subject.network, subject.pixels, evaluation.ranks.device, bfloat16=evaluation.bfloat16)
-    heads = Classifiers(evaluation, fitted, Recipe(**vars(config)), frozen)
+    heads = Classifiers(evaluation, fitted, config, config.learning_rates, frozen=frozen)
     heads.train("linear")
     best, chosen = 0, {}
     if held_out is not None:

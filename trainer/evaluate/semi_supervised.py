@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from trainer.data import Dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.evaluate.classifiers import Classifiers, Recipe
+from trainer.evaluate.classifiers import ClassifierConfig, Classifiers, check_learning_rates
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.settings import Settings, check_at_least, check_not_negative
 
@@ -46,8 +45,7 @@ class SemiSupervisedConfig(Settings):
     def check(self) -> None:
         if not 0 < self.labels <= 1:
             raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
-        if not self.learning_rates or not all(0 < rate < math.inf for rate in self.learning_rates):
-            raise ValueError(f"--learning-rates is {self.learning_rates}: give one or more, positive and finite")
+        check_learning_rates(self.learning_rates)
         check_at_least(self, 1, "epochs", "batch_size")
         check_not_negative(self, "momentum", "weight_decay")
 
@@ -69,16 +67,16 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     labelled = labelled_images(dataset, config)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
 
+    settings = ClassifierConfig(
+        epochs=epochs,
+        batch_size=config.batch_size,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        seed=config.seed,
+    )
+
     def trained(ids: Tensor, rate: float, name: str) -> Classifiers:
-        recipe = Recipe(
-            epochs=epochs,
-            batch_size=config.batch_size,
-            learning_rates=(rate,),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            seed=config.seed,
-        )
-        classifier = Classifiers(evaluation, ids, recipe)
+        classifier = Classifiers(evaluation, ids, settings, (rate,))
         classifier.train(f"{name}, learning rate {rate!r}")
         return classifier
 
