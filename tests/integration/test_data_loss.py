@@ -29,6 +29,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.client import transfer
 from weightserver.client.writer import Writer
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
@@ -263,7 +264,9 @@ def test_an_interrupted_push_leaves_its_array_alone(place: Place) -> None:
 
 
 @pytest.mark.guard
-def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
+def test_an_interrupted_fetch_leaves_its_array_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is large enough for a thread for each shard."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
     place.push()
     out = np.zeros((SPEC.num_rows, SPEC.dim), np.float32)
     with stopped(place, 1):

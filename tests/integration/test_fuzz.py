@@ -66,6 +66,8 @@ class Inputs:
         """The spec of the table."""
         self.session_id = b"o" * 16
         """The session id that requests may name."""
+        self.mark = f"{MARK}12"
+        """The mark that requests may name."""
 
     def metadata(self, mark: str) -> tuple[Metadata, set[str]]:
         """Returns a call's metadata, mostly valid for a shard with that mark, and the errors allowed if it is not
@@ -128,7 +130,7 @@ class Inputs:
                 continue
             if field.is_repeated:
                 for _ in range(r.choice([0, 0, 0, 1, 2, 2, 2, 2, 2])):
-                    getattr(message, field.name).append(r.choice(MARKS) if r.random() < 0.03 else f"{MARK}12")
+                    getattr(message, field.name).append(r.choice(MARKS) if r.random() < 0.03 else self.mark)
             elif field.message_type is not None:
                 self._fill(getattr(message, field.name), first=first)
                 if field.name == "spec" and r.random() < 0.7:
@@ -265,7 +267,7 @@ class InProcess:
 
         if self.shard.spec is None:
             spec = next(self._specs)
-            do(lambda batch: batch.create_table(spec))
+            do(lambda batch: batch.create_table(spec, bytes([1]) * 16))  # one that requests may name
             do(lambda batch: batch.open_session("fuzz", self.shard.state.epoch + 1, b"o" * 16))
 
     def call(
@@ -283,7 +285,7 @@ class InProcess:
         return context
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [10_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_handlers(count: int) -> None:
     """The session's epoch may be guessed, so many requests succeed; rows stay finite and every reservation is ended."""
     place = InProcess()
@@ -293,7 +295,7 @@ def test_handlers(count: int) -> None:
         inputs = Inputs(seed=0, epoch=0)
         for number in range(count):
             state = place.shard.state
-            inputs._epoch, inputs.session_id = state.epoch, bytes.fromhex(state.session_id)
+            inputs._epoch, inputs.session_id, inputs.mark = state.epoch, bytes.fromhex(state.session_id), state.mark
             if number % 500 == 499 or (
                 place.shard.spec not in SPECS and (place.shard.spec is None or number % 50 == 0)
             ):
@@ -334,7 +336,7 @@ def test_handlers(count: int) -> None:
         opened = place.shard.state.epoch + 1
         for request in (
             pb.DescribeRequest(),
-            pb.OpenSessionRequest(name="next", epoch=opened, session_id=b"n" * 16),
+            pb.OpenSessionRequest(name="next", epoch=opened, session_id=b"n" * 16, take_over=True),
             pb.DropTableRequest(epoch=opened),
             pb.DescribeRequest(),
         ):

@@ -427,7 +427,7 @@ def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None
 def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
     """Reading a missing page would end the process."""
     cut = LmdbStorage(tmp_path)
-    for first in (0, 3):
+    for first in (0, 3, 5, 5):
         with cut.write() as txn:
             for block in range(first, 6):
                 put(txn, block, 0, bytes([block]) * 20_000)

@@ -49,6 +49,8 @@ _EVENTS = {
     "Rollback": "rolled back",
 }
 
+_MOST_SECONDS = 1e9
+"""More than a process lives."""
 _log = logging.getLogger(__name__)
 
 
@@ -103,9 +105,6 @@ class WeightServerService:
         if request.session_id or not request.join:  # joining an epoch that nobody opened needs no id
             require_id(request.session_id, "session_id")
         self._shard.require_table()
-        require(
-            len(request.holder.name) <= MAX_NAME_CHARACTERS, f"holder has more than {MAX_NAME_CHARACTERS} characters"
-        )
         if request.join:
             self._shard.join_session(request.epoch, request.session_id)
             self._note_lease(request)
@@ -129,7 +128,11 @@ class WeightServerService:
         if request.leave:
             self._shard.lease.release(request.session_id)
         elif request.HasField("holder"):
-            self._shard.lease.renew(request.session_id, request.holder.name, request.holder.held_seconds)
+            holder = request.holder
+            is_name = holder.name.isprintable() and 0 < len(holder.name) <= MAX_NAME_CHARACTERS
+            require(is_name, f"holder must have a printable name of at most {MAX_NAME_CHARACTERS} characters")
+            require(0 <= holder.held_seconds < _MOST_SECONDS, "held_seconds must be the time of one process")
+            self._shard.lease.renew(request.session_id, holder.name, holder.held_seconds)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yields serialized FetchResponses."""
