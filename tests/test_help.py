@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +95,31 @@ def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"torch._dynamo", "sklearn", "pandas", "faiss", "transformers"} & set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--help"], "fashion-mnist"),
+        (["fashion-mnist", "--help"], "--num-negatives"),
+        (["images", "--help"], "--num-negatives"),
+        (["fashion-mnst"], "did you mean fashion-mnist?"),
+        (["fashion-mnist", "--batchsize", "8"], "--batch-size"),
+        (["fashion-mnist", "--num-negatives", "many"], "--num-negatives"),
+        (["--resume", "--output", "nowhere"], "holds no run"),
+    ],
+    ids=" ".join,
+)
+def test_the_trainer_answers_before_it_loads_its_libraries(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """torch and its relatives take seconds to import."""
+    code = (
+        "import atexit, sys; from trainer.__main__ import main; "
+        "atexit.register(lambda: print('MODULES', *sys.modules)); main(sys.argv[1:])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parent.parent)}
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert run.returncode == (0 if "--help" in arguments else 2), run.stderr
+    answer, _, modules = run.stdout.partition("MODULES")
+    assert said in answer + run.stderr
+    assert not {"torch", "timm", "torchvision", "matplotlib", "grpc", "sklearn"} & set(modules.split())

@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from trainer.display import shown, stage
 from trainer.loading import loading_libraries
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
 
 
 def report(arguments: list[str]) -> NoReturn:
@@ -41,20 +45,30 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments[:1] == ["duplicates"]:
         duplicates(arguments[1:])
     with loading_libraries("trainer"):
-        from trainer.config import parse_config
-        from trainer.ending import finish
-        from trainer.loop import train
-        from trainer.own_images import PRESET, images_config
         from trainer.stopping import exit_on_error
         from weightserver.common.logs import asked_format, log_events
         from weightserver.common.malloc import keep_large_buffers
     keep_large_buffers()
     log_events(asked_format(arguments))  # for errors of the settings
     with exit_on_error("trainer"):
-        config = images_config(arguments[1:]) if arguments[:1] == [PRESET] else parse_config(arguments)
+        config = _settings(arguments)
+        with shown(), stage("loading libraries"):
+            from trainer.ending import finish
+            from trainer.loop import train
         log_events(config.log_format, lambda: {"run": config.output.name, "rank": int(os.environ.get("RANK", "0"))})
         finish(train(config))
     sys.exit(0)
+
+
+def _settings(arguments: list[str]) -> TrainConfig:
+    """The settings of a command line. Ends the process for --help or an error, before torch is imported."""
+    from trainer.config import parse_config
+
+    if arguments[:1] != ["images"] or not {"-h", "--help"}.isdisjoint(arguments):
+        return parse_config(arguments)
+    with shown(), stage("loading libraries"):
+        from trainer.own_images import images_config
+    return images_config(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.data.augment import AugmentationConfig
+from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.survey import ImagesSurvey
 from weightserver.core.correction import MAX_STEPS
 

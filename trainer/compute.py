@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.settings import Settings, check_positive, resumable
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,14 @@ class ComputeConfig(Settings):
 
     @property
     def memory_format(self) -> torch.memory_format:
+        import torch
+
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def torch_device(self) -> torch.device:
         """The device of --device. Raises ValueError if this machine does not have it."""
+        import torch
+
         name = self.device
         if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,6 +63,8 @@ class ComputeConfig(Settings):
 
     def configure_torch(self) -> None:
         """Sets the process-wide precision and determinism."""
+        import torch
+
         set_matmul_precision("tf32" if self.precision == "tf32" else "ieee")
         if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # the call alone takes seconds
             torch.use_deterministic_algorithms(self.deterministic)
@@ -68,6 +75,8 @@ class ComputeConfig(Settings):
 def set_matmul_precision(precision: Literal["ieee", "tf32"]) -> None:
     """Sets the precision of float32 convolutions and matrix products on a GPU; torch's default is TF32 in
     convolutions only."""
+    import torch
+
     backends: Any = torch.backends
     cudnn, matmul = backends.cudnn, backends.cuda.matmul
     # torch keeps an older flag beside the newer one, sets the older one only by name, and raises RuntimeError where

@@ -10,26 +10,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
 from trainer.compute import ComputeConfig
-from trainer.data.augment import Augmentation, AugmentationConfig
+from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.config import DataConfig, ViewsConfig
+from trainer.encoder_config import EncoderConfig, ModelConfig
 from trainer.loss import LossConfig
-from trainer.model import EncoderConfig, ModelConfig
-from trainer.online_probe import OnlineProbeConfig
 from trainer.optimization import OptimizationConfig
 from trainer.rows_config import RowsConfig, ServersConfig
-from trainer.run.config import ReportConfig, RunConfig
+from trainer.run.config import OnlineProbeConfig, ReportConfig, RunConfig
 from trainer.run.directory import CONFIG_FILE, RUN_FORMAT, read_settings
 from trainer.schedule import SamplingConfig
 from trainer.settings import Settings, flag, problems_of, set_help_texts, settings_of
 from trainer.wrong_arguments import parsed_or_exit
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
-from weightserver.torch import NegativeSampler
+
+if TYPE_CHECKING:
+    from trainer.data.augment import Augmentation
+    from weightserver.torch import NegativeSampler
 
 PARTS: tuple[type[Settings], ...] = (
     DataConfig,
@@ -133,6 +135,8 @@ class TrainConfig(
 
     def negative_sampler(self, num_rows: int) -> NegativeSampler:
         """The choice of a step's classes among `num_rows`."""
+        from weightserver.torch import NegativeSampler
+
         return NegativeSampler(
             self.num_negatives,
             num_rows=num_rows,

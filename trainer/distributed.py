@@ -15,11 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.liveness import ending_together
+from trainer.rank_messages import RankLostError
 from weightserver.torch import Ranks
-
-
-class RankLostError(Exception):
-    """Another rank failed or did not answer in time."""
 
 
 def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.settings import Settings, check_choice, check_positive
-from weightserver.torch import MARGINS, MarginKind, SoftmaxLoss, loss_of, margin_of
+
+if TYPE_CHECKING:
+    from weightserver.torch import SoftmaxLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class LossConfig(Settings):
     final_temperature: float | None = None
     """τ in the last update, which it reaches from --temperature along half a cosine, step by step. Without it: always
     --temperature."""
-    margin: MarginKind = "none"
+    margin: Literal["none", "cosface", "arcface"] = "none"
     """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle."""
     margin_size: float | None = None
     """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface."""
@@ -32,8 +34,10 @@ class LossConfig(Settings):
     def check(self) -> None:
         check_choice(self, "softmax", "cosine", "plain")
         check_positive(self, "temperature", *["final_temperature"] * (self.final_temperature is not None))
-        check_choice(self, "margin", *MARGINS)
+        check_choice(self, "margin", "none", "cosface", "arcface")
         if self.margin != "none":
+            from weightserver.torch import margin_of
+
             margin_of(self.margin, self.margin_size)
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
@@ -46,6 +50,8 @@ class LossConfig(Settings):
 
     def loss_function(self) -> SoftmaxLoss:
         """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
+        from weightserver.torch import loss_of, margin_of
+
         margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
         return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)
 

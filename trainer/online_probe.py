@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model import PICModel
-from trainer.settings import Settings, resumable
 from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
@@ -20,15 +18,6 @@ _log = logging.getLogger(__name__)
 _LEARNING_RATE = 1e-3
 _EPSILON = 1e-5
 """ε of BatchNorm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineProbeConfig(Settings):
-    """A linear classifier of labels beside the run."""
-
-    online_probe: bool = resumable(False)
-    """Train a linear classifier beside the run, on the encoder's features of the training views. Labels are used for
-    nothing else, and the run is the same to the bit without it."""
 
 
 class OnlineProbe:

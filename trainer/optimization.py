@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 from weightserver.core.correction import MAX_STEPS
+
+if TYPE_CHECKING:
+    import torch
 
 _DEFAULT_WARMUP_FRACTION = 0.1
 
@@ -108,8 +109,10 @@ class OptimizationConfig(Settings):
             )
         return round(steps)
 
-    def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:
+    def optimizer(self, model: torch.nn.Module, device: torch.device) -> torch.optim.SGD:
         """SGD for the encoder and the head's first layer; its learning rate is set before each update."""
+        import torch
+
         return torch.optim.SGD(
             model.parameters(),
             momentum=self.momentum,

@@ -10,15 +10,21 @@ import hashlib
 import os
 from contextlib import suppress
 from datetime import timedelta
-
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from typing import TYPE_CHECKING
 
 from trainer.display import erase
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _CONNECT_SECONDS = 3.0
 _WAIT_SECONDS = 2.0
 _ANY = "said"
 _FREE = "free"
+
+
+class RankLostError(Exception):
+    """Another rank failed or did not answer in time."""
 
 
 def is_first_to_say(message: str) -> bool:
@@ -66,6 +72,8 @@ def _store() -> Store | None:
     """The agent's store; None if torchrun did not start this process as one of several."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,9 @@ import numpy.typing as npt
 from trainer.settings import Settings, check_choice, resumable
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch import NEGATIVES, Negatives, VisitSchedule
+
+if TYPE_CHECKING:
+    from weightserver.torch import VisitSchedule
 
 _AUGMENTATION, _FORWARD, _FURTHER, _BATCH = 3, 5, 6, 8
 """Purposes of a seed's numbers (`derive_seed`); 1, 2, 4 and 7 are those of `weightserver.torch`."""
@@ -26,7 +29,7 @@ class SamplingConfig(Settings):
 
     num_negatives: int = 1024
     """K, the number of classes of a step, the batch's own included."""
-    negatives: Negatives = "recent"
+    negatives: Literal["recent", "uniform", "both"] = "recent"
     """Which classes a step has besides its own: the most recently visited ones (recent), ones sampled uniformly in
     whole blocks of rows (uniform), or both."""
     recent_share: float = 0.5
@@ -50,7 +53,7 @@ class SamplingConfig(Settings):
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
-        check_choice(self, "negatives", *NEGATIVES)
+        check_choice(self, "negatives", "recent", "uniform", "both")
         if not 0 < self.recent_share < 1:
             raise ValueError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}")
         if self.labels == "":
@@ -63,6 +66,8 @@ class SamplingConfig(Settings):
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""
+        from weightserver.torch import VisitSchedule
+
         return VisitSchedule(
             num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
         )

@@ -12,10 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-import torch
-
-from trainer.distributed import RankLostError
-from trainer.rank_messages import is_first_to_say, someone_said
+from trainer.rank_messages import RankLostError, is_first_to_say, someone_said
 from weightserver import WeightServerError
 from weightserver.common.interrupts import interruption
 from weightserver.common.logs import print_error
@@ -81,7 +78,11 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
         _end(f"{command}: {interruption(hint=after_interrupt)}", 128 + signal.SIGINT)
     except MemoryError as error:
         _end(f"{command}: not enough memory for these settings: {error}", status)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         _end(
             f"{command}: the GPU's memory is too small for these settings: give a lower --batch-size, a higher "
             f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})",

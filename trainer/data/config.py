@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.data.augment import Augmentation, AugmentationConfig, Unchanged
-from trainer.data.datasets import DECODED
+from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import background_colour
-from trainer.model import EncoderConfig
+from trainer.encoder_config import EncoderConfig
 from trainer.settings import Settings, check_at_least, flag, resumable
+
+if TYPE_CHECKING:
+    from trainer.data.augment import Augmentation
 
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
@@ -41,6 +44,8 @@ class DataConfig(Settings):
             raise ValueError(f"--background: {error}") from None
 
     def unused_settings(self) -> dict[str, str]:
+        from trainer.data.datasets import DECODED
+
         names = ("background", "decode_threads")
         return {} if self.dataset in DECODED else dict.fromkeys(names, "--dataset packed or folder")
 
@@ -102,6 +107,8 @@ class ViewsConfig(Settings):
         Raises:
             ValueError: a size or an area out of range.
         """
+        from trainer.data.augment import Augmentation, Unchanged
+
         if encoder.name == "none":  # a run that measures the path of the rows
             return [Unchanged(encoder.image_size, encoder.pixels)] * (self.views + self.small_crops)
         make = partial(Augmentation, pixels=encoder.pixels, compiled=compiled)

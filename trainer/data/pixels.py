@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class PixelScale(NamedTuple):
@@ -39,6 +40,8 @@ def normalise(images: Tensor, pixels: PixelScale = MINUS_ONE_TO_ONE) -> Tensor:
 
 def measured(images: Tensor) -> PixelScale:
     """Measures the scale of images uint8 [N, C, H, W], to four digits; the deviation is at least one level."""
+    import torch
+
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, std = [], []
     for channel in range(images.shape[1]):
@@ -53,6 +56,8 @@ def measured(images: Tensor) -> PixelScale:
 
 @cache
 def _factors(pixels: PixelScale, device: torch.device) -> tuple[Tensor, Tensor]:
+    import torch
+
     scale = [1 / std for std in pixels.std]
     shift = [-mean / std for mean, std in zip(pixels.mean, pixels.std, strict=True)]
     return tuple(torch.tensor(numbers, device=device).view(-1, 1, 1) for numbers in (scale, shift))  # type: ignore[return-value]

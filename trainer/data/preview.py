@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from trainer.data.augment import AUGMENTATIONS, Augmentation, AugmentationConfig
+from trainer.data.augment import Augmentation
+from trainer.data.augmentation_config import AUGMENTATIONS, AugmentationConfig
 from trainer.data.datasets import TrainImages
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from trainer.config import RESUMABLE, unused_settings
-from trainer.data.augment import OF_STRONG
+from trainer.data.augmentation_config import OF_STRONG
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
-from trainer.model import OF_SMALL
+from trainer.encoder_config import OF_SMALL
 from trainer.run.directory import flat, number
 
 DETECTRON2 = {

@@ -99,3 +99,12 @@ class ReportConfig(Settings):
 
     def unused_settings(self) -> dict[str, str]:
         return {} if self.knn_every else {"knn_fraction": "--knn-every"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineProbeConfig(Settings):
+    """A linear classifier of labels beside the run."""
+
+    online_probe: bool = resumable(False)
+    """Train a linear classifier beside the run, on the encoder's features of the training views. Labels are used for
+    nothing else, and the run is the same to the bit without it."""

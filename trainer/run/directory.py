@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from trainer.model import EncoderConfig, encoder_from_tensors, load_encoder
-from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
+    from trainer.encoder_config import EncoderConfig
 
 RUN_FORMAT = 3
 """The format of a run's directory, which its config.json names."""
@@ -77,6 +77,9 @@ def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderCon
     Raises:
         ValueError: the run has no such encoder, or its file is damaged.
     """
+    from trainer.model import encoder_from_tensors, load_encoder
+    from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
+
     if not checkpoint:
         if not (run / ENCODER_FILE).exists() and (steps := saved_steps(run / "checkpoints")):
             newest = checkpoint_name(steps[-1])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import grpc
+from typing import TYPE_CHECKING, Any
 
 from weightserver.common.options import option
 from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair, read_token
+
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class ClientSecurity:
         """
         if self.tls_ca is None:
             return None
+        import grpc
+
         authority = read_ca(self.tls_ca, "--tls-ca")
         if self.tls_cert is None or self.tls_key is None:
             return grpc.ssl_channel_credentials(authority)

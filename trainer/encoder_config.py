@@ -1,0 +1,93 @@
+"""Settings of the encoder and the projection head; `trainer.model` builds them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
+from trainer.settings import Settings, check_at_least, check_choice
+
+Norm = Literal["batch", "group"]
+NORMS: tuple[Norm, ...] = get_args(Norm)
+OF_SMALL = ("width", "blocks", "stem_stride", "pool_size", "norm")
+"""Settings of an encoder that only "small" has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """All that is needed to build an encoder; encoder files contain it."""
+
+    name: str = "small"
+    """"small", "timm:NAME", "torchvision:NAME" or just a torchvision NAME; "none" to measure all but the encoder."""
+    in_channels: int = 1
+    """Channels of an image, 1 or 3. torchvision's models need 3; grey images are repeated for them."""
+    image_size: int = 28
+    """Side of an image, in pixels."""
+    width: int = 32
+    """Channels of the first stage of "small"; each further stage doubles them."""
+    blocks: tuple[int, ...] = (1, 1, 1)
+    """Residual blocks in each stage of "small"; each stage after the first halves the side."""
+    stem_stride: int = 1
+    """Stride of the first convolution of "small": 2 is four times as fast and loses detail."""
+    pool_size: int = 1
+    """Features of "small" are averages over a grid of pool_size × pool_size parts of the image; 1: over the whole."""
+    norm: Norm = "batch"
+    """Normalisation in "small": BatchNorm, or GroupNorm, with which an image's features depend on no other image."""
+    pixel_mean: tuple[float, ...] | None = None
+    """Mean that is subtracted from pixels in 0..1, one number for each channel or one for all. None: that of the
+    training images (for decoded images, ImageNet's). Encoders of versions without this setting have 0.5."""
+    pixel_std: tuple[float, ...] | None = None
+    """Standard deviation by which pixels are then divided; needs --encoder.pixel-mean."""
+
+    def __post_init__(self) -> None:
+        if self.in_channels not in (1, 3):
+            raise ValueError(f"in_channels is {self.in_channels}: give 1 (grey) or 3 (colour)")
+        for name in ("image_size", "width", "stem_stride", "pool_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        if not self.blocks or min(self.blocks) < 1:
+            raise ValueError(f"blocks is {self.blocks}: give at least one stage, and at least one block per stage")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm is {self.norm!r}: give {' or '.join(NORMS)}")
+        if self.norm != "batch" and self.name not in ("small", "none"):
+            raise ValueError(f"encoder {self.name!r} has its own normalisation, not {self.norm!r}: choose small for it")
+        mean, std = self.pixel_mean, self.pixel_std
+        if (mean is None) != (std is None):
+            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give both or neither")
+        if mean is None or std is None:
+            return
+        if not {len(mean), len(std)} <= {1, self.in_channels}:
+            raise ValueError(
+                f"pixel_mean {mean} and pixel_std {std} do not match {self.in_channels} channels: "
+                "give one number for each channel, or one for all"
+            )
+        if not all(0 <= number <= 1 for number in mean) or not all(0 < number < math.inf for number in std):
+            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give means of 0 to 1 and stds above 0")
+
+    @property
+    def pixels(self) -> PixelScale:
+        """The scale of the encoder's input."""
+        if self.pixel_mean is None or self.pixel_std is None:
+            return MINUS_ONE_TO_ONE
+        return PixelScale(self.pixel_mean, self.pixel_std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Settings):
+    """Encoder and projection head."""
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    """The network to be trained."""
+    init_encoder: Path | None = None
+    """encoder.safetensors of another run to start from, with the same --encoder settings; its pixel scale is used."""
+    head_layers: Literal[1, 2] = 2
+    """Layers of the projection head: two with a ReLU between them, or one linear layer (compared in Table 1)."""
+    dim: int = 128
+    """D, length of an embedding and of a row."""
+
+    def check(self) -> None:
+        check_choice(self, "head_layers", 1, 2)
+        check_at_least(self, 1, "dim")
