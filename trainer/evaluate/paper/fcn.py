@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,17 +43,3 @@ def upsample(logits: Tensor, height: int, width: int) -> Tensor:
     """Interpolates the logits of `FCN` bilinearly at each pixel: [B, C, h, w] to [B, C, height, width]."""
     size = [STRIDE * (length - 1) + 1 for length in logits.shape[-2:]]
     return F.interpolate(logits, size, mode="bilinear", align_corners=True)[..., :height, :width]
-
-
-def predict(logits: Tensor, height: int, width: int) -> Tensor:
-    """The class of the largest upsampled logit, the first of equals: [C, h, w] to uint8 [height, width].
-
-    One class is upsampled at a time, so that memory does not grow with their number: 14 bytes per pixel.
-    """
-    best = torch.full((height, width), -torch.inf, device=logits.device)
-    classes = torch.zeros((height, width), dtype=torch.uint8, device=logits.device)
-    for number, scores in enumerate(logits.float()):
-        upsampled = upsample(scores[None, None], height, width)[0, 0]
-        classes[upsampled > best] = number
-        best = torch.maximum(best, upsampled)
-    return classes

@@ -24,7 +24,7 @@ from trainer.evaluate.paper.cityscapes import (
     read_pair,
 )
 from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
-from trainer.evaluate.paper.fcn import FCN, predict, upsample
+from trainer.evaluate.paper.fcn import FCN, upsample
 from trainer.evaluate.paper.resnet import resnet_stages
 from trainer.evaluate.training import Training, cosine
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
@@ -136,9 +136,9 @@ def intersection_over_union(
         for pair in images[ranks.share(len(images))]:
             image, of_pixels = read_pair(pair)
             view, labels = torch.from_numpy(np.array(image)).permute(2, 0, 1), torch.from_numpy(of_pixels).long()
-            classes = predict(_logits(network, view[None], pixels, evaluation)[0], *view.shape[1:]).cpu()
+            logits = upsample(_logits(network, view[None], pixels, evaluation), *view.shape[1:])[0]
             confusion += library.multiclass_confusion_matrix(
-                classes.long(), labels, NUM_CLASSES, ignore_index=IGNORED, validate_args=False
+                logits.argmax(dim=0).cpu(), labels, NUM_CLASSES, ignore_index=IGNORED, validate_args=False
             )
             advance(ranks.world_size)
     sums = ranks.sum_over_ranks(confusion.flatten().tolist())

@@ -106,15 +106,6 @@ def test_rejects_encoders_without_maps(tmp_path: Path) -> None:
 # ---- statistics and figures
 
 
-def test_an_encoder_is_similar_to_itself(tmp_path: Path) -> None:
-    result = mapped(tmp_path, replace(CONFIG, other=saved(tmp_path / "other")))
-    assert result.results["similarity"] == pytest.approx(1)
-    assert result.details["histogram"] == [0] * 19 + [61]
-    assert result.details["accuracy"][:19] == [None] * 19
-    assert result.details["accuracy"][19] == pytest.approx(result.results["knn_top1"])
-    assert result.details["random"] < 1
-
-
 def test_compares_maps_of_different_sizes_with_accuracy(tmp_path: Path) -> None:
     other = saved(tmp_path / "other", replace(SMALL, stem_stride=2), seed=1)
     found = mapped(tmp_path, replace(CONFIG, bins=100, other=other))
