@@ -62,7 +62,14 @@ def build_detector(encoder: nn.Module, encoder_config: EncoderConfig, config: De
             box_predictor=predictor,
         )
     detector.roi_heads.box_roi_pool = _AlignedPool(config.roi_side)
+    for predicting in (detector.rpn.head, predictor):  # else autocast would round boxes to bfloat16: by up to 4 pixels
+        predicting.register_forward_hook(_in_float32)
     return detector
+
+
+def _in_float32(module: nn.Module, inputs: object, output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The output of a network's head, tensors or lists of tensors."""
+    return tuple(part.float() if isinstance(part, Tensor) else [each.float() for each in part] for part in output)
 
 
 class _AlignedPool(nn.Module):

@@ -133,6 +133,16 @@ def test_the_detector_is_mocos_with_the_encoders_weights() -> None:
     assert len([*norms["params"]]) == 2 * norm_layers
 
 
+def test_boxes_are_not_rounded_to_bfloat16() -> None:
+    detector = build_detector(small_resnet(), RESNET, CONFIG).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        (features,) = detector.backbone(torch.rand(1, 3, 64, 96)).split(1)
+        assert features.dtype == torch.bfloat16
+        (scores,), (shifts,) = detector.rpn.head([features])
+        classes, boxes = detector.roi_heads.box_predictor(torch.rand(2, 512))
+    assert {each.dtype for each in (scores, shifts, classes, boxes)} == {torch.float32}
+
+
 def test_suppresses_boxes_that_overlap_a_better_one() -> None:
     boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 9], [0, 5, 10, 15], [20, 20, 30, 30]])
     scores = torch.tensor([0.5, 0.9, 0.8, 0.1])
