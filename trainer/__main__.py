@@ -4,6 +4,8 @@
     python -m trainer fashion-mnist                                    # starts its own weight servers
     python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
     torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
+    python -m trainer fashion-mnist --epochs 9 --print-config > a.toml # writes the settings
+    python -m trainer --config a.toml --seed 1                         # reads them
     python -m trainer report runs/a                                    # writes an HTML report
     python -m trainer duplicates runs/a                                # finds images that are nearly the same
 
@@ -61,14 +63,25 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _settings(arguments: list[str]) -> TrainConfig:
-    """The settings of a command line. Ends the process for --help or an error, before torch is imported."""
-    from trainer.config import parse_config
+    """The settings of a command line. Ends the process for --help, --print-config or an error."""
+    from trainer.config import PRESETS, parse_config
+    from trainer.config_file import to_toml, with_config_file
 
+    arguments = with_config_file(arguments)
+    only_prints = "--print-config" in arguments
+    arguments = [argument for argument in arguments if argument != "--print-config"]
     if arguments[:1] != ["images"] or not {"-h", "--help"}.isdisjoint(arguments):
-        return parse_config(arguments)
-    with shown(), stage("loading libraries"):
-        from trainer.own_images import images_config
-    return images_config(arguments[1:])
+        config = parse_config(arguments)  # without torch, which takes seconds to import
+    else:
+        with shown(), stage("loading libraries"):
+            from trainer.own_images import images_config
+        config = images_config(arguments[1:], choose_only=only_prints)
+    if only_prints:
+        config.check()
+        preset = arguments[0] if arguments[0] in PRESETS else "fashion-mnist"  # of a resumed run none may be given
+        sys.stdout.write(to_toml(config, preset))
+        sys.exit(0)
+    return config
 
 
 if __name__ == "__main__":

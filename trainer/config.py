@@ -276,7 +276,9 @@ _DESCRIPTION = """Train an encoder by instance classification.
 Instead of a preset:
   report RUN             write an HTML page about a run
   duplicates RUN         find images that are nearly the same
-  --resume --output RUN  resume a run with all of its settings"""
+  --resume --output RUN  resume a run with all of its settings
+  --config FILE          read the settings that --print-config wrote"""
+_OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
 
 
 def parse_config(
@@ -316,6 +318,7 @@ def parse_config(
 
 def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
+    what += f"\n{_OF_FILES}"
 
     def parse(options: list[str]) -> TrainConfig:
         return tyro.cli(

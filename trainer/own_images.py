@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.run.directory import CONFIG_FILE, read_settings
-from trainer.settings import flag
+from trainer.settings import flag, leaves
 from trainer.wrong_arguments import without_refused
 from weightserver.common.logs import logs_json, print_error
 
@@ -40,17 +40,17 @@ _NAMED = 3
 """Maximum number of broken images that are named before training."""
 
 
-def images_config(arguments: Sequence[str]) -> TrainConfig:
+def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> TrainConfig:
     """The settings of a run on one's own images, of the command line without its first word; prints the choices.
 
-    Exits with status 2 for an invalid command line.
+    With `choose_only` nothing is printed or packed. Exits with status 2 for an invalid command line.
 
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
     """
     left, wrong = without_refused(lambda options: parse_config([PRESET, *options]), arguments)
     if not wrong:
-        return _config(arguments)
+        return _config(arguments, checks_only=choose_only)
     try:
         _config(left, checks_only=True)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _check_encoder(config: TrainConfig) -> None:
 
 def _given(arguments: Sequence[str]) -> set[str]:
     """Names of the settings that a command line gives, nested ones dotted; --no-evaluate gives evaluate."""
-    known = {name for name, _ in _leaves(PRESETS[PRESET][1])}
+    known = {name for name, _ in leaves(PRESETS[PRESET][1])}
     found = set()
     for argument in arguments:
         name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -158,18 +158,8 @@ def _given(arguments: Sequence[str]) -> set[str]:
     return found
 
 
-def _leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by name, nested ones under dotted names."""
-    for one in fields(settings):
-        value = getattr(settings, one.name)
-        if is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{one.name}.")
-        else:
-            yield prefix + one.name, value
-
-
 def _leaves_of(settings: Any, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in _leaves(settings) if name in names}
+    return {name: value for name, value in leaves(settings) if name in names}
 
 
 def _value(settings: Any, name: str) -> Any:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +92,16 @@ def _restored(kind: Any, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_restored(None, item) for item in value)
     return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value
+
+
+def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by name, nested ones under dotted names."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name, value
 
 
 def flag(name: str) -> str:

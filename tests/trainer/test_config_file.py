@@ -1,0 +1,99 @@
+"""Settings that --print-config writes and --config reads."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.image_tree import plain_tree
+from trainer.__main__ import main
+from trainer.config import PRESETS, parse_config
+from trainer.config_file import to_toml, with_config_file
+from trainer.own_images import images_config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        [
+            "--epochs",
+            "0.1",
+            "--no-evaluate",
+            "--num-negatives",
+            "64",
+            "--wandb-project",
+            "None",
+            "--correction",
+            "paper",
+        ],
+        ["--warmup-fraction", "0.25", "--encoder.blocks", "2", "1", "--augmentation.no-strong", "--rows", "remote"],
+        ["--small-crops", "2", "--view-scale", "None", "--small-crop-scale", "0.01", "1e-1", "--seed", str(2**64 - 1)],
+        ["--output", 'a "b" \\ = #\x7f\nü', "--labels=-C"],
+    ],
+    ids=["none", "flags", "nested", "tuples", "strings"],
+)
+def test_what_is_written_is_read_back(preset: str, options: list[str], tmp_path: Path) -> None:
+    config = parse_config([preset, *options])
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config, preset), encoding="utf-8")
+    assert parse_config(with_config_file(["--config", str(file)])) == config
+    assert parse_config(with_config_file([preset, f"--config={file}", "--seed", "7"])).seed == 7
+    assert (tomllib.loads(file.read_text()) == {"preset": preset}) == (not options), "differences alone"
+
+
+def test_settings_are_printed_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["fashion-mnist", "--encoder.width", "8", "--print-config", "--epochs", "2"])
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert printed == 'preset = "fashion-mnist"\nepochs = 2.0\n\n[encoder]\nwidth = 8\n'
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_chosen_for_ones_own_images_is_written_and_read_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--data-dir", str(plain_tree(tmp_path / "pictures", 20)), "--device", "cpu", "--num-negatives", "16"]
+    with pytest.raises(SystemExit) as ended:
+        main(["images", *arguments, "--print-config"])
+    assert not ended.value.code
+    Path("run.toml").write_text(capsys.readouterr().out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pictures", "run.toml"]
+    preset, *options = with_config_file(["--config", "run.toml"])
+    assert preset == "images"
+    assert images_config(options) == images_config(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("epochs = 2", "preset is None: give one of fashion-mnist, demo,"),
+        ('preset = "demo"\nepocs = 2', "epocs is no setting of a run: did you mean epochs?"),
+        ('preset = "demo"\n[encoder]\nwith = 2', "encoder.with is no setting of a run: did you mean encoder.width?"),
+        ('preset = "demo"\nresume = true', "resume is no setting of a run"),
+        ('preset = "demo"\nepochs = "many"', "--epochs=many is not understood"),
+        ('preset = "demo"\nepochs = = 2', "(at line 2, column 10)"),
+        ('preset = "imagenet-1k"', "its preset is imagenet-1k: omit demo, or give another file"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        with_config_file(["demo", "--config", str(file)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainer: --config {file}: ")
+    assert said in line

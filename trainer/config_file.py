@@ -1,0 +1,109 @@
+"""A run's settings as TOML: the preset, and what differs from it. --print-config writes it, --config FILE reads it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.settings import leaves
+from trainer.wrong_arguments import without_refused
+from weightserver.common.logs import print_error
+
+_OF_ONE_START = ("resume", "resume_step", "extend")
+"""Settings that concern one start of a run, not the run: only the command line gives them."""
+_NAMES = [name for name, _ in leaves(TrainConfig()) if name not in _OF_ONE_START]
+
+
+def to_toml(config: TrainConfig, preset: str) -> str:
+    """The text of the file: None, which TOML lacks, is "None", as on the command line."""
+    default = dict(leaves(PRESETS[preset][1]))
+    lines, table = [f"preset = {_toml(preset)}"], ""
+    different = [(name, value) for name, value in leaves(config) if name in _NAMES and value != default[name]]
+    for name, value in sorted(different, key=lambda one: one[0].rpartition(".")[0]):
+        above, _, last = name.rpartition(".")
+        if above != table:
+            lines += ["", f"[{above}]"]
+            table = above
+        lines.append(f"{last} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # a string of JSON is one of TOML
+
+
+def with_config_file(arguments: Sequence[str]) -> list[str]:
+    """The command line with the settings of its --config FILE in place of it, which its own options override.
+
+    Exits with status 2 for a file that cannot be read, and for names and values that are no settings.
+    """
+    left, path = _without_config(arguments)
+    if path is None:
+        return left
+    try:
+        if path == Path():
+            raise ValueError("give a TOML file")
+        preset, settings = _read(path)
+        given = left[0] if left and not left[0].startswith("-") else None
+        if given not in (None, preset):
+            raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
+        _, problems = without_refused(lambda options: parse_config([preset, *options]), settings)
+        if problems:
+            raise ValueError("; ".join(problems))
+    except (ValueError, OSError) as error:
+        print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
+        sys.exit(2)
+    return [preset, *settings, *left[given is not None :]]
+
+
+def _without_config(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    for number, argument in enumerate(arguments):
+        name, assigned, value = argument.partition("=")
+        if name == "--config":
+            after = number + (1 if assigned else 2)
+            file = value if assigned else "".join(arguments[number + 1 : after])
+            return [*arguments[:number], *arguments[after:]], Path(file)
+    return list(arguments), None
+
+
+def _read(path: Path) -> tuple[str, list[str]]:
+    """The preset, and the settings as options of the command line. Raises ValueError and OSError."""
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    preset = content.pop("preset", None)
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}: give one of {', '.join(PRESETS)}")
+    return preset, [option for name, value in _named(content) for option in _options(name, value)]
+
+
+def _named(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = above + key.replace("-", "_")
+        if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _NAMES):
+            yield from _named(value, f"{name}.")
+        elif name in _NAMES:
+            yield name, value
+        else:
+            near = difflib.get_close_matches(name, _NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see the settings of --help"
+            raise ValueError(f"{name} is no setting of a run: {hint}")
+
+
+def _options(name: str, value: Any) -> list[str]:
+    above, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{above}{dot}{'' if value else 'no-'}{last}"]
+    if isinstance(value, list):
+        return [f"--{above}{dot}{last}", *map(str, value)]
+    return [f"--{above}{dot}{last}={value}"]
