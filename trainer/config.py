@@ -24,7 +24,7 @@ from trainer.rows_config import RowsConfig, ServersConfig
 from trainer.run.config import OnlineProbeConfig, ReportConfig, RunConfig
 from trainer.run.directory import CONFIG_FILE, RUN_FORMAT, read_settings
 from trainer.schedule import SamplingConfig
-from trainer.settings import Settings, flag, problems_of, set_help_texts, settings_of
+from trainer.settings import Settings, flag, leaves, problems_of, set_help_texts, settings_of
 from trainer.wrong_arguments import parsed_or_exit
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
@@ -270,6 +270,8 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
 }
 
+FLAGS = tuple(flag(name) for name, _ in leaves(TrainConfig()))
+"""All options of a run; --no-… of those that are switches come with them."""
 
 _DESCRIPTION = """Train an encoder by instance classification.
 
@@ -313,7 +315,7 @@ def parse_config(
             PRESETS, prog="python -m trainer", description=_DESCRIPTION, args=options
         )
 
-    return parsed_or_exit(parse, arguments, command="trainer")
+    return parsed_or_exit(parse, arguments, command="trainer", flags=FLAGS)
 
 
 def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -330,7 +332,7 @@ def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> Trai
             config=(tyro.conf.AvoidSubcommands,),
         )
 
-    return parsed_or_exit(parse, arguments, command="trainer")
+    return parsed_or_exit(parse, arguments, command="trainer", flags=FLAGS)
 
 
 def _is_there(config: TrainConfig) -> bool:

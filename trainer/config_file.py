@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import FLAGS, PRESETS, TrainConfig, parse_config
 from trainer.settings import leaves
 from trainer.wrong_arguments import without_refused
 from weightserver.common.logs import print_error
@@ -59,7 +59,7 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
-        _, problems = without_refused(lambda options: parse_config([preset, *options]), settings)
+        _, problems = without_refused(lambda options: parse_config([preset, *options]), settings, FLAGS)
         if problems:
             raise ValueError("; ".join(problems))
     except (ValueError, OSError) as error:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from trainer.choosing import Choice, Machine, choose
 from trainer.classes import classes_of
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import FLAGS, PRESETS, TrainConfig, parse_config
 from trainer.cores import usable_cores, usable_memory
 from trainer.data import DECODED, Dataset, load_dataset
 from trainer.data.decoded_images import named
@@ -48,7 +48,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
     """
-    left, wrong = without_refused(lambda options: parse_config([PRESET, *options]), arguments)
+    left, wrong = without_refused(lambda options: parse_config([PRESET, *options]), arguments, FLAGS)
     if not wrong:
         return _config(arguments, checks_only=choose_only)
     try:

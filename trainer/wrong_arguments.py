@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TypeVar
 
@@ -16,8 +17,14 @@ Parse = Callable[[list[str]], Parsed]
 """Parses options; raises SystemExit if it refuses one."""
 
 
-def without_refused(parse: Parse[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options that the parser accepts, and a line for each that it refuses, tried one by one."""
+def without_refused(
+    parse: Parse[object], arguments: Sequence[str], flags: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The options that the parser accepts, and a line for each that it refuses, tried one by one.
+
+    Args:
+        flags: all that there are, to name the nearest one to a mistyped one.
+    """
     if _accepts(parse, arguments):
         return list(arguments), []
     left, problems = list[str](), list[str]()
@@ -25,11 +32,13 @@ def without_refused(parse: Parse[object], arguments: Sequence[str]) -> tuple[lis
         if _accepts(parse, option):
             left += option
         else:
-            problems.append(f"{shlex.join(option)} is not understood: --help lists the options and their values")
+            problems.append(f"{shlex.join(option)} is not understood: {_hint(option[0], flags)}")
     return left, problems
 
 
-def parsed_or_exit(parse: Parse[Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+def parsed_or_exit(
+    parse: Parse[Parsed], arguments: Sequence[str], *, command: str, flags: Collection[str] = ()
+) -> Parsed:
     """Parses; if the log is JSON, an event says which options are wrong, instead of the parser's box."""
     if not logs_json():
         return parse(list(arguments))
@@ -39,9 +48,15 @@ def parsed_or_exit(parse: Parse[Parsed], arguments: Sequence[str], *, command: s
         except SystemExit as ended:
             status = ended.code
     if status:
-        _, problems = without_refused(parse, arguments)
+        _, problems = without_refused(parse, arguments, flags)
         print_error(f"{command}: {'; '.join(problems) or 'wrong arguments: see --help'}")
     sys.exit(status)
+
+
+def _hint(option: str, flags: Collection[str]) -> str:
+    name = option.partition("=")[0].replace("_", "-")
+    near = [] if name in flags else difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
+    return f"did you mean {near[0]}?" if near else "--help lists the options and their values"
 
 
 def _options(arguments: Sequence[str]) -> list[list[str]]:

@@ -82,12 +82,13 @@ def test_arguments_that_cannot_be_parsed_are_reported_with_all_other_problems(
 ) -> None:
     arguments = ["--data-dir", "pictures", "--epochs", "x", "--num-negatives", "9999", "--no-such", "3", "--steps", "3"]
     with pytest.raises(SystemExit) as ended:
-        images_config([*arguments, "--precision=half", "stray"])
+        images_config([*arguments, "--precision=half", "stray", "--window_siz", "8"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    epochs, unknown, precision, *others = said.removeprefix("trainer: ").splitlines()
+    epochs, unknown, precision, mistyped, *others = said.removeprefix("trainer: ").splitlines()
     why = "is not understood: --help lists the options and their values"
     assert (epochs, unknown, precision) == (f"--epochs x {why}", f"--no-such 3 {why}", f"--precision=half stray {why}")
+    assert mistyped == "--window_siz 8 is not understood: did you mean --window-size?"
     assert others
     assert all("--num-negatives" in line for line in others)
     with pytest.raises(SystemExit):
