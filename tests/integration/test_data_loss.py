@@ -28,6 +28,7 @@ from weightserver import (
     ShardUnavailableError,
     TableSpec,
     WeightClient,
+    WrongShardError,
 )
 from weightserver.client import transfer
 from weightserver.client.writer import Writer
@@ -203,7 +204,8 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
         foreign = other.copy(1, "foreign")
         before = other.client.fetch_state(ROWS)
         place.replace(1, foreign)
-        with pytest.raises(DataLossError, match="or another directory, is in its place"):
+        place.client._shards.connections()[1]._retry_seconds = 0.3
+        with pytest.raises(WrongShardError, match=r"shard 1/2 of table \w+ answers, the call is for that of table"):
             place.push()
         with place.connect() as late, pytest.raises(ClusterError, match="of another cluster"):
             late.open_session("late")

@@ -1,15 +1,16 @@
-"""A shard that vanishes without a word and serves again at another address, under the name that clients know."""
+"""Shards that vanish, move, or have others at their addresses for a while: calls find them, or say what answered."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -17,9 +18,16 @@ import numpy as np
 import pytest
 
 from tests.helpers.nodes import Node, connected_nodes
-from tests.helpers.ports import reserved_ports
 from tests.helpers.watching import wait_until
-from weightserver import StepError, TableSpec, WeightClient
+from weightserver import (
+    DataLossError,
+    LocalCluster,
+    NoTableError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+    WrongShardError,
+)
 
 NAME, PORT = "shard.test", 50051
 CLIENT = """
@@ -67,9 +75,12 @@ def with_hosts(hosts: Path, inside: Sequence[str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("vanishes", [True, False], ids=["vanished", "moved"])
 @pytest.mark.parametrize(("call", "late_seconds"), [("fetch", 0), ("push", 0), ("checkpoint", 0), ("fetch", 40)])
-def test_a_client_follows_a_shard_that_vanished(call: str, late_seconds: int, tmp_path: Path) -> None:
-    """Neither FIN nor RST tells of it: the client's own pings do, and then it looks the name up again."""
+def test_a_client_follows_a_shard_to_another_address(
+    call: str, late_seconds: int, vanishes: bool, tmp_path: Path
+) -> None:
+    """If it vanished, neither FIN nor RST tells: the client's own pings do, and then it looks the name up again."""
     hosts, directory = tmp_path / "hosts", tmp_path / "shard"
     with connected_nodes(3) as (own, old, new):
         hosts.write_text(f"{old.address} {NAME}\n")
@@ -82,9 +93,10 @@ def test_a_client_follows_a_shard_that_vanished(call: str, late_seconds: int, tm
             assert client.stdin is not None
             assert client.stdout is not None
             assert client.stdout.readline() == "ready\n"
-            old.unplug()
-            # Packets for it are lost without an answer, as behind a router, instead of failing for want of its address.
-            own.run(f"ip neigh replace {old.address} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
+            if vanishes:
+                old.unplug()
+                # Packets for it are lost unanswered, as behind a router, instead of failing for want of its address.
+                own.run(f"ip neigh replace {old.address} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
             vanishing.kill()
             vanishing.wait()
             with serving(new, directory):
@@ -100,59 +112,131 @@ def test_a_client_follows_a_shard_that_vanished(call: str, late_seconds: int, tm
         assert client.returncode == 0
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("answering", ["the other shard", "another program"])
-def test_calls_wait_while_another_one_answers_at_the_address(answering: str, tmp_path: Path) -> None:
-    """Two shards exchange addresses, or a foreign gRPC server takes one, until everything is back in its place."""
-    rows, ones = np.arange(1000), np.ones((1000, 8), np.float32)
+SPEC = TableSpec(num_rows=1000, dim=8, rows_per_block=10)
+ROWS, ONES = np.arange(SPEC.num_rows), np.ones((SPEC.num_rows, SPEC.dim), np.float32)
 
-    def serve(stack: ExitStack, shard: int, port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weightserver", "serve", "--init", "--data-dir", str(tmp_path / str(shard))]
-        command += ["--shard", str(shard), "--num-shards", "2", "--listen", f"127.0.0.1:{port}"]
-        process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-        stack.callback(process.kill)
-        return process
 
-    def end(processes: list[subprocess.Popen[bytes]]) -> None:
-        for process in processes:
-            process.terminate()
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the directories of two other clusters: one has a table of the same spec, one has none."""
+    directory = tmp_path_factory.mktemp("others")
+    for name in ("stranger", "empty"):
+        with LocalCluster(2, directory / name) as cluster, WeightClient(cluster.addresses) as client:
+            if name == "stranger":
+                client.create_table(SPEC)
+    return directory
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(2, tmp_path / "cluster") as cluster:
+        yield cluster
+
+
+def trained(cluster: LocalCluster, *, retry_seconds: float) -> WeightClient:
+    """A client after one update of all rows."""
+    client = WeightClient(cluster.addresses, retry_seconds=retry_seconds)
+    client.create_table(SPEC)
+    client.extend_schedule(0, np.full(10, 0.1, np.float32))
+    client.open_session("run")
+    client.push_gradients(ROWS, ONES, step=0)
+    return client
+
+
+@contextmanager
+def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
+    """At shard 0's address there is something else, or nothing, until the end of the block."""
+
+    def end() -> None:
+        for process in cluster.processes:
+            process.kill()
             process.wait()
 
-    with reserved_ports(2) as ports, ExitStack() as stack:
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        right = [serve(stack, shard, ports[shard]) for shard in range(2)]
-        client = stack.enter_context(WeightClient(addresses, retry_seconds=60, connect_seconds=60))
-        client.create_table(TableSpec(num_rows=1000, dim=8, rows_per_block=10))
-        client.extend_schedule(0, np.full(10, 0.1, np.float32))
-        client.open_session("run")
-        client.push_gradients(rows, ones, step=0)
-        before = client.fetch(rows, step=1)
-        end(right)
-
-        def refused() -> float:
-            own = (sample for family in WeightClient.metrics().collect() for sample in family.samples)
-            of = [sample for sample in own if sample.labels.get("status") == "UNIMPLEMENTED"]
-            return sum(sample.value for sample in of if sample.name == "weightserver_client_errors_total")
-
-        refusals = refused()
-        if answering == "the other shard":
-            wrong = [serve(stack, shard, ports[1 - shard]) for shard in range(2)]
-        else:
+    end()
+    own, kept, serving = cluster.directory / "shard-0", cluster.directory / "kept", [1]
+    with ExitStack() as stack:
+        if what in ("exchanged", "sibling"):
+            cluster._reserved_ports.reverse()
+            stack.callback(cluster._reserved_ports.reverse)
+        elif what == "another program":
             program = grpc.server(ThreadPoolExecutor(2))
-            program.add_insecure_port(addresses[0])
+            program.add_insecure_port(cluster.addresses[0])
             program.start()
-            wrong = [serve(stack, 1, ports[1])]
-        with ThreadPoolExecutor(2) as pool:
-            fetch = pool.submit(client.fetch, rows, step=1)
-            push = pool.submit(client.push_gradients, rows, ones, step=1)
-            wait_until(lambda: refused() >= refusals + 4)
-            end(wrong)
-            if answering == "another program":
-                program.stop(0).wait()
-            for shard in range(2):
-                serve(stack, shard, ports[shard])
-            push.result(60)
-            with suppress(StepError):  # it came after the push
-                assert np.array_equal(fetch.result(60), before)
-        assert (client.fetch_state(rows).last_step == 2).all(), "the push counts once, whatever answered meanwhile"
-        assert client.describe().clock == 2
+            stack.callback(lambda: program.stop(0).wait())
+        elif what in ("stranger", "empty"):
+            stack.callback(own.rename(kept).rename, own)
+            stack.callback(shutil.rmtree, shutil.copytree(others / what / "shard-0", own))
+        if what in ("exchanged", "stranger", "empty"):
+            serving.append(0)
+        for shard in serving:
+            cluster.restart(shard)
+        yield
+        end()
+    for shard in range(2):
+        cluster.restart(shard)
+
+
+def failed(status: str) -> float:
+    """Number of attempts that failed so."""
+    own = (sample for family in WeightClient.metrics().collect() for sample in family.samples)
+    of = (sample for sample in own if sample.labels.get("status") == status)
+    return sum(sample.value for sample in of if sample.name == "weightserver_client_errors_total")
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
+@pytest.mark.parametrize("what", ["rebooted", "exchanged", "sibling", "another program", "stranger", "empty"])
+def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others: Path, cluster: LocalCluster) -> None:
+    status = "UNAVAILABLE" if what == "rebooted" else "UNIMPLEMENTED"
+    with trained(cluster, retry_seconds=60) as client, ThreadPoolExecutor(1) as pool:
+        before = client.fetch(ROWS, step=1)
+        with misplaced(cluster, what, others):
+            failures = failed(status)
+            if call == "fetch":
+                made = pool.submit(client.fetch, ROWS, step=1)
+            elif call == "push":
+                made = pool.submit(client.push_gradients, ROWS, ONES, step=1)
+            else:
+                made = pool.submit(client.checkpoint, "kept", step=1)
+            wait_until(lambda: failed(status) >= failures + 3 or made.done())
+            assert not made.done()
+        found = made.result(60)
+        assert call != "fetch" or np.array_equal(found, before)
+        counted = 2 if call == "push" else 1
+        assert (client.fetch_state(ROWS).last_step == counted).all(), "whatever answered, it counts once"
+        assert client.describe().clock == counted
+        assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "told"),
+    [
+        (
+            "stranger",
+            WrongShardError,
+            r"shard 0 at .* \(shard 0/2 of table \w{32} answers, the call is for that of table",
+        ),
+        ("empty", DataLossError, r"shard 0 at .* \(shard 0/2 of no table answers, .*put the newest directory back"),
+    ],
+)
+def test_what_stays_in_the_place_of_a_shard_is_named(
+    what: str, error: type[Exception], told: str, others: Path, cluster: LocalCluster
+) -> None:
+    """After `retry_seconds`. A table that another client has replaced on purpose is told at once."""
+    with trained(cluster, retry_seconds=1.5) as client:
+        before = client.fetch(ROWS, step=1)
+        with misplaced(cluster, what, others):
+            began = time.monotonic()
+            with pytest.raises(error, match=told):
+                client.fetch(ROWS, step=1)
+            assert time.monotonic() - began >= 1.5
+        assert np.array_equal(client.fetch(ROWS, step=1), before)
+        with WeightClient(cluster.addresses) as other:
+            other.drop_table()
+            with pytest.raises(NoTableError):
+                client.fetch(ROWS, step=1)
+            other.create_table(SPEC)
+            failures = failed("UNIMPLEMENTED")
+            with pytest.raises(TableMismatchError, match="the table was replaced"):
+                client.fetch(ROWS, step=1)
+            assert failed("UNIMPLEMENTED") == failures

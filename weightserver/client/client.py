@@ -141,10 +141,12 @@ class WeightClient(Closing):
         if self._known_table is not None and table.identity != self._known_table.identity:
             self._forget_table()
         self._known_table = table
+        self._shards.name_table(table.identity)
         return table
 
     def _forget_table(self) -> None:
         self._known_table = None
+        self._shards.name_table(b"")
         self._schedule.forget()
         self._writer = Writer(self._shards)
 

@@ -32,6 +32,7 @@ from weightserver.protocol.codec import (
     ONE_MESSAGE_KEY,
     OWN_TIME_KEY,
     SHARD_KEY,
+    TABLE_KEY,
     VERSION_KEY,
 )
 
@@ -67,6 +68,8 @@ class ShardConnection:
         self._lock = threading.Lock()
         self.acknowledged = ""
         """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
+        self.table = b""
+        """Identity of the client's table; empty while it knows none."""
         self.data_loss: DataLossError | None = None
         """The last one that a call raised."""
         self._channels = Channels(address, credentials)
@@ -203,6 +206,8 @@ class ShardConnection:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
         metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+        if self.table:
+            metadata.append((TABLE_KEY, self.table.hex()))
         seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)
         return {"timeout": seconds, "metadata": metadata}
 

@@ -62,6 +62,11 @@ class Shards:
 
     # ---- connections
 
+    def name_table(self, identity: bytes) -> None:
+        """From now on, calls are for shards of this table; of any if it is empty."""
+        for connection in self.connections():
+            connection.table = identity
+
     @property
     def data_loss(self) -> DataLossError | None:
         """One that a call of a shard raised since `forget_data_loss`."""

@@ -11,6 +11,7 @@ import grpc
 from weightserver.client.calls import Call
 from weightserver.core.errors import (
     ClusterError,
+    DataLossError,
     OverloadedError,
     ShardUnavailableError,
     StorageError,
@@ -137,6 +138,12 @@ class Retries:
             progress = f", {call.rows.num_arrived} of {call.rows.num_rows} rows had arrived"
         if failure.is_overload:
             return OverloadedError(f"{call.target} was overloaded for {waited:.1f} s{progress}: {failure.details}")
+        if "is_empty" in failure.fields:
+            return DataLossError(
+                f"{call.target} lacked what it had acknowledged for {waited:.1f} s ({failure.details}){progress}: an "
+                "empty directory is in its place: put the newest directory back, or take all shards to one checkpoint "
+                "or backup (docs/operations.md)"
+            )
         if failure.is_of_another:
             return WrongShardError(
                 f"{call.target} was not at its address for {waited:.1f} s, but another shard or program "

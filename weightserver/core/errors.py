@@ -64,6 +64,11 @@ class OverloadedError(WeightServerError, not_applied=True):
 class WrongShardError(WeightServerError, not_applied=True):
     """Another shard or program answers at the address of one that has answered before."""
 
+    def __init__(self, message: str = "", *, is_empty: int | None = None) -> None:
+        super().__init__(message)
+        self.is_empty = is_empty
+        """1 if the right number answers, but from a directory without a table."""
+
 
 class ClusterError(WeightServerError, not_applied=True):
     """The addresses do not make one complete cluster: a shard is missing, given twice, or of another cluster."""

@@ -28,6 +28,8 @@ VERSION_KEY, ACKNOWLEDGED_KEY, MARK_KEY = (f"weightserver-{name}" for name in ("
 """Keys of the metadata of calls and answers; see the contract."""
 SHARD_KEY = "weightserver-shard"
 """Key of the metadata in which a client names the shard that its call is for, as `shard/num_shards`."""
+TABLE_KEY = "weightserver-table"
+"""Key of the metadata in which a client that knows its table names it: its identity, in hexadecimal digits."""
 ONE_MESSAGE_KEY = "weightserver-one-message"
 """Key of the metadata in which a client says that its fetch asks for at most CHUNK_BYTES of weights. Their answer is
 one message, which the shard then sends together with the status; older shards overlook the key."""

@@ -23,7 +23,7 @@ from weightserver.core.errors import (
     WeightServerError,
     WrongShardError,
 )
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, SHARD_KEY, VERSION_KEY
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, SHARD_KEY, TABLE_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import abort
 from weightserver.server.metrics import ShardMetrics
@@ -133,7 +133,7 @@ class Calls:
         if (wanted := str(metadata.get(SHARD_KEY, own))) != own:
             raise WrongShardError(f"shard {own} answers, the call is for shard {wanted[:20]}")
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
-            self._shard.check_acknowledged(str(acknowledged))
+            self._shard.check_acknowledged(str(acknowledged), str(metadata.get(TABLE_KEY, "")))
 
     def _trailer(self) -> tuple[tuple[str, str], ...]:
         """The trailing metadata of every answer."""

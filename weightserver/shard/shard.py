@@ -24,6 +24,7 @@ from weightserver.core.errors import (
     StepError,
     StorageError,
     TableMismatchError,
+    WrongShardError,
 )
 from weightserver.core.lineage import Lineage
 from weightserver.core.rates import HashedRates
@@ -146,10 +147,26 @@ class Shard:
         """Raises TableMismatchError unless `digest` names the table, or is 0."""
         self.require_table().check_digest(digest)
 
-    def check_acknowledged(self, mark: str) -> None:
-        """Raises DataLossError unless the shard's data descends from the state of that mark."""
+    def check_acknowledged(self, mark: str, table: str = "") -> None:
+        """Checks that the shard's data descends from the state of that mark.
+
+        Args:
+            table: the identity of the caller's table, in hexadecimal digits; empty if the caller knows none. Data that
+                descend from the mark may be of another table: then this one was dropped.
+
+        Raises:
+            WrongShardError: they do not, and are of another table, or of none: this is another cluster's shard.
+            DataLossError: they do not.
+        """
         state = self._state
         if not descends(state, self._lineage, mark):
+            own = self.table_identity.hex()
+            if table and table != own:
+                raise WrongShardError(
+                    f"shard {self.shard}/{self.num_shards} of {f'table {own}' if own else 'no table'} answers, the "
+                    f"call is for that of table {table[:32]}",
+                    is_empty=None if own else 1,
+                )
             raise DataLossError(
                 f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
                 f"from {mark}, so an older copy of its directory, or another directory, is in its place. Nothing was "
