@@ -47,7 +47,7 @@ import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
 from tests.helpers.disk_storage import DiskStorage
-from weightserver.core.errors import MissingRatesError, OverloadedError, WeightServerError
+from weightserver.core.errors import DataLossError, MissingRatesError, OverloadedError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
 from weightserver.server.metrics import ShardMetrics
@@ -285,9 +285,12 @@ class CallFailed(grpc.RpcError):
 
 
 def _error(refused: CallFailed) -> type[WeightServerError]:
-    """The error that a shard raised."""
-    if "num_used" in error_fields(refused.trailing_metadata()):
+    """The error that a client raises in the end."""
+    fields = error_fields(refused.trailing_metadata())
+    if "num_used" in fields:
         return MissingRatesError
+    if "is_empty" in fields:
+        return DataLossError
     return ERROR_OF_STATUS.get(refused.code(), WeightServerError)
 
 
@@ -584,7 +587,7 @@ class MemoryCluster:
         except CallFailed as refused:
             if _error(refused) not in (OverloadedError, MissingRatesError):
                 message.run.refusals.append(_error(refused))
-            if refused.code() is grpc.StatusCode.DATA_LOSS:
+            if _error(refused) is DataLossError:
                 self.told_of_loss.add(message.run.client)
             raise
         finally:
