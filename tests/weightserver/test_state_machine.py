@@ -635,8 +635,9 @@ class Machine(RuleBasedStateMachine):
                 fixed = max(writer.most_carried, *(len(shard.used) for shard in self.shards))
                 return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)
             case ShardUnavailableError():
-                # The time of another call passes for this one too, and that of attempts on an overloaded shard.
-                return run.silent and (not run.patient or beside)
+                # The time of another call passes for this one too, and that of attempts on an overloaded shard, or a
+                # wrong one.
+                return run.silent and (not run.patient or beside or self.wrong is not None)
             case DataLossError():
                 return self.knows_of_loss(writer) or (
                     call.kind == "open_session" and any(map(self.knows_of_loss, self.writers))
