@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -192,12 +193,12 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         before = client.fetch(ROWS, step=1)
         with misplaced(cluster, what, others):
             failures = failed(status)
-            if call == "fetch":
-                made = pool.submit(client.fetch, ROWS, step=1)
-            elif call == "push":
-                made = pool.submit(client.push_gradients, ROWS, ONES, step=1)
-            else:
-                made = pool.submit(client.checkpoint, "kept", step=1)
+            calls: dict[str, Callable[[], Any]] = {
+                "fetch": lambda: client.fetch(ROWS, step=1),
+                "push": lambda: client.push_gradients(ROWS, ONES, step=1),
+                "checkpoint": lambda: client.checkpoint("kept", step=1),
+            }
+            made = pool.submit(calls[call])
             wait_until(lambda: failed(status) >= failures + 3 or made.done())
             assert not made.done()
         found = made.result(60)
