@@ -33,6 +33,7 @@ from weightserver.core.errors import (
     StorageError,
     TableMismatchError,
     WeightServerError,
+    WrongShardError,
 )
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
@@ -518,6 +519,7 @@ def test_only_refusals_prove_that_a_write_was_not_applied() -> None:
         ShardUnavailableError,
         StorageError,
         DataLossError,
+        WrongShardError,
     }
 
 

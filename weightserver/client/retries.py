@@ -106,7 +106,7 @@ class Retries:
             self._started, self._num_arrived = time.monotonic(), self._call.rows.num_arrived
             self._pause_seconds = _FIRST_PAUSE_SECONDS
             return
-        self._in_doubt |= not (failure.is_overload or failure.is_of_another or "num_used" in failure.fields)
+        self._in_doubt |= not (failure.is_overload or "num_used" in failure.fields)
         waited = time.monotonic() - self._started
         if waited >= self._call.budget_seconds:
             raise self._told(self._unanswered(failure, waited, has_answered=has_answered))

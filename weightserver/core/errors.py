@@ -61,8 +61,9 @@ class OverloadedError(WeightServerError, not_applied=True):
     """A shard has no room for another request now; trying again later may succeed."""
 
 
-class WrongShardError(WeightServerError, not_applied=True):
-    """Another shard or program answers at the address of one that has answered before."""
+class WrongShardError(WeightServerError):
+    """Another shard or program answers at the address of one that has answered before. It applied nothing, but a copy
+    of the request may still reach the right one."""
 
     def __init__(self, message: str = "", *, is_empty: int | None = None) -> None:
         super().__init__(message)
