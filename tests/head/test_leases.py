@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.helpers.own_loop import DIM, NUM_CLASSES, trained
 from tests.helpers.watching import wait_until
 from tests.integration.test_leases import is_lost
 from weightserver import FencedError, SessionInUseError
-from weightserver.torch import served_table
+from weightserver.common import processes
 
 
 def test_a_second_head_is_refused_and_may_take_over(make_head: MakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,7 @@ def test_a_second_head_is_refused_and_may_take_over(make_head: MakeHead, monkeyp
     for ids, _ in itertools.islice(first.announced(loader), 3):
         first(torch.ones(len(ids), DIM, requires_grad=True), ids).backward()
         first.step(0.1)
-    monkeypatch.setattr(served_table, "process_name", lambda: "process 1 on another machine")
+    monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))  # as if each head were in its own
     second = make_head(run="second")
     with pytest.raises(SessionInUseError, match="run 'first' uses these weight servers"):
         trained(second, [second.announced(windows(second))], steps=1)

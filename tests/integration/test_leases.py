@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -12,6 +15,7 @@ import pytest
 
 from tests.helpers.watching import wait_until
 from weightserver import FencedError, LocalCluster, SessionInUseError, TableSpec, WeightClient
+from weightserver.common import processes
 from weightserver.shard.lease import LEASE_SECONDS, Lease
 
 SPEC = TableSpec(num_rows=60, dim=4, rows_per_block=4)
@@ -23,7 +27,9 @@ MakeClient = Callable[[], WeightClient]
 
 
 @pytest.fixture
-def make_client(cluster: LocalCluster, client: WeightClient) -> Iterator[MakeClient]:
+def make_client(cluster: LocalCluster, client: WeightClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClient]:
+    """Makes clients, each as if in a process of its own."""
+    monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))
     client.create_table(SPEC)
     with ExitStack() as stack:
         yield lambda: stack.enter_context(WeightClient(cluster.addresses, retry_seconds=PATIENCE_SECONDS))
@@ -75,14 +81,52 @@ def test_a_session_that_nobody_holds_is_superseded(make_client: MakeClient) -> N
     make_client().open_session("second")
 
 
+def test_a_process_is_not_kept_out_by_itself(client: WeightClient, cluster: LocalCluster) -> None:
+    """As where a notebook makes a head again, or after a loss of data."""
+    client.create_table(SPEC)
+    client.open_session("first", hold=True)
+    client.open_session("first", hold=True)
+    client.require_session()
+    client.open_session("second")
+    client.require_session()
+    client.write_state(ROWS, ONES, ONES, 0)
+    with WeightClient(cluster.addresses) as another:
+        another.open_session("third", hold=True)
+
+
+def test_a_dropped_table_ends_the_run_that_holds_it(make_client: MakeClient) -> None:
+    first = make_client()
+    first.open_session("first", hold=True)
+    make_client().drop_table()
+    wait_until(lambda: is_lost(first))
+    with pytest.raises(FencedError, match="dropped the table"):
+        first.require_session()
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)])
+def test_a_script_may_be_started_again(client: WeightClient, cluster: LocalCluster, end: str) -> None:
+    """Without being closed it ends its lease if Python ends; otherwise the next one waits for the end of the minute."""
+    client.create_table(SPEC)
+    script = (
+        "import os, sys; from weightserver import WeightClient\n"
+        "client = WeightClient(sys.argv[1:]); client.open_session('script', hold=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", script + end, *cluster.addresses], check=False)
+    if "kill" in end:
+        with pytest.raises(SessionInUseError, match="run 'script'"):
+            client.open_session("next")
+        time.sleep(6)  # a run that lives is not silent for so long
+    client.open_session("next")
+
+
 def test_a_silent_run_loses_its_lease() -> None:
     now = 100.0
     lease = Lease(lambda: now)
-    lease.require_free(b"a", "run")
-    lease.renew(b"a", "process 1 on here", held_seconds=40)
+    lease.require_free(b"a", "run", b"other")
+    lease.renew(b"a", b"own", "process 1 on here", held_seconds=40)
     now += LEASE_SECONDS
     with pytest.raises(SessionInUseError, match=r"process 1 on here, for 100 s, alive 60 s ago"):
-        lease.require_free(b"a", "run")
-    lease.require_free(b"b", "run")  # a newer session
+        lease.require_free(b"a", "run", b"other")
+    lease.require_free(b"b", "run", b"other")  # a newer session
     now += 0.1
-    lease.require_free(b"a", "run")
+    lease.require_free(b"a", "run", b"other")

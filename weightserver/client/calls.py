@@ -75,7 +75,7 @@ class CallWatch:
     """Those that threads wait for. Thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Call, None] = {}
+        self.waiting: dict[Call, None] = {}
         self._known: set[tuple[str, str]] = set()
         self._silences: dict[str, tuple[float, float, Call]] = {}
         """Shards that do not answer: since when, when that was logged last, and a call."""
@@ -86,7 +86,7 @@ class CallWatch:
         call.heard = call.started
         with self._lock:
             is_first, is_new = not self._known, call.labels not in self._known
-            self._waiting[call] = None
+            self.waiting[call] = None
             self._known.add(call.labels)
         if is_new:
             metrics.late(*call.labels)
@@ -100,12 +100,10 @@ class CallWatch:
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
         metrics.call_seconds(*call.labels, metrics.row_class(call.num_rows)).observe(seconds)
-        with self._lock:
-            self._waiting.pop(call, None)
 
     def _ages(self, labels: tuple[str, str]) -> list[float]:
         now = time.monotonic()
-        return [now - call.started for call in list(self._waiting) if call.labels == labels]
+        return [now - call.started for call in list(self.waiting) if call.labels == labels]
 
     def _count_if_late(self, call: Call, seconds: float) -> None:
         if seconds > LATE_SECONDS:
@@ -126,7 +124,7 @@ class CallWatch:
 
     def _look(self, now: float) -> None:
         silent: dict[str, Call] = {}
-        for call in sorted(self._waiting, key=lambda call: call.heard):
+        for call in sorted(self.waiting, key=lambda call: call.heard):
             self._count_if_late(call, now - call.started)
             if call.rows is not None and call.rows.num_arrived != call.num_arrived:
                 call.heard, call.num_arrived = now, call.rows.num_arrived
@@ -156,7 +154,7 @@ class CallWatch:
                 "method": call.method,
                 "seconds": round(seconds, 1),
                 "status": call.failure or "no answer yet",
-                "waiting": sum(other.target == call.target for other in list(self._waiting)),
+                "waiting": sum(other.target == call.target for other in list(self.waiting)),
                 "attempts": call.num_attempts,
                 "budget": f"{call.budget_seconds:.0f} s",
                 "request": call.request_id,

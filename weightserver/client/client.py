@@ -16,8 +16,11 @@ The contract of its calls, for a table of N rows of D values:
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,18 +38,24 @@ from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
 from weightserver.client.table import KnownTable, common_identity, common_table, create_table, drop_table, extend_table
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
-from weightserver.client.writer import Writer
+from weightserver.client.writer import Session, Writer
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, checked_integer
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.correction import checked_rates
-from weightserver.core.errors import DataLossError, FencedError, NoTableError
+from weightserver.core.errors import DataLossError, FencedError, NoTableError, SessionInUseError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
+
+_SILENT_SECONDS = 5
+"""A run that holds a session says something each second: after so long it may have died."""
+_WAIT_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class WeightClient(Closing):
@@ -115,8 +124,8 @@ class WeightClient(Closing):
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session. A call that failed
         halfway may be repeated. Raises ClusterError, and deletes nothing, if the shards are of several clusters."""
-        self._leave()
         drop_table(self._shards)
+        self._leave()
         self._forget_table()
 
     def describe(self) -> TableInfo:
@@ -197,28 +206,43 @@ class WeightClient(Closing):
 
         Args:
             force: the shards need no common state: for a caller that rolls all of them back next.
-            hold: until this client is closed, or its process has been silent for a minute, no other session is opened
-                without `take_over`, except one that resumes the run of this name by `force`.
+            hold: until this client is closed, or its process has been silent for a minute, no other process opens a
+                session without `take_over`, except to resume the run of this name by `force`.
             take_over: open it although a live run holds the newest session; that run's next write is refused.
 
         Raises:
-            SessionInUseError: a live run holds the newest session.
+            SessionInUseError: a live run of another process holds the newest session.
             FencedError: the session to join was superseded, or another client opened one at the same time.
             DataLossError: a shard lacks what the others know it to have acknowledged.
             ClusterError: the shards' rows are not of one time, as after restoring only one of them.
         """
         name = arguments.checked_name(name)
-        answers = self._shards.describe()
         if join is not None:
-            epoch = arguments.checked_step(join, "join")
-            return self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch)).epoch
-        take_over = take_over or (force and all(answer.run == name for answer in answers))
-        session = self._writer.enter(
-            lambda: sessions.open_session(self._shards, answers, name, force=force, take_over=take_over)
-        )
+            answers, epoch = self._shards.describe(), arguments.checked_step(join, "join")
+            session = self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch))
+        else:
+            session = self._open_session(name, force=force, take_over=take_over)
+        before = self._lease
+        self._lease = None
         if hold:
             self._lease = HeldLease(self._shards.connections()[0], session)
+        elif before is not None:
+            before.release()
         return session.epoch
+
+    def _open_session(self, name: str, *, force: bool, take_over: bool) -> Session:
+        """Waits for the end of the lease of a run that says nothing any more."""
+        while True:
+            answers = self._shards.describe()
+            is_same = force and all(answer.run == name for answer in answers)
+            open_session = partial(sessions.open_session, force=force, take_over=take_over or is_same)
+            try:
+                return self._writer.enter(lambda: open_session(self._shards, answers, name))  # noqa: B023
+            except SessionInUseError as error:
+                if error.silent_seconds < _SILENT_SECONDS:
+                    raise
+                _log.warning("waiting for a run that seems to have died: %(error)s", {"error": error})
+                time.sleep(_WAIT_SECONDS)
 
     def require_session(self) -> None:
         """Raises FencedError if another run has taken over the session that this client holds, or held; for a trainer

@@ -218,8 +218,8 @@ class ShardConnection:
         shard that lacks some of the learning rates that a request names gets them in the next one.
         """
         retries, num_lacking = Retries(call), 0
-        WATCH.began(call)
         try:
+            WATCH.began(call)
             while True:
                 require_caller()
                 call.attempted()
@@ -260,6 +260,7 @@ class ShardConnection:
                 self.data_loss = error
             raise
         finally:
+            WATCH.waiting.pop(call, None)  # before any Python code, where an interrupt could leave it there
             WATCH.ended(call)
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import os
 import threading
 import time
 import weakref
@@ -10,56 +11,86 @@ from _thread import start_new_thread
 
 from weightserver.client.connection import ShardConnection
 from weightserver.client.writer import Session
-from weightserver.common.processes import process_name
-from weightserver.core.errors import FencedError, WeightServerError
+from weightserver.common import processes
+from weightserver.core.errors import FencedError, NoTableError, WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 _RENEWAL_SECONDS = 1.0
 _CLOSE_SECONDS = 1.0
 
+_held: weakref.WeakSet[HeldLease] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_held.clear)
+
 
 class HeldLease:
     """The lease of a session at shard 0, which is the first that every session is opened on.
 
-    A thread of its own renews it until `release`, or until nothing refers to this object.
+    A thread of its own renews it until `release`, the end of the process, or until nothing refers to this object.
     """
 
     def __init__(self, shard: ShardConnection, session: Session) -> None:
         self.lost: FencedError | None = None
         """Why the session is no longer this client's, if it is not."""
         self._shard, self._session, self._since = shard, session, time.monotonic()
+        self._holder_id = processes.process_id()
         self._running = threading.Lock()  # not an Event, as `release` runs in the main thread: see threads.py
         self._running.acquire()
-        weakref.finalize(self, _release, self._running)
+        self._turn = threading.Lock()
+        """Held while it is renewed, so that no renewal follows the end."""
+        left = self._request(leave=True)
+        weakref.finalize(self, _end_dropped, self._running, shard, left).atexit = False
+        _held.add(self)
         self.renew()
         start_new_thread(_renew, (weakref.ref(self), self._running))
 
     def renew(self) -> None:
-        """Tells the shard that the session is in use."""
-        try:
-            self._shard.call("OpenSession", self._request())
-        except FencedError as error:
-            self.lost = error
-        except (WeightServerError, ValueError, RuntimeError):  # the next call of the trainer says so
-            pass
+        """Tells the shard that the session is in use, unless it has ended."""
+        with self._turn:
+            if not self._running.locked():
+                return
+            try:
+                self._shard.call("OpenSession", self._request())
+            except FencedError as error:
+                self.lost = error
+            except NoTableError:
+                self.lost = FencedError("another client has dropped the table, and with it this session")
+            except (WeightServerError, ValueError, RuntimeError):  # the trainer's next call says so
+                pass
 
     def release(self) -> None:
-        """Ends the lease, as far as the shard can be reached now."""
-        _release(self._running)
-        if self.lost is None:
+        """Ends the lease, as far as the shard can be reached now. Safe to repeat."""
+        if _end(self._running) and self.lost is None and self._turn.acquire(timeout=_CLOSE_SECONDS):
+            self._turn.release()
             self._shard.tell("OpenSession", self._request(leave=True), _CLOSE_SECONDS)
 
     def _request(self, *, leave: bool = False) -> pb.OpenSessionRequest:
-        holder = pb.Holder(name=process_name(), held_seconds=time.monotonic() - self._since)
-        session = self._session
+        session, held_seconds = self._session, time.monotonic() - self._since
+        holder = pb.Holder(name=processes.process_name(), id=self._holder_id, held_seconds=held_seconds)
         return pb.OpenSessionRequest(
             epoch=session.epoch, session_id=session.session_id, join=True, holder=holder, leave=leave
         )
 
 
-def _release(running: threading.Lock) -> None:
-    with contextlib.suppress(RuntimeError):  # released already
+def _end(running: threading.Lock) -> bool:
+    """Lets the thread end; returns whether it had not been told."""
+    try:
         running.release()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end_dropped(running: threading.Lock, shard: ShardConnection, left: pb.OpenSessionRequest) -> None:
+    """Ends a lease to which nothing refers any more, in a thread: garbage is collected anywhere, within locks too."""
+    if _end(running):
+        start_new_thread(shard.tell, ("OpenSession", left, _CLOSE_SECONDS))
+
+
+@atexit.register
+def _end_all() -> None:
+    """A script that ends by an exception may be started again at once."""
+    for lease in list(_held):
+        lease.release()
 
 
 def _renew(reference: weakref.ref[HeldLease], running: threading.Lock) -> None:
@@ -69,3 +100,4 @@ def _renew(reference: weakref.ref[HeldLease], running: threading.Lock) -> None:
             return
         lease.renew()
         del lease
+    running.release()

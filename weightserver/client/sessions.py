@@ -7,6 +7,7 @@ import os
 from weightserver.client.fan_out import Answers, Shards
 from weightserver.client.table import common_identity
 from weightserver.client.writer import Session
+from weightserver.common import processes
 from weightserver.core.errors import ClusterError, DataLossError, FencedError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -27,7 +28,13 @@ def open_session(
     epoch, session_id = 1 + max(answer.epoch for answer in answers), os.urandom(16)
     peers = [] if force else shards.marks()
     request = pb.OpenSessionRequest(
-        name=name, epoch=epoch, session_id=session_id, peers=peers, force=force, take_over=take_over
+        name=name,
+        epoch=epoch,
+        session_id=session_id,
+        peers=peers,
+        force=force,
+        take_over=take_over,
+        holder=pb.Holder(id=processes.process_id()),
     )
     _call_in_order(shards, request)
     shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged

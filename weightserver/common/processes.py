@@ -32,3 +32,17 @@ def end_process(process: subprocess.Popen[Any], *, seconds: float, stop_signal: 
 def process_name() -> str:
     """This process among those of all machines, for people."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def process_id() -> bytes:
+    """Tells this process from all others, also from those of its number on a host of its name: 16 random bytes."""
+    return _process_id
+
+
+def _draw_process_id() -> None:
+    global _process_id
+    _process_id = os.urandom(16)
+
+
+_process_id = os.urandom(16)
+os.register_at_fork(after_in_child=_draw_process_id)

@@ -111,6 +111,11 @@ class FencedError(WeightServerError, not_applied=True):
 class SessionInUseError(WeightServerError, not_applied=True):
     """A run that is alive holds the newest session; another one may take it over."""
 
+    def __init__(self, message: str = "", *, silent_seconds: int = 0) -> None:
+        super().__init__(message)
+        self.silent_seconds = silent_seconds
+        """For how long the run has said nothing; one that lives says something each second."""
+
 
 class AuthenticationError(WeightServerError, not_applied=True):
     """A call without the shard's token; retries do not help."""

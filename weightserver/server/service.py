@@ -119,6 +119,7 @@ class WeightServerService:
                     peers=peers,
                     force=request.force,
                     take_over=request.take_over,
+                    holder_id=request.holder.id,
                 ),
             )
             _log.info("session opened", extra={"run": request.name})
@@ -131,8 +132,9 @@ class WeightServerService:
             holder = request.holder
             is_name = holder.name.isprintable() and 0 < len(holder.name) <= MAX_NAME_CHARACTERS
             require(is_name, f"holder must have a printable name of at most {MAX_NAME_CHARACTERS} characters")
+            require_id(holder.id, "holder's id")
             require(0 <= holder.held_seconds < _MOST_SECONDS, "held_seconds must be the time of one process")
-            self._shard.lease.renew(request.session_id, holder.name, holder.held_seconds)
+            self._shard.lease.renew(request.session_id, holder.id, holder.name, holder.held_seconds)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yields serialized FetchResponses."""

@@ -98,16 +98,20 @@ class ShardChange(WriteTransaction):
         peers: list[str] | None = None,
         force: bool = False,
         take_over: bool = False,
+        holder_id: bytes = b"",
     ) -> None:
         """Starts `epoch` and fences every older one. A repeated attempt changes nothing.
 
         With `force` the timeline becomes the shard's own, until the next rollback: no other session then mistakes the
         shards for ones that had a common state.
 
+        Args:
+            holder_id: of the process that opens it.
+
         Raises:
             FencedError: the epoch is not newer.
             InvalidRequestError: the epoch lies too far ahead.
-            SessionInUseError: without `take_over`, if a live run holds the newest session.
+            SessionInUseError: without `take_over`, if a live run of another process holds the newest session.
         """
         state = self.state
         if epoch == state.epoch and session_id.hex() == state.session_id:
@@ -119,7 +123,7 @@ class ShardChange(WriteTransaction):
                 f"epoch {epoch} is far beyond {session_of(state)}: open the one that follows the newest of all shards"
             )
         if not take_over:
-            self.lease.require_free(bytes.fromhex(state.session_id), state.run)
+            self.lease.require_free(bytes.fromhex(state.session_id), state.run, holder_id)
         timeline = os.urandom(16).hex() if force else state.timeline
         self.state = replace(state, epoch=epoch, session_id=session_id.hex(), run=name, timeline=timeline)
         self.peers = peers or self.peers

@@ -18,6 +18,7 @@ LEASE_SECONDS = 60.0
 @dataclass(frozen=True)
 class _Held:
     session_id: bytes
+    holder_id: bytes
     holder: str
     since: float
     renewed: float
@@ -41,18 +42,21 @@ class Lease:
             return ""
         return f"{held.holder}, for {now - held.since:.0f} s, alive {now - held.renewed:.0f} s ago"
 
-    def require_free(self, session_id: bytes, run: str) -> None:
-        """Raises SessionInUseError if `session_id`, the newest session, of `run`, is held and alive."""
-        if holder := self.holder(session_id):
+    def require_free(self, session_id: bytes, run: str, holder_id: bytes) -> None:
+        """Raises SessionInUseError if another process than `holder_id` holds `session_id`, the newest session, of
+        `run`, and is alive."""
+        held, holder = self._held, self.holder(session_id)
+        if held is not None and holder and held.holder_id != holder_id:
             raise SessionInUseError(
                 f"run {run!r} uses these weight servers ({holder}): wait until it ends, use other servers, or take "
-                "over, which ends it"
+                "over, which ends it",
+                silent_seconds=int(self._now() - held.renewed),
             )
 
-    def renew(self, session_id: bytes, holder: str, held_seconds: float) -> None:
+    def renew(self, session_id: bytes, holder_id: bytes, holder: str, held_seconds: float) -> None:
         """The session's run, which has held it for so long, is alive."""
         now = self._now()
-        self._held = _Held(session_id, holder, now - held_seconds, now)
+        self._held = _Held(session_id, holder_id, holder, now - held_seconds, now)
 
     def release(self, session_id: bytes) -> None:
         """The session's run has ended."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
-from weightserver.common.processes import process_name
 from weightserver.core.arrays import Float32Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.opened_rows import OpenedRows
@@ -139,17 +138,15 @@ def open_new_run(client: WeightClient, spec: TableSpec, run: str, *, remedy: str
         ValueError: the servers hold rows that were written, or, without `take_over`, another run's checkpoint.
         SessionInUseError: without `take_over`, if a run of another process holds the servers.
     """
-    is_own = False
     with contextlib.suppress(NoTableError):
         info = client.describe()
-        is_own = info.holder.startswith(f"{process_name()},")  # a head that was made again, as in a notebook
         if info.clock > 0 or info.rows_stored > 0 or (info.checkpoint_names and not take_over):
-            holder = f" ({info.holder})" if info.holder and not is_own else ""
+            holder = f" ({info.holder})" if info.holder else ""
             raise ValueError(
-                f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}{holder}: {remedy}"
+                f"the weight servers hold the rows of run {info.run!r} up to step {info.clock}: {remedy}{holder}"
             )
     client.create_table(spec)
-    epoch = client.open_session(run, hold=True, take_over=take_over or is_own)
+    epoch = client.open_session(run, hold=True, take_over=take_over)
     for kept in client.checkpoints():  # of a run that was taken over before it wrote a row
         client.release(kept.name)
     return epoch

@@ -251,12 +251,14 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Holder(_message.Message):
-    __slots__ = ("name", "held_seconds")
+    __slots__ = ("name", "id", "held_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
+    id: bytes
     held_seconds: float
-    def __init__(self, name: _Optional[str] = ..., held_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[bytes] = ..., held_seconds: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("rows", "step", "raw", "state", "table", "checkpoint", "identity", "rates")
