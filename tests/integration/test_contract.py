@@ -209,9 +209,9 @@ REFUSED: dict[str, tuple[Callable[[Shard], object], grpc.StatusCode, str]] = {
         "learning_rates has 3 bytes",
     ),
     "rates: too many": (
-        lambda s: s.fetch(OK, rates=pb.Rates(start=2**23 + 1)),
+        lambda s: s.fetch(OK, rates=pb.Rates(start=2**25 + 1)),
         RANGE,
-        "a schedule has at most 8388608 steps, not 8388609: give fewer",
+        "a schedule has at most 33554432 steps, not 33554433: give fewer",
     ),
     "fetch: other learning rates": (
         lambda s: s.fetch(OK, rates=rates(0.5, 0.4, 0.5)),

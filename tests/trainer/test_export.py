@@ -65,9 +65,7 @@ def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.Capt
         assert "is served by another process" in capsys.readouterr().err
 
 
-def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, certificates = tmp_path / "run", tmp_path / "certificates"
     write_certificates(certificates, ["127.0.0.1"])
@@ -79,12 +77,6 @@ def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(
         assert export(run, "--output", tmp_path / "as the run") == 0
         others = ["--tls-ca", certificates / "ca.pem", "--token-file", certificates / "token"]
         assert export(run, "--output", tmp_path / "its own", *others) == 0
-        capsys.readouterr()
-        assert export(run, "--output", tmp_path / "none", "--token-file", certificates / "token") == 1
-    error = capsys.readouterr().err
-    assert "it speaks TLS only: give --tls-ca" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "none").exists()
 
 
 def test_export_rejects_bad_input(

@@ -294,7 +294,7 @@ BAD_COMMAND_LINES = {
     ),
     "no address": (["--servers", "ws0"], r"'ws0' is not an address: write host:port"),
     "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"omit --servers"),
-    "no such folder": (["--data-dir", "/nonexistent"], r"no such folder: /nonexistent"),
+    "no such folder": (["--data-dir", "no/such/folder"], r"no such folder: no/such/folder"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
     "K above N": (
         ["--num-negatives", "100000"],
@@ -323,7 +323,7 @@ BAD_COMMAND_LINES = {
     "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
     "no real device": (["--device", "meta"], r"--device 'meta' is unknown: give cpu, cuda"),
     "endless": (["--steps", "None", "--epochs", "inf"], r"--epochs must be positive and finite, got inf"),
-    "too long": (["--steps", "1000000000000"], r"would take 1e\+12 steps, at most 8,388,608 are possible"),
+    "too long": (["--steps", "1000000000000"], r"would take 1e\+12 steps, at most 33,554,432 are possible"),
     "learning rate": (["--learning-rate", "inf"], r"--learning-rate must be finite and not negative, got inf"),
     "kNN": (["--knn-every", "nan"], r"--knn-every must be finite and not negative, got nan"),
     "seed": (["--seed", "99999999999999999999"], r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),

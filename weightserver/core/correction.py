@@ -27,7 +27,7 @@ from weightserver.core.errors import StepError
 from weightserver.core.spec import TableSpec
 from weightserver.core.transfer import TransferTree, times
 
-MAX_STEPS = 1 << 23
+MAX_STEPS = 1 << 25
 """Most learning rates of a schedule: a month of 12 steps a second. A shard keeps all of them in memory."""
 
 
