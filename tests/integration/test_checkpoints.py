@@ -209,7 +209,8 @@ def test_a_killed_reader_holds_no_space(tmp_path: Path, monkeypatch: pytest.Monk
 def test_space_of_released_checkpoints_is_reused(writer: WeightClient) -> None:
     """With three checkpoints kept over forty steps that write everything, the file stops growing.
 
-    A sweep moves small blocks, which share pages, to other pages than writes alone do."""
+    Writes do not wait for sweeps, so the file may hold a few versions more than are needed; without sweeps it would be
+    four times as long."""
     sizes = []
     for step in range(40):
         push(writer, step)
@@ -218,7 +219,7 @@ def test_space_of_released_checkpoints_is_reused(writer: WeightClient) -> None:
             writer.release(f"step {step - 3}")
         sizes.append(writer.describe().disk_bytes)
     assert len(writer.checkpoints()) == 3
-    assert sizes[-1] <= 1.3 * sizes[9]
+    assert sizes[-1] <= 2 * sizes[9]
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "npz"])

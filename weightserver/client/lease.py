@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ class HeldLease:
         left = self._request(leave=True)
         weakref.finalize(self, _end_dropped, self._running, shard, left).atexit = False
         _held.add(self)
+        _end_all_at_exit()
         self.renew()
         start_new_thread(_renew, (weakref.ref(self), self._running))
 
@@ -86,7 +88,11 @@ def _end_dropped(running: threading.Lock, shard: ShardConnection, left: pb.OpenS
         start_new_thread(shard.tell, ("OpenSession", left, _CLOSE_SECONDS))
 
 
-@atexit.register
+@functools.cache
+def _end_all_at_exit() -> None:
+    atexit.register(_end_all)
+
+
 def _end_all() -> None:
     """A script that ends by an exception may be started again at once."""
     for lease in list(_held):
