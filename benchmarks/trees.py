@@ -183,6 +183,11 @@ def main() -> None:
     if arguments.work:
         work(arguments.work)
         return
+    if not arguments.checkouts:
+        parser.error("give at least one checkout")
+    for root in arguments.checkouts:
+        if not (root / "weightserver/__init__.py").is_file():
+            parser.error(f"{root} is no checkout of this project: it has no weightserver/__init__.py")
     checkouts = [Checkout(root, arguments.shards) for root in arguments.checkouts]
     try:
         for name in checkouts[0].names:

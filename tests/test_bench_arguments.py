@@ -22,6 +22,7 @@ TOO_FEW = {
     "steps": ["--rounds", "0"],
     "sweeping": ["--checkpoints", "1"],
     "transport": ["--rounds", "one"],
+    "trees": ["--rounds", "1"],
     "wire": ["--steps", "1"],
 }
 
@@ -36,3 +37,14 @@ def test_a_number_that_gives_no_spread_is_refused(
         importlib.import_module(f"benchmarks.{name}").main()
     assert ended.value.code == 2
     assert f"argument {option}: must be a number of at least " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "message"), [([], "at least one checkout"), (["nowhere"], "nowhere is no checkout")])
+def test_what_is_no_checkout_is_refused(
+    given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trees", *given])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("benchmarks.trees").main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

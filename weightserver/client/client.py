@@ -232,16 +232,19 @@ class WeightClient(Closing):
 
     def _open_session(self, name: str, *, force: bool, take_over: bool) -> Session:
         """Waits for the end of the lease of a run that says nothing any more."""
+        is_told = False
         while True:
             answers = self._shards.describe()
-            is_same = force and all(answer.run == name for answer in answers)
-            open_session = partial(sessions.open_session, force=force, take_over=take_over or is_same)
+            may_take = take_over or (force and all(answer.run == name for answer in answers))
+            options = {"force": force, "take_over": may_take}
             try:
-                return self._writer.enter(lambda: open_session(self._shards, answers, name))  # noqa: B023
+                return self._writer.enter(partial(sessions.open_session, self._shards, answers, name, **options))
             except SessionInUseError as error:
                 if error.silent_seconds < _SILENT_SECONDS:
                     raise
-                _log.warning("waiting for a run that seems to have died: %(error)s", {"error": error})
+                if not is_told:
+                    _log.warning("waiting for a run that seems to have died: %(error)s", {"error": error})
+                is_told = True
                 time.sleep(_WAIT_SECONDS)
 
     def require_session(self) -> None:

@@ -1,4 +1,4 @@
-"""Ends of processes: of this one at a signal, and of those that it started."""
+"""Processes: the ends of this one and of those that it started, and what tells this one from others."""
 
 from __future__ import annotations
 
