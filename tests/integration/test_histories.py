@@ -26,7 +26,15 @@ from tests.helpers.faulty_proxy import Faults, FaultyProxy
 from tests.helpers.histories import UNKNOWN_OUTCOME, RecordedCall, Recorder, rows_of_shard
 from tests.helpers.linearizability import Checked, check
 from tests.helpers.watching import wait_until
-from weightserver import FencedError, LocalCluster, NoTableError, StepError, TableSpec, WeightClient
+from weightserver import (
+    FencedError,
+    InvalidRequestError,
+    LocalCluster,
+    NoTableError,
+    StepError,
+    TableSpec,
+    WeightClient,
+)
 
 SPEC = TableSpec(num_rows=16, dim=2, momentum=0.8, weight_decay=0.05, init_std=1.0, rows_per_block=3)
 RATES = np.linspace(0.4, 0.1, 500, dtype=np.float32)
@@ -66,6 +74,8 @@ class Clients:
     def __init__(self, recorder: Recorder, direct: Sequence[str], faulty: Sequence[str], seed: int) -> None:
         self._recorder, self._direct, self._faulty, self._seed = recorder, direct, faulty, seed
         self._stop = threading.Event()
+        self._may_write = threading.Event()
+        self._may_write.set()
         self._step = 0
         """Returns a step close to those of the pushes."""
         self._checkpoints: list[str] = []
@@ -134,6 +144,7 @@ class Clients:
     def _write_in(self, name: str, client: WeightClient, epoch: int, draw: random.Random) -> None:
         fenced = 0
         while fenced < 2 and not self._stop.is_set():
+            self._may_write.wait()
             call = self._some_write(name, client, epoch, draw)
             try:
                 while True:
@@ -230,14 +241,18 @@ class Clients:
             self._insist(lambda: self._recorder.begin("operator", client.release, epoch, name=name))
 
     def _insist(self, begin: Callable[[], RecordedCall]) -> None:
-        """Makes different calls until one is answered."""
+        """Makes different calls until one is answered; writers begin none meanwhile, so that a checkpoint is taken."""
         pause = TIMEOUT_SECONDS
-        while True:
-            with contextlib.suppress(*UNKNOWN_OUTCOME):
-                begin().run()
-                return
-            time.sleep(pause)
-            pause *= 2  # so that few are open: the search grows with them
+        self._may_write.clear()
+        try:
+            while True:
+                with contextlib.suppress(InvalidRequestError, *UNKNOWN_OUTCOME):  # rows were written meanwhile
+                    begin().run()
+                    return
+                time.sleep(pause)
+                pause *= 2  # so that few are open: the search grows with them
+        finally:
+            self._may_write.set()
 
 
 def disturb(cluster: LocalCluster, recorder: Recorder, draw: random.Random) -> None:
