@@ -455,13 +455,22 @@ def test_an_empty_path_is_not_the_current_directory(
     assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
 
 
+@pytest.mark.parametrize(
+    "option", ["health --timeout-seconds=nan", "checkpoints --wait-for-servers=0", "drop --wait-for-servers=-1"]
+)
+def test_no_time_is_refused_by_the_name_of_its_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, text = option.split()[1].split("=")
+    with pytest.raises(SystemExit, match="2"):
+        main([*option.split(), "127.0.0.1:9"])
+    assert f"argument {name}: must be positive and at most 3600, got {text}" in capsys.readouterr().err
+
+
 def test_the_other_commands_refuse(
     weightserver: Weightserver, client: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     for command, message in (
         (("inspect", tmp_path), "holds no weight server data: give the --data-dir of a shard"),
         (("inspect", tmp_path / "missing"), "holds no weight server data"),
-        (("health", "127.0.0.1:9", "--timeout-seconds=nan"), "--timeout-seconds must be positive and at most 3600"),
         (
             ("health", "127.0.0.1:9", "--timeout-seconds=1"),
             "127.0.0.1:9 does not answer .UNAVAILABLE: .*Connection refused.*: check that its shard is running",

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.watching import wait_until
 from weightserver import FencedError, LocalCluster, SessionInUseError, TableSpec, WeightClient
+from weightserver.client.connection import ShardConnection
 from weightserver.common import processes
 from weightserver.shard.lease import LEASE_SECONDS, Lease
 
@@ -92,6 +94,44 @@ def test_a_process_is_not_kept_out_by_itself(client: WeightClient, cluster: Loca
     client.write_state(ROWS, ONES, ONES, 0)
     with WeightClient(cluster.addresses) as another:
         another.open_session("third", hold=True)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_run_that_joins_its_own_session_keeps_its_lease(make_client: MakeClient, hold: bool) -> None:
+    first = make_client()
+    epoch = first.open_session("first", hold=True)
+    first.open_session("first", join=epoch, hold=hold)
+    with pytest.raises(SessionInUseError, match="run 'first'"):
+        make_client().open_session("second")
+
+
+def test_an_opening_that_was_interrupted_may_still_arrive(
+    client: WeightClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the repeated call's look at the shards and its own request."""
+    client.create_table(SPEC)
+    call, late = ShardConnection.call, []
+
+    def interrupted(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
+        if method == "OpenSession":
+            late.append(request)
+            raise KeyboardInterrupt
+        return call(self, method, request, **options)
+
+    def overtaken(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
+        if method == "OpenSession" and late:
+            call(self, method, late.pop())
+        return call(self, method, request, **options)
+
+    monkeypatch.setattr(ShardConnection, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.open_session("run")
+    monkeypatch.setattr(ShardConnection, "call", overtaken)
+    epoch = client.describe().epoch
+    assert client.open_session("run") == epoch + 1
+    assert not late
+    client.write_state(ROWS, ONES, ONES, 0)
+    assert client.open_session("run") == epoch + 2, "one that was opened is not opened again"
 
 
 def test_a_dropped_table_ends_the_run_that_holds_it(make_client: MakeClient) -> None:

@@ -97,6 +97,8 @@ class WeightClient(Closing):
         self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)
         self._lease: HeldLease | None = None
+        self._opening: tuple[str, dict[str, bool], bytes] | None = None
+        """Name, options and id of a session whose opening may still reach the shards, although its call has failed."""
 
     # ---- the table
 
@@ -222,12 +224,10 @@ class WeightClient(Closing):
             session = self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch))
         else:
             session = self._open_session(name, force=force, take_over=take_over)
-        before = self._lease
-        self._lease = None
-        if hold:
-            self._lease = HeldLease(self._shards.connections()[0], session)
-        elif before is not None:
-            before.release()
+        if self._lease is None or not self._lease.holds(session):
+            self._leave()
+            if hold:
+                self._lease = HeldLease(self._shards.connections()[0], session)
         return session.epoch
 
     def _open_session(self, name: str, *, force: bool, take_over: bool) -> Session:
@@ -237,8 +237,15 @@ class WeightClient(Closing):
             answers = self._shards.describe()
             may_take = take_over or (force and all(answer.run == name for answer in answers))
             options = {"force": force, "take_over": may_take}
+            if self._opening is None or self._opening[:2] != (name, options):
+                self._opening = name, options, os.urandom(16)
+            open_session = partial(
+                sessions.open_session, self._shards, answers, name, session_id=self._opening[2], **options
+            )
             try:
-                return self._writer.enter(partial(sessions.open_session, self._shards, answers, name, **options))
+                session = self._writer.enter(open_session)
+                self._opening = None
+                return session
             except SessionInUseError as error:
                 if error.silent_seconds < _SILENT_SECONDS:
                     raise

@@ -45,6 +45,10 @@ class HeldLease:
         self.renew()
         start_new_thread(_renew, (weakref.ref(self), self._running))
 
+    def holds(self, session: Session) -> bool:
+        """Whether it is the lease of this session, as far as is known."""
+        return self.lost is None and self._session.session_id == session.session_id
+
     def renew(self) -> None:
         """Tells the shard that the session is in use, unless it has ended."""
         with self._turn:

@@ -13,9 +13,18 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 
 
 def open_session(
-    shards: Shards, answers: Answers, name: str, *, force: bool = False, take_over: bool = False
+    shards: Shards,
+    answers: Answers,
+    name: str,
+    *,
+    session_id: bytes = b"",
+    force: bool = False,
+    take_over: bool = False,
 ) -> Session:
     """Opens a session newer than any that the shards describe.
+
+    Args:
+        session_id: 16 random bytes; drawn here if empty.
 
     Raises:
         DataLossError, ClusterError: as `require_common_state`, unless `force`.
@@ -25,7 +34,7 @@ def open_session(
     common_identity(answers, shards.names)
     if not force:
         require_common_state(shards, answers)
-    epoch, session_id = 1 + max(answer.epoch for answer in answers), os.urandom(16)
+    epoch, session_id = 1 + max(answer.epoch for answer in answers), session_id or os.urandom(16)
     peers = [] if force else shards.marks()
     request = pb.OpenSessionRequest(
         name=name,

@@ -11,13 +11,18 @@ from weightserver.common.options import add_options, given_options
 
 _RETRY_SECONDS = 10
 """Operators wait less patiently than training runs."""
+_MAX_SECONDS = 3600
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
     add_addresses(parser, "every shard", required=required)
     parser.add_argument(
-        "--wait-for-servers", type=float, default=15.0, metavar="SECONDS", help="for the first answers (default 15)"
+        "--wait-for-servers",
+        type=positive_seconds,
+        default=15.0,
+        metavar="SECONDS",
+        help="for the first answers (default 15)",
     )
     add_options(parser, ClientSecurity)
 
@@ -45,6 +50,13 @@ def connect(arguments: argparse.Namespace) -> WeightClient:
         connect_seconds=arguments.wait_for_servers,
         **security.client_arguments(),
     )
+
+
+def positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be positive and at most {_MAX_SECONDS}, got {text}")
+    return seconds
 
 
 def non_empty_name(text: str) -> str:

@@ -12,19 +12,17 @@ from weightserver.client.channels import open_channel
 from weightserver.client.security import ClientSecurity
 from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import ShardUnavailableError
-from weightserver.operations.arguments import add_addresses, given_addresses
+from weightserver.operations.arguments import add_addresses, given_addresses, positive_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_addresses(parser, "the shard, or of several")
-    parser.add_argument("--timeout-seconds", type=float, default=5.0, help="deadline (default 5)")
+    parser.add_argument("--timeout-seconds", type=positive_seconds, default=5.0, help="deadline (default 5)")
     add_options(parser, ClientSecurity)
 
 
 def run(arguments: argparse.Namespace) -> None:
     addresses = given_addresses(arguments)
-    if not 0 < arguments.timeout_seconds <= 3600:
-        raise ValueError(f"--timeout-seconds must be positive and at most 3600, got {arguments.timeout_seconds}")
     security = given_options(arguments, ClientSecurity)
     statuses = [_serving_status(address, security, arguments.timeout_seconds) for address in addresses]
     for address, status in zip(addresses, statuses, strict=True):
