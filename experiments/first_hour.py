@@ -74,11 +74,11 @@ STEPS = (
     ),
     Step(
         text="How the images look to the encoder, after augmentation, is drawn to `preview.png`:",
-        command="python -m trainer.data preview pictures/train --output preview.png",
+        command="pic preview pictures/train --output preview.png",
     ),
     Step(
         text="One command trains on them. It prints what it chose and why, and begins. Ctrl-C stops it after a while:",
-        command="python -m trainer images --data-dir pictures",
+        command="pic train pictures",
         interrupt_at=r"loss \d",
         status=130,
         show=_PROGRESS,
@@ -86,34 +86,34 @@ STEPS = (
     ),
     Step(
         text="Resuming takes all settings from the run:",
-        command="python -m trainer --resume --output runs/pictures",
+        command="pic train --resume --output runs/pictures",
         show=_PROGRESS,
     ),
     Step(
         title="What the run is worth",
         text="One HTML page with curves, results, nearest neighbours and confusion:",
-        command="python -m trainer report runs/pictures",
+        command="pic report runs/pictures",
     ),
     Step(
         text="Another evaluation of the same encoder, a linear classifier on its features:",
-        command="python -m trainer.evaluate linear-cached --run runs/pictures",
+        command="pic evaluate linear-cached --run runs/pictures",
     ),
     Step(
         text="Which images are nearly the same:",
-        command="python -m trainer duplicates runs/pictures",
+        command="pic duplicates runs/pictures",
     ),
     Step(
         title="Using the encoder",
         text="A vector for every image:",
-        command="python -m trainer.embed runs/pictures pictures/test --output features.npz",
+        command="pic embed runs/pictures pictures/test --output features.npz",
     ),
     Step(
         text="The classifier's rows, one for each image, with the images' paths:",
-        command="python -m trainer.export rows runs/pictures --output rows",
+        command="pic export rows runs/pictures --output rows",
     ),
     Step(
         text="And when something is wrong, one line says what, and what to do:",
-        command="python -m trainer images --data-dir pictures --num-negatives 9999 --epochs 0",
+        command="pic train pictures --num-negatives 9999 --epochs 0",
         status=1,
     ),
 )

@@ -22,6 +22,7 @@ import torch
 import yaml
 
 import trainer.data.command
+import trainer.embedding
 import trainer.export.command
 import trainer.report.__main__
 import trainer.report.duplicates
@@ -39,10 +40,11 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {
     "weightserver ": weightserver.cli._parser,
-    "python -m trainer.export ": trainer.export.command._parser,
-    "python -m trainer.data ": trainer.data.command._parser,
-    "python -m trainer report ": trainer.report.__main__._parser,
-    "python -m trainer duplicates ": trainer.report.duplicates.parser,
+    "pic export ": trainer.export.command._parser,
+    "pic embed ": trainer.embedding._parser,
+    "pic report ": trainer.report.__main__._parser,
+    "pic duplicates ": trainer.report.duplicates.parser,
+    "pic ": trainer.data.command._parser,
 }
 COMMANDS = [
     (document, line.strip().removeprefix("$ "))
@@ -50,16 +52,20 @@ COMMANDS = [
     for line in (ROOT / document).read_text().replace("\\\n", " ").splitlines()
     if line.startswith("    ")
 ]
-PARSED = [command for command in COMMANDS if command[1].startswith(tuple(PARSERS))]
+PARSED = [
+    (document, command)
+    for document, command in COMMANDS
+    if command.startswith(tuple(PARSERS)) and not command.startswith(("pic train ", "pic evaluate ", "pic serve "))
+]
 EVALUATED = [
     (document, match.group(1))
     for document, line in COMMANDS
-    if (match := re.match(r"(?:torchrun [^#]* -m --|\S*python -m) trainer.evaluate (.*)", line))
+    if (match := re.match(r"(?:torchrun [^#]* -m -- trainer.evaluate|\S*pic evaluate) (.*)", line))
 ]
 TRAINED = [
     (document, match.group(1))
     for document, line in COMMANDS
-    if (match := re.match(rf"(?:torchrun\b.*|python) -m trainer ((?:{'|'.join(PRESETS)}).*)", line))
+    if (match := re.match(rf"(?:torchrun\b.* -m trainer|pic train) ((?:{'|'.join(PRESETS)}).*)", line))
 ]
 
 
@@ -68,7 +74,7 @@ TRAINED = [
 
 @pytest.mark.parametrize(("document", "command"), PARSED)
 def test_commands_in_documents_can_be_parsed(document: str, command: str) -> None:
-    (prefix,) = (prefix for prefix in PARSERS if command.startswith(prefix))
+    prefix = next(prefix for prefix in PARSERS if command.startswith(prefix))
     PARSERS[prefix]().parse_args(shlex.split(command.removeprefix(prefix), comments=True))
 
 
@@ -214,8 +220,8 @@ def block(document: str, beginning: str) -> str:
 
 MAKE = block("README.md", "make demo")
 TABLE = block("README.md", "Top-1 on the test images")
-FOLDER = block("README.md", "python -m trainer images")
-IMAGES = block("README.md", "python -m trainer.data pack")
+FOLDER = block("README.md", "pic train pictures/")
+IMAGES = block("README.md", "pic pack")
 SERVERS = block("README.md", "weightserver serve")
 PYTHON = block("README.md", "import numpy")
 HEAD = block("README.md", "from torch.utils.data import DataLoader")
@@ -264,6 +270,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = f"EPOCHS=0.5 OUTPUT={directory}/runs/demo-1 PYTEST_FLAGS='--collect-only tests/test_docs.py'"
     commands = {
         "python": f"{sys.executable} -m tests.helpers.few_images",
+        "pic": f"{sys.executable} -m tests.helpers.few_images -m trainer.pic",
         "weightserver": f"{sys.executable} -m weightserver",
         "torchrun": f"{sys.executable} -m torch.distributed.run",
         "make": f"{shutil.which('make')} -C {ROOT} -o {directory}/.venv/.installed VENV={directory}/.venv {short}",
@@ -320,7 +327,7 @@ def test_the_demo_and_what_follows_it(place: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_folder_of_your_own_images(place: Path) -> None:
     plain_tree(place / "pictures", 36)
-    run_in(place, shortened(FOLDER, ("--data-dir pictures/", "--data-dir pictures/ --steps 3")))
+    run_in(place, shortened(FOLDER, ("train pictures/", "train pictures/ --steps 3")))
     assert json.loads((place / "runs/pictures/summary.json").read_text())["steps"] == 3
     assert "<html" in (place / "runs/pictures/report.html").read_text().lower()
     with np.load(place / "features.npz") as features:
@@ -357,7 +364,7 @@ def test_your_own_servers(place: Path) -> None:
             ("50052", str(second)),
         ]
         block = re.sub(r"^weightserver serve .*$", r"\g<0> &", shortened(SERVERS, *substitutions), flags=re.MULTILINE)
-        run_in(place, f"python -m trainer.data pack more more-packed\n{block}")
+        run_in(place, f"pic pack more more-packed\n{block}")
         assert json.loads((place / "runs/b/summary.json").read_text())["steps"] == 3
         for shard in range(2):
             looked = json.loads(run_in(place, f"weightserver inspect {place}/data/ws{shard}"))

@@ -23,7 +23,7 @@ COMMANDS = {
     for section in RUNBOOK.split("\n## ")[1:]
 }
 CHANGES_OR_NEEDS_MORE = (
-    "python -m trainer ",
+    "pic train ",
     "weightserver verify ",
     "iostat ",
     "dmesg ",

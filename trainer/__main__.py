@@ -1,21 +1,20 @@
 """Trains an encoder.
 
-    python -m trainer images --data-dir FOLDER                         # your own images; chooses all settings
-    python -m trainer fashion-mnist                                    # starts its own weight servers
-    python -m trainer fashion-mnist --rows dense --epochs 5            # all rows in this process
-    torchrun -m trainer fashion-mnist --servers 127.0.0.1:50051,127.0.0.1:50052 --output runs/a
-    python -m trainer fashion-mnist --epochs 9 --print-config > a.toml # writes the settings
-    python -m trainer --config a.toml --seed 1                         # reads them
-    python -m trainer report runs/a                                    # writes an HTML report
-    python -m trainer duplicates runs/a                                # finds images that are nearly the same
+    pic train FOLDER                                           # your own images; chooses all settings
+    pic train fashion-mnist                                    # starts its own weight servers
+    pic train fashion-mnist --rows dense --epochs 5            # all rows in this process
+    pic train fashion-mnist --epochs 9 --print-config > a.toml # writes the settings
+    pic train --config a.toml --seed 1                         # reads them
+    torchrun -m trainer FOLDER --output runs/a                 # on several GPUs
 
-`python -m trainer fashion-mnist --help` lists every setting.
+`python -m trainer` is the same as `pic train`. `pic train fashion-mnist --help-all` lists every setting.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.display import shown, stage
@@ -67,6 +66,8 @@ def _settings(arguments: list[str]) -> TrainConfig:
     from trainer.config import PRESETS, parse_config
     from trainer.config_file import to_toml, with_config_file
 
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and Path(arguments[0]).exists():
+        arguments = ["images", "--data-dir", *arguments]
     arguments = with_config_file(arguments)
     only_prints = "--print-config" in arguments
     arguments = [argument for argument in arguments if argument != "--print-config"]

@@ -1,4 +1,4 @@
-"""Chooses a run's settings from its images and the machine: pure functions, for `python -m trainer images`.
+"""Chooses a run's settings from its images and the machine: pure functions, for `pic train images`.
 
 The aim is a run that ends within `_BUDGET_SECONDS` and learns what it can in this time. Its encoder is the largest one
 with which each image is visited often enough. Speeds are estimates, low rather than high: on two quiet

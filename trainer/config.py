@@ -276,8 +276,7 @@ FLAGS = tuple(flag(name) for name, _ in leaves(TrainConfig()))
 _DESCRIPTION = """Train an encoder by instance classification.
 
 Instead of a preset:
-  report RUN             write an HTML page about a run
-  duplicates RUN         find images that are nearly the same
+  FOLDER                 train on a folder of your own images
   --resume --output RUN  resume a run with all of its settings
   --config FILE          read the settings that --print-config wrote"""
 _OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
@@ -311,9 +310,7 @@ def parse_config(
         _refuse_preset(preset)
 
     def parse(options: list[str]) -> TrainConfig:
-        return tyro.extras.overridable_config_cli(
-            PRESETS, prog="python -m trainer", description=_DESCRIPTION, args=options
-        )
+        return tyro.extras.overridable_config_cli(PRESETS, prog="pic train", description=_DESCRIPTION, args=options)
 
     return parsed_or_exit(parse, arguments, command="trainer", flags=FLAGS)
 
@@ -325,7 +322,7 @@ def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> Trai
     def parse(options: list[str]) -> TrainConfig:
         return tyro.cli(
             TrainConfig,
-            prog=f"python -m trainer {preset}".rstrip(),
+            prog=f"pic train {preset}".rstrip(),
             description=what,
             args=options,
             default=_without_other_warmup(default, options),
@@ -356,7 +353,7 @@ def _of_run(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
 
 def _refuse_preset(preset: str) -> NoReturn:
     near = difflib.get_close_matches(preset, [*PRESETS, "report"], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+    hint = f"did you mean {near[0]}?" if near else f"give a folder that exists, or one of {', '.join(PRESETS)}"
     print_error(f"trainer: unknown preset {preset!r}: {hint}")
     sys.exit(2)
 

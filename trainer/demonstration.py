@@ -57,7 +57,7 @@ class Options:
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; if the demo fails, as `exit_on_error`."""
-    parser = CommandParser(prog="python -m trainer.demo", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="pic demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the demo's)")
     parser.add_argument("--seed", type=int, help="seed of everything random (default 0)")
     parser.add_argument(

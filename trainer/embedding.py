@@ -1,7 +1,7 @@
 """Computes the features of images with a trained encoder, and writes them with the images' paths.
 
-    python -m trainer.embed runs/a pictures/ --output features.parquet
-    python -m trainer.embed runs/a/encoder.safetensors list.txt --output features.npz
+    pic embed runs/a pictures/ --output features.parquet
+    pic embed runs/a/encoder.safetensors list.txt --output features.npz
 
 The images are a folder, a list of paths or a packed directory; they need no labels. Each image is prepared as in an
 evaluation: its shorter side is resized to 256/224 of the encoder's image size, and the centre is taken. Images that
@@ -80,7 +80,7 @@ def _counted(batches: Iterator[EmbeddedBatch], progress: Counting) -> Iterator[E
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m trainer.embed", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="pic embed", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
     )

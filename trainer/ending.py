@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
@@ -141,9 +142,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
 def _results_can_wait(config: TrainConfig) -> Iterator[None]:
     """Says how to make the results later if the user interrupts them."""
     run = shlex.quote(str(config.output))
-    later = f"python -m trainer --resume --output {run}"
+    later = f"{pic()} train --resume --output {run}"
     if config.rows == "dense":  # which cannot be resumed
-        later = f"python -m trainer.evaluate knn --run {run}"
+        later = f"{pic()} evaluate knn --run {run}"
     try:
         yield
     except KeyboardInterrupt:
@@ -184,13 +185,13 @@ def next_commands(config: TrainConfig) -> list[str]:
     length = f"--epochs {2 * config.epochs:g}" if config.steps is None else f"--steps {2 * config.steps}"
     has_library = config.encoder.name not in ("small", "none")
     possible = {
-        f"python -m trainer report {run}": True,
-        f"python -m trainer --resume --output {run} {length}": config.rows != "dense",
-        f"python -m trainer.export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
-        f"python -m trainer.evaluate knn --run {run}": config.evaluate and config.encoder.name != "none",
-        f"python -m trainer duplicates {run}": config.rows != "dense" and config.labels is None,
+        f"report {run}": True,
+        f"train --resume --output {run} {length}": config.rows != "dense",
+        f"export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
+        f"evaluate knn --run {run}": config.evaluate and config.encoder.name != "none",
+        f"duplicates {run}": config.rows != "dense" and config.labels is None,
     }
-    return [command for command, makes_sense in possible.items() if makes_sense][:3]
+    return [f"{pic()} {command}" for command, makes_sense in possible.items() if makes_sense][:3]
 
 
 def _library(config: TrainConfig) -> str:

@@ -1,4 +1,4 @@
-"""Trains on a folder of images: `python -m trainer images --data-dir FOLDER`.
+"""Trains on a folder of images: `pic train FOLDER`.
 
 Surveys the images and the machine, chooses the settings that the command line does not give (`trainer.choosing`),
 prints them with their reasons, packs the images if that is needed, and reports all problems together.
@@ -212,7 +212,7 @@ def _resumed(config: TrainConfig) -> TrainConfig:
 def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey] | None:
     """The images in --data-dir; adds a problem and returns None if there are none."""
     if config.data_dir is None:
-        problems.append("python -m trainer images needs a folder: give --data-dir FOLDER")
+        problems.append("a folder of images is needed: pic train FOLDER")
         return None
     kind = config.dataset if "dataset" in given else "packed" if is_packed(config.data_dir) else "folder"
     if kind not in DECODED:

@@ -106,7 +106,7 @@ def test_the_page_of_a_run_shows_its_duplicates(tmp_path: Path, capsys: pytest.C
     )
     (run / "duplicates.json").write_text("{}")
     assert command("report", run) == 1
-    assert "is not one that 'python -m trainer duplicates' wrote: remove it" in capsys.readouterr().err
+    assert "is not one that 'pic duplicates' wrote: remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

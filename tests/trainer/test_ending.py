@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import trainer.ending
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
+from trainer.command_line import pic
 from trainer.config import TrainConfig, parse_config
 from trainer.coverage import coverage_warnings
 from trainer.data.augment import AugmentationConfig
@@ -245,18 +245,16 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
     assert len(commands) == 3
     assert printed.endswith("Next:\n" + "".join(f"  {command}\n" for command in commands))
     for command in commands:
-        python, *arguments = shlex.split(command)
-        assert python == "python"
-        ran = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        ran = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{command}: {ran.stderr}"
 
 
 def test_duplicates_are_offered_where_they_can_be_found(tmp_path: Path) -> None:
     config = TrainConfig(output=tmp_path, evaluate=False)
-    assert f"python -m trainer duplicates {tmp_path}" in next_commands(config)
+    assert f"{pic()} duplicates {tmp_path}" in next_commands(config)
     others: list[dict[str, Any]] = [{"labels": "classes"}, {"rows": "dense"}]
     for other in others:
-        assert not any("trainer duplicates" in command for command in next_commands(replace(config, **other)))
+        assert not any("duplicates" in command.split() for command in next_commands(replace(config, **other)))
 
 
 @pytest.mark.guard  # seconds
@@ -335,11 +333,11 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
     with pytest.raises(Interrupted, match="training, which is complete and saved") as stopped:
         finish(labelled)
     assert stopped.value.exit_status == 130
-    assert str(stopped.value).endswith(f"python -m trainer --resume --output {output}")
+    assert str(stopped.value).endswith(f"{pic()} train --resume --output {output}")
     monkeypatch.setattr(trainer.ending, "encoder_features", interrupted)
     (output / "summary.json").rename(output / "aside.json")
     try:
-        with pytest.raises(Interrupted, match=r"python -m trainer\.evaluate knn --run"):
+        with pytest.raises(Interrupted, match=r"pic evaluate knn --run"):
             write_results(replace(labelled.config, rows="dense"), labelled.dataset, labelled.model, Totals())
         assert not (output / "summary.json").exists()
     finally:

@@ -70,7 +70,7 @@ def test_all_problems_are_reported_together(pictures: Path) -> None:
     for name in ("--batch-size", "--learning-rate", "--window-size", "--views", "--temperature", "resnet5000"):
         assert [line for line in lines if name in line], name
     assert any("no test images" in line for line in lines)
-    with pytest.raises(ValueError, match="images needs a folder: give --data-dir FOLDER\n--views must be"):
+    with pytest.raises(ValueError, match="a folder of images is needed: pic train FOLDER\n--views must be"):
         images_config(["--views", "0"])
     (pictures / "nothing").mkdir()
     with pytest.raises(ValueError, match="no images in pictures/nothing"):
@@ -94,10 +94,10 @@ def test_arguments_that_cannot_be_parsed_are_reported_with_all_other_problems(
     with pytest.raises(SystemExit):
         images_config(["--data-dir", "pictures", "--epochs", "x"])
     alone = capsys.readouterr().err
-    assert "trainer images --help" in alone, "the parser says it, with its hints"
+    assert "pic train images --help" in alone, "the parser says it, with its hints"
     with pytest.raises(SystemExit) as ended:
         images_config(["--epochs", "x"])
-    assert "needs a folder: give --data-dir FOLDER" in capsys.readouterr().err
+    assert "a folder of images is needed: pic train FOLDER" in capsys.readouterr().err
 
 
 def test_a_wrong_argument_makes_no_right_one_wrong(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
 """Packs images in the order in which they are visited, verifies packed images, and previews augmentations.
 
-python -m trainer.data pack images/train packed/                # repeat it to continue after an interruption
-python -m trainer.data pack more-images packed/ --extend        # new images get the ids after the old ones
-python -m trainer.data verify packed/
-python -m trainer.data preview images/train --output preview.png
+pic pack images/train packed/                # repeat it to continue after an interruption
+pic pack more-images packed/ --extend        # new images get the ids after the old ones
+pic verify packed/
+pic preview images/train --output preview.png
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m trainer.data", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="pic", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
 
     packing = commands.add_parser("pack", help="pack images, or continue an interrupted pack")

@@ -193,7 +193,7 @@ def load_dataset(
     checksums; of both, the first `num_images` training images, and all for evaluation. synthetic: `num_images`
     (required) colour images of `image_size` pixels, generated from `seed` (used by this data set only), without labels.
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
-    packed: the output of `python -m trainer.data pack` in `directory`, with test images packed in its test/.
+    packed: the output of `pic pack` in `directory`, with test images packed in its test/.
     inaturalist-2018: train2018.json, val2018.json and the images that they name in `directory`.
 
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for

@@ -138,7 +138,7 @@ class Manifest:
                 )
             return cls(classes=tuple(content.pop("classes")), ranges=tuple(ranges), **content)
         except OSError:
-            raise ValueError(f"{directory} holds no packed images: pack them by python -m trainer.data pack") from None
+            raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
 

@@ -159,7 +159,7 @@ class PackedImages:
     def _damaged(self, row: int) -> ValueError:
         return ValueError(
             f"the index of {self.directory} is damaged, in the records from row {row} on: "
-            "'python -m trainer.data verify' names the damaged files; pack the images again, into a new directory"
+            "'pic verify' names the damaged files; pack the images again, into a new directory"
         )
 
     def _row(self, image: int) -> int:

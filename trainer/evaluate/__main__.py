@@ -1,9 +1,9 @@
 """Evaluates an encoder, or raw pixels for comparison, on labelled images.
 
-    python -m trainer.evaluate knn --run runs/a
-    python -m trainer.evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
+    pic evaluate knn --run runs/a
+    pic evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
     torchrun --nproc-per-node 8 -m -- trainer.evaluate fine-tune --model resnet50 --weights moco.pth --data-dir DIR
-    python -m trainer.evaluate linear-cached --pixels
+    pic evaluate linear-cached --pixels
 
 Writes evaluation/NAME.json beside the run and prints it as one line; stderr shows progress and a table.
 """

@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str]) -> Command:
     def parse(options: list[str]) -> Command:
         parsed: Command = tyro.extras.subcommand_cli_from_dict(
             {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
-            prog="python -m trainer.evaluate",
+            prog="pic evaluate",
             description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
             args=[name, *options],
             config=(tyro.conf.OmitArgPrefixes,),

@@ -49,7 +49,7 @@ class SubjectOptions(Settings):
     model: str | None = None
     """torchvision:NAME or timm:NAME, with random weights unless --weights are given."""
     weights: Path | None = None
-    """With --model: a safetensors file or checkpoint with its weights, as 'python -m trainer.export import' takes."""
+    """With --model: a safetensors file or checkpoint with its weights, as 'pic export import' takes."""
     prefix: str | None = None
     """With --weights: which encoder of several, a part of its keys' prefix, as encoder_k or teacher."""
     image_size: int | None = None

@@ -1,8 +1,8 @@
 """Exports a run's rows with their images, or its encoder for another library, or imports another trainer's encoder.
 
-    python -m trainer.export rows runs/a --output rows/ --checkpoint step-000000001000
-    python -m trainer.export encoder runs/a --format timm --output encoder/
-    python -m trainer.export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
+    pic export rows runs/a --output rows/ --checkpoint step-000000001000
+    pic export encoder runs/a --format timm --output encoder/
+    pic export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
 
 Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
 image's position in the random order of the run's order_seed. For images in files there is also images.csv: row, image
@@ -45,7 +45,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m trainer.export", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="pic export", description=(__doc__ or "").splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
     add_run_arguments(rows)

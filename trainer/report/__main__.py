@@ -1,4 +1,4 @@
-"""Writes one self-contained HTML page about a run: python -m trainer report RUN."""
+"""Writes one self-contained HTML page about a run: pic report RUN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m trainer report", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="pic report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=to_path, help="the run's directory")
     parser.add_argument("--output", type=to_path, help="the file to write (default: RUN/report.html)")
     parser.add_argument("--data-dir", type=to_path, help="folder of the data set (default: the run's)")

@@ -1,4 +1,4 @@
-"""Finds pairs of training images that are nearly the same: python -m trainer duplicates RUN.
+"""Finds pairs of training images that are nearly the same: pic duplicates RUN.
 
 Two images are compared by their rows of the classifier: each image is a class of its own, and images that look alike
 under every augmentation get rows of the same direction. Rows average the features of all views of an image, so after a
@@ -186,7 +186,7 @@ def read_duplicates(run: Path) -> Duplicates | None:
         content = json.loads(path.read_text())
         return Duplicates(**content | {"pairs": [(int(a), int(b), float(cosine)) for a, b, cosine in content["pairs"]]})
     except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is not one that 'python -m trainer duplicates' wrote: remove it") from None
+        raise ValueError(f"{path} is not one that 'pic duplicates' wrote: remove it") from None
 
 
 # ---- the command
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m trainer duplicates", description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog="pic duplicates", description=(__doc__ or "").splitlines()[0])
     add_run_arguments(parser)
     parser.add_argument("--checkpoint", help="compare the rows of this checkpoint (default the newest rows)")
     defaults = DuplicateOptions()

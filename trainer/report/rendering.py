@@ -1,7 +1,7 @@
 """Renders a run's report as one self-contained HTML page.
 
 It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
-cosine of the features; which classes are confused; and near-duplicates, if `python -m trainer duplicates` found them.
+cosine of the features; which classes are confused; and near-duplicates, if `pic duplicates` found them.
 For a run that has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads
 nothing from elsewhere; its content security policy forbids it.
 """

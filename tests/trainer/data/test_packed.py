@@ -311,7 +311,7 @@ def test_a_folder_has_to_be_named(name: str, message: str) -> None:
 
 
 def test_missing_data_gives_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no packed images: pack them by python -m trainer.data pack"):
+    with pytest.raises(ValueError, match=r"holds no packed images: pack them by pic pack"):
         load_dataset("packed", tmp_path)
     with pytest.raises(ValueError, match="no images in"):
         load_dataset("folder", tmp_path)

@@ -1,0 +1,102 @@
+"""The command `pic`: short help at once, and one name for every command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import trainer.pic
+from tests.helpers.image_tree import plain_tree
+from trainer.command_line import pic
+from trainer.config import PRESETS
+from trainer.pic import COMMANDS
+from trainer.short_help import PAGES, overview
+
+ROOT = Path(__file__).parent.parent
+WITH_WORDS = {"export": ("encoder", "import"), "evaluate": ("knn",)}
+"""Commands whose options are those of commands of their own."""
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        trainer.pic.main(arguments)
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_is_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed([name, "--help"] if name else [], capsys).splitlines()
+    assert len(lines) <= 40
+    assert [line for line in lines if len(line) > 80] == []
+    if name:
+        assert lines[0].startswith(f"usage: pic {name} ")
+        assert f"  {name} " in overview()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["evaluate", "knn", "-h"], ["serve", "-h"]])
+def test_help_imports_nothing_that_takes_time(arguments: list[str]) -> None:
+    code = (
+        "import atexit, sys; from trainer.pic import main; "
+        "atexit.register(lambda: print('MODULES', *sys.modules)); main(sys.argv[1:])"
+    )
+    modules = set(run(sys.executable, "-c", code, *arguments, cwd=ROOT).partition("MODULES")[2].split())
+    assert "trainer.short_help" in modules
+    assert not {"torch", "numpy", "rich", "tyro", "grpc"} & modules
+
+
+@pytest.mark.guard  # imports every command
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_page_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = WITH_WORDS.get(name, ("",))
+    complete = "".join(printed([name, *filter(None, (word,)), "--help-all"], capsys) for word in words)
+    options = set(re.findall(r"(?<=[ \n])--[a-z][\w.-]*", PAGES[name])) - {"--help-all", "--nproc-per-node"}
+    known = set(re.findall(r"--[a-z][\w.-]*", complete)) | {"--config", "--print-config"}
+    assert options <= known
+
+
+def test_the_page_of_train_names_the_presets() -> None:
+    (presets,) = re.findall(r"^presets:\n(.*?)\n\n", PAGES["train"], re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"^  ([\w-]+)", presets, re.MULTILINE)) == PRESETS.keys() - {"images", "demo"}
+
+
+def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, hint in (("evalute", "did you mean evaluate?"), ("x", "pic --help lists the commands")):
+        with pytest.raises(SystemExit) as ended:
+            trainer.pic.main([given])
+        assert ended.value.code == 2
+        assert hint in capsys.readouterr().err
+
+
+def test_it_is_installed_beside_the_old_names() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["pic"] == "trainer.pic:main"
+    assert {"weightserver", "pic-train", "pic-evaluate", "pic-data"} <= scripts.keys()
+
+
+@pytest.mark.guard  # six programs that import torch
+@pytest.mark.timeout(600)
+def test_from_a_folder_to_what_its_run_says_to_do_next(tmp_path: Path) -> None:
+    """Every line below "Next:" is a command that works as it is printed, in the folder in which the run was started."""
+    plain_tree(tmp_path / "my pictures", 36)
+    command = [*shlex.split(pic()), "train", "my pictures/", "--steps", "3"]
+    following = run(*command, cwd=tmp_path).partition("Next:\n")[2].splitlines()
+    assert len(following) == 3
+    for line in following:
+        run("bash", "-c", line, cwd=tmp_path)
+    assert (tmp_path / "runs/my pictures/report.html").exists()
