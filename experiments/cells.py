@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import PRESETS, TrainConfig
+from trainer.run.directory import flat
 
 PIC = "pic"
 """The method of cells that this trainer trains; other methods are baselines."""
@@ -66,18 +67,7 @@ class Cell:
     def config(self, seed: int) -> TrainConfig:
         """The settings of its run with this seed, without a directory. Raises TypeError for an unknown setting."""
         _, preset = PRESETS["fashion-mnist"]
-        config: TrainConfig = _changed(preset, self.settings)
-        return replace(config, seed=seed, order_seed=seed)
-
-
-def _changed(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass with `changes`, within nested dataclasses too."""
-    nested = {
-        name: _changed(getattr(settings, name), value)
-        for name, value in changes.items()
-        if isinstance(value, Mapping) and is_dataclass(getattr(settings, name))
-    }
-    return replace(settings, **{**changes, **nested})
+        return preset.with_settings(**flat(self.settings), seed=seed, order_seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from experiments.cells import AFTER
@@ -23,8 +22,8 @@ _ALL_FASHION = 60_000
 
 def num_images(config: TrainConfig) -> int:
     """N of a cell's settings."""
-    sizes = _SIZES.get(str(config.data_dir))
-    return sizes["train"] * len(CHARACTERS) if sizes else config.num_images or _ALL_FASHION
+    sizes = _SIZES.get(str(config.data.data_dir))
+    return sizes["train"] * len(CHARACTERS) if sizes else config.data.num_images or _ALL_FASHION
 
 
 def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
@@ -34,10 +33,10 @@ def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
     Raises:
         ValueError: it cannot be made, or another one is in its place.
     """
-    sizes = _SIZES.get(str(config.data_dir))
+    sizes = _SIZES.get(str(config.data.data_dir))
     if sizes is None:
         return config
-    output = folder / str(config.data_dir).strip("{}")
+    output = folder / str(config.data.data_dir).strip("{}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{output.name}-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,7 +45,7 @@ def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
         found = json.loads((output / MANIFEST).read_text())
     if (found["images_of_each_character"], found["seed"]) != (sizes, 0):
         raise ValueError(f"{output} has other glyphs than the tables': move it elsewhere")
-    return replace(config, data_dir=output)
+    return config.with_settings(data_dir=output)
 
 
 def with_order(config: TrainConfig) -> TrainConfig:
@@ -56,9 +55,9 @@ def with_order(config: TrainConfig) -> TrainConfig:
     Raises:
         ValueError: that run's encoder or images cannot be read.
     """
-    if config.image_order is None:
+    if config.sampling.image_order is None:
         return config
-    order = Path(config.image_order)
+    order = Path(config.sampling.image_order)
     if not order.exists():
         write_order(order.parent, order)
-    return replace(config, image_order=order)
+    return config.with_settings(image_order=order)

@@ -175,9 +175,9 @@ def _are_alike(one: Cell, other: Cell) -> bool:
     """Whether two cells train the same encoder on as many images of the same data set, and see at most twice as many
     as each other."""
     first, second = one.config(0), other.config(0)
-    ratio = (first.epochs * first.views) / (second.epochs * second.views)
-    images = [(each.dataset, each.data_dir, each.num_images) for each in (first, second)]
-    return first.encoder == second.encoder and images[0] == images[1] and 0.5 <= ratio <= 2
+    ratio = (first.optimization.epochs * first.views.views) / (second.optimization.epochs * second.views.views)
+    images = [(each.data.dataset, each.data.data_dir, each.data.num_images) for each in (first, second)]
+    return first.model.encoder == second.model.encoder and images[0] == images[1] and 0.5 <= ratio <= 2
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float, int]:

@@ -109,7 +109,7 @@ def _proportions() -> Iterator[str]:
     _, paper = PRESETS["imagenet-1k"]
     base = Cell(row="", settings=BASE | WINDOW).config(0)
     yield "| | the paper, 200 epochs | here | why it differs |\n|---|---|---|---|\n"
-    columns = [_numbers(paper, _PAPER_IMAGES), _numbers(base, base.num_images or 0)]
+    columns = [_numbers(paper, _PAPER_IMAGES), _numbers(base, base.data.num_images or 0)]
     for name in columns[0]:
         yield f"| {name} | {columns[0][name]} | {columns[1][name]} | {_REASONS.get(name, '')} |\n"
 
@@ -131,31 +131,33 @@ _REASONS = {
 
 
 def _numbers(config: TrainConfig, num_images: int) -> dict[str, str]:
-    steps = config.num_steps(num_images)
-    warmup = config.warmup_steps(num_images, steps)
-    rates = learning_rates(num_steps=steps, base=config.base_learning_rate, warmup_steps=warmup)
-    stride = config.window_stride / config.window_size
+    steps = config.optimization.num_steps(num_images)
+    warmup = config.optimization.warmup_steps(num_images, steps)
+    rates = learning_rates(num_steps=steps, base=config.optimization.base_learning_rate, warmup_steps=warmup)
+    stride = config.sampling.window_stride / config.sampling.window_size
     return {
         "images N": f"{num_images:,}",
-        "epochs": f"{config.epochs:g}",
-        "batch B": f"{config.batch_size}",
+        "epochs": f"{config.optimization.epochs:g}",
+        "batch B": f"{config.optimization.batch_size}",
         "steps": f"{steps:,}",
-        _DECAY: f"{config.weight_decay * float(rates.sum(dtype=float)):.2f}",
-        "negatives, K / N": f"{config.num_negatives / num_images:.3f}",
-        "K / B": f"{config.num_negatives / config.batch_size:g}",
-        "window, W / N": f"{config.window_size / num_images:.2f}",
+        _DECAY: f"{config.optimization.weight_decay * float(rates.sum(dtype=float)):.2f}",
+        "negatives, K / N": f"{config.rows.num_negatives / num_images:.3f}",
+        "K / B": f"{config.rows.num_negatives / config.optimization.batch_size:g}",
+        "window, W / N": f"{config.sampling.window_size / num_images:.2f}",
         "stride, S / W": f"{stride:g}",
         "passes of the window over the images": f"{passes(config, num_images):.1f}",
         "warm-up, share of the steps": f"{warmup / steps:.3f}",
-        "temperature τ": f"{config.temperature:g}",
-        _TURN: f"{_first_turn(config, float(rates[: num_images // config.batch_size].max())):.2g}",
+        "temperature τ": f"{config.loss.temperature:g}",
+        _TURN: f"{_first_turn(config, float(rates[: num_images // config.optimization.batch_size].max())):.2g}",
     }
 
 
 def _first_turn(config: TrainConfig, learning_rate: float) -> float:
     """How far the gradient of its own image moves a new row, as a multiple of the row's length."""
-    step = learning_rate / (1 - config.momentum)
-    return step / (config.temperature * config.batch_size * config.dim * config.init_std**2)
+    step = learning_rate / (1 - config.optimization.momentum)
+    return step / (
+        config.loss.temperature * config.optimization.batch_size * config.model.dim * config.rows.init_std**2
+    )
 
 
 def _summary(everything: Sequence[Results]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from trainer.config import TrainConfig
 
 _IMAGES, _EPOCHS, _SEEDS = 2_560, 0.02, 2
 """Images, epochs as a fraction of the cell's, and the most seeds."""
-_BATCH_SIZE = TrainConfig().batch_size
+_BATCH_SIZE = TrainConfig().optimization.batch_size
 _SIZES = ("num_negatives", "window_size", "window_stride")
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
         content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
         cell = Cell(row="", method=content["method"], settings=content["settings"])
-        config = with_order(with_data(replace(_plain(cell.config(content["seed"])), output=directory)))
+        config = with_order(with_data(_plain(cell.config(content["seed"])).with_settings(output=directory)))
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
         for each in content["evaluations"]:
@@ -83,8 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _plain(config: TrainConfig) -> TrainConfig:
     """Settings that change no number: one process of weight servers, checkpoints, evaluation by this module."""
-    return replace(
-        config,
+    return config.with_settings(
         num_shards=1,
         checkpoint_every=_CHECKPOINT_STEPS,
         keep_checkpoints=1,
@@ -104,7 +103,7 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     if cell.method == PIC:
         summary = train(config).summary
     elif cell.method in METHODS:
-        summary = train_baseline(cell.method, config, config.output)
+        summary = train_baseline(cell.method, config, config.run.output)
     probes = evaluate_features(_features(cell.method, config))
     return {
         "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
@@ -119,17 +118,17 @@ def _features(method: str, config: TrainConfig) -> FeatureSet:
     images = dataset_of(config)
     if method in REFERENCES:
         return reference_features(method, with_pixel_scale(config, images, Ranks()), images)
-    encoder, encoder_config = load_encoder(config.output / ENCODER_FILE)
+    encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
     return encoder_features(encoder, images, encoder_config.pixels)
 
 
 def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
     """Evaluates the run's encoder by one protocol, unless that has finished."""
-    file = config.output / EVALUATIONS / f"{evaluation.name}.json"
+    file = config.run.output / EVALUATIONS / f"{evaluation.name}.json"
     if file.exists():
         return
-    command = parse([*evaluation.arguments, "--encoder", str(config.output / ENCODER_FILE)])
-    images = dataset_of(replace(config, num_images=None) if evaluation.all_images else config)
+    command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
+    images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)
     subject = load_subject(command.subject).subject
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
     made = evaluations.Evaluation(subject=subject, load=lambda: images, state=state)

@@ -87,7 +87,7 @@ def test_the_trainer_of_the_compose_file() -> None:
     command = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in service["command"]]
     config = trainer.config.parse_config(command)
     config.check()
-    assert config.server_addresses == COMPOSE["x-servers"].split(",")
+    assert config.servers.addresses == COMPOSE["x-servers"].split(",")
 
 
 def test_services_run_unprivileged_and_listen_only_on_loopback_by_default() -> None:
@@ -184,7 +184,7 @@ def test_the_job() -> None:
     config = trainer.config.parse_config(trained["args"])
     config.check()
     replicas = manifest("StatefulSet")["spec"]["replicas"]
-    assert config.server_addresses == [f"weightserver-{shard}.weightserver:50051" for shard in range(replicas)]
+    assert config.servers.addresses == [f"weightserver-{shard}.weightserver:50051" for shard in range(replicas)]
     values = {variable["name"]: variable.get("value") for variable in trained["env"]}
     assert spec["completions"] == spec["parallelism"] == int(values["PET_NNODES"])
     assert (

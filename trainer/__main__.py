@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         with shown(), stage("loading libraries"):
             from trainer.ending import finish
             from trainer.loop import train
-        log_events(config.log_format, lambda: {"run": config.output.name, "rank": int(os.environ.get("RANK", "0"))})
+        log_events(
+            config.report.log_format, lambda: {"run": config.run.output.name, "rank": int(os.environ.get("RANK", "0"))}
+        )
         finish(train(config))
     sys.exit(0)
 

@@ -89,17 +89,17 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     All randomness is a function of the seeds and the visit index (for encoders that draw numbers: of seed, step and
     rank), so the step number is the only state.
     """
-    config.configure_torch()
+    config.compute.configure_torch()
     num_images = len(dataset.train_images)
-    num_steps = config.num_steps(num_images)
-    classes = classes_of(config, dataset)
+    num_steps = config.optimization.num_steps(num_images)
+    classes = classes_of(config.sampling, dataset)
     spec = _table_spec(config, classes.number)
     sampler = _sampler(config, classes, ranks)
     negatives = config.negative_sampler(classes.number)
-    negatives.check(config.batch_size)
+    negatives.check(config.optimization.batch_size)
     model = model_of(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
-    optimizer = config.optimizer(model, ranks.device)
+    optimizer = config.optimization.optimizer(model, ranks.device)
     probe = _online_probe(config, dataset, model, sampler, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
@@ -125,7 +125,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         _warn_of_few_classes(config, num_images, classes.number)
         for warning in coverage_warnings(config, num_images):
             _log.warning("%(line)s", warning.fields())
-        beginning = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows}
+        beginning = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows.rows}
         _log.info("training begins", extra=beginning | {"session": opened.epoch})
 
     steps = range(start_step, num_steps)
@@ -134,10 +134,10 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         spec,
         opened.rates,
         negatives=negatives,
-        loss=config.loss_function(),
+        loss=config.loss.loss_function(),
         order=classes.rows,
         ranks=ranks,
-        init_norm=beginning_norm(spec, None) if config.init == "embedding" else None,
+        init_norm=beginning_norm(spec, None) if config.rows.init == "embedding" else None,
         first_step=start_step,
     )
     return Run(
@@ -152,9 +152,9 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         steps=steps,
         announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
         views=views_of_steps(config, dataset, sampler, ranks, steps, stack),
-        parts=list(itertools.product(range(config.accumulate), range(len(config.augmentations())))),
+        parts=list(itertools.product(range(config.optimization.accumulate), range(len(config.augmentations())))),
         recorder=recorder,
-        monitors=Monitors(model.encoder, config, ranks, batch_size=config.batch_size),
+        monitors=Monitors(model.encoder, config.loss, ranks, batch_size=config.optimization.batch_size),
         probe=probe,
         knn=knn_probe_of(config, dataset, model, ranks),
         checkpoints=checkpoints,
@@ -166,13 +166,13 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
 
 def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int) -> None:
     """Warns if batches would have few classes: the window slides over neighbouring ones."""
-    in_window = num_classes * config.window_size / num_images
-    if config.labels is not None and in_window < min(config.batch_size, num_classes):
+    in_window = num_classes * config.sampling.window_size / num_images
+    if config.sampling.labels is not None and in_window < min(config.optimization.batch_size, num_classes):
         _log.warning(
             "the window of %(window)d images has about %(in_window)d of %(classes)d classes at a time, fewer than a "
             "batch has images: --window-size %(images)d --window-stride %(images)d visits all at random",
             {
-                "window": config.window_size,
+                "window": config.sampling.window_size,
                 "in_window": round(in_window),
                 "classes": num_classes,
                 "images": num_images,
@@ -183,7 +183,7 @@ def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int)
 def _usage(config: TrainConfig, opened: OpenRows, started: float, ranks: Ranks) -> Usage:
     """Counts what the run uses, from the totals of the checkpoint that it is resumed from."""
     step = opened.checkpoint_step
-    before = Totals() if step is None or not ranks.is_first else totals_at(config.output, step)
+    before = Totals() if step is None or not ranks.is_first else totals_at(config.run.output, step)
     return Usage(before, started, opened.store.counters, ranks)
 
 
@@ -215,9 +215,9 @@ def _restore(
     if opened.checkpoint_step is None:
         checkpoints.save(0, model, optimizer)  # from now on the servers belong to this run
         return 0
-    load(config.output / "checkpoints", opened.checkpoint_step, model, optimizer)
+    load(config.run.output / "checkpoints", opened.checkpoint_step, model, optimizer)
     if probe is not None:
-        probe.restore(probe_tensors(config.output / "checkpoints", opened.checkpoint_step))
+        probe.restore(probe_tensors(config.run.output / "checkpoints", opened.checkpoint_step))
     return opened.checkpoint_step
 
 
@@ -225,31 +225,31 @@ def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSa
     """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
     return WindowSampler(
         classes.order,
-        window_size=config.window_size,
-        window_stride=config.window_stride,
-        batch_size=config.part_size,
-        batches_per_step=config.accumulate,
-        seed=config.seed,
+        window_size=config.sampling.window_size,
+        window_stride=config.sampling.window_stride,
+        batch_size=config.optimization.part_size,
+        batches_per_step=config.optimization.accumulate,
+        seed=config.sampling.seed,
         ranks=ranks,
     )
 
 
 def knn_probe_of(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: Ranks) -> KnnProbe | None:
     """The kNN evaluations of --knn-every during a run, if any."""
-    if not config.knn_every:
+    if not config.report.knn_every:
         return None
-    return KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
+    return KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed, fraction=config.report.knn_fraction)
 
 
 def _online_probe(
     config: TrainConfig, dataset: Dataset, model: PICModel, sampler: WindowSampler, ranks: Ranks
 ) -> OnlineProbe | None:
-    if not config.online_probe:
+    if not config.report.online_probe:
         return None
     labels = dataset.train_labels  # int64 (N,)
 
     def labels_of(step: int) -> Tensor:
-        images = np.stack([sampler.images(step, part) for part in range(config.accumulate)])  # (A, b)
+        images = np.stack([sampler.images(step, part) for part in range(config.optimization.accumulate)])  # (A, b)
         return to_device(labels[torch.from_numpy(images)], ranks.device)
 
     return OnlineProbe(
@@ -257,9 +257,9 @@ def _online_probe(
         int(labels.max()) + 1,
         ranks,
         labels_of=labels_of,
-        num_views=config.views,
+        num_views=config.views.views,
         num_crops=len(config.augmentations()),
-        batch_size=config.batch_size,
+        batch_size=config.optimization.batch_size,
     )
 
 
@@ -271,11 +271,15 @@ def views_of_steps(
 
     def visits_of(step: int, part: int) -> Visits:
         views = np.add.outer(np.arange(len(augmentations)), sampler.visits(step, part) * len(augmentations))  # (V, b)
-        return Visits(sampler.images(step, part), visit_uniforms(config.seed, views, Augmentation.num_uniforms))
+        return Visits(
+            sampler.images(step, part), visit_uniforms(config.sampling.seed, views, Augmentation.num_uniforms)
+        )
 
     images = dataset.train_images.to(ranks.device)  # uint8 (N, C, H, W)
-    visits = itertools.starmap(visits_of, itertools.product(steps, range(config.accumulate)))
-    visits_ahead = stack.enter_context(closing(computed_ahead(visits, ahead=2 * config.accumulate, name="visits")))
+    visits = itertools.starmap(visits_of, itertools.product(steps, range(config.optimization.accumulate)))
+    visits_ahead = stack.enter_context(
+        closing(computed_ahead(visits, ahead=2 * config.optimization.accumulate, name="visits"))
+    )
     return stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, ranks.device)))
 
 
@@ -285,20 +289,22 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
     Raises:
         ValueError: an encoder that cannot take these views, or does not match --init-encoder.
     """
-    model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
+    model = build_model(
+        config.model.encoder, config.model.dim, seed=config.sampling.seed, head_layers=config.model.head_layers
+    )
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
-        check_image_size(model.encoder, config.encoder, side)
-    starts = not (config.resume and saved_steps(config.output / "checkpoints"))
-    if starts and config.init_encoder is not None:
-        encoder, found = load_encoder(config.init_encoder)
-        if found != config.encoder:
-            raise ValueError(f"--init-encoder {config.init_encoder} holds {found}, not {config.encoder}")
+        check_image_size(model.encoder, config.model.encoder, side)
+    starts = not (config.run.resume and saved_steps(config.run.output / "checkpoints"))
+    if starts and config.model.init_encoder is not None:
+        encoder, found = load_encoder(config.model.init_encoder)
+        if found != config.model.encoder:
+            raise ValueError(f"--init-encoder {config.model.init_encoder} holds {found}, not {config.model.encoder}")
         model.encoder.load_state_dict(encoder.state_dict())
-    model.encoder_in_bfloat16 = config.precision == "bfloat16"
+    model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
     model = model.to(device)
-    if config.channels_last:
+    if config.compute.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if config.compile:
+    if config.compute.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
 
@@ -306,12 +312,12 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
 def _table_spec(config: TrainConfig, num_classes: int) -> TableSpec:
     return TableSpec(
         num_rows=num_classes,
-        dim=config.dim,
-        momentum=config.momentum if config.row_momentum is None else config.row_momentum,
-        weight_decay=config.weight_decay,
-        init_std=config.init_std,
-        seed=config.seed,
-        rows_per_block=config.rows_per_block,
-        correction=config.correction,
-        dtype=config.row_precision,
+        dim=config.model.dim,
+        momentum=config.optimization.momentum if config.rows.row_momentum is None else config.rows.row_momentum,
+        weight_decay=config.optimization.weight_decay,
+        init_std=config.rows.init_std,
+        seed=config.sampling.seed,
+        rows_per_block=config.rows.rows_per_block,
+        correction=config.rows.correction,
+        dtype=config.rows.row_precision,
     )

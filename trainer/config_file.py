@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import FLAGS, PRESETS, TrainConfig, parse_config
-from trainer.settings import leaves
 from trainer.wrong_arguments import without_refused
 from weightserver.common.logs import print_error
 
 _OF_ONE_START = ("resume", "resume_step", "extend")
 """Settings that concern one start of a run, not the run: only the command line gives them."""
-_NAMES = [name for name, _ in leaves(TrainConfig()) if name not in _OF_ONE_START]
+_NAMES = [name for name in TrainConfig().settings() if name not in _OF_ONE_START]
 
 
 def to_toml(config: TrainConfig, preset: str) -> str:
     """The text of the file: None, which TOML lacks, is "None", as on the command line."""
-    default = dict(leaves(PRESETS[preset][1]))
+    default = PRESETS[preset][1].settings()
     lines, table = [f"preset = {_toml(preset)}"], ""
-    different = [(name, value) for name, value in leaves(config) if name in _NAMES and value != default[name]]
+    different = [
+        (name, value) for name, value in config.settings().items() if name in _NAMES and value != default[name]
+    ]
     for name, value in sorted(different, key=lambda one: one[0].rpartition(".")[0]):
         above, _, last = name.rpartition(".")
         if above != table:

@@ -10,14 +10,14 @@ from weightserver.common.logs import Remark
 
 def window_moves(config: TrainConfig, num_images: int) -> int:
     """How often the window moves in a run."""
-    visits = config.num_steps(num_images) * config.batch_size
-    return max(0, math.ceil(visits / config.window_size) - 1)
+    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
+    return max(0, math.ceil(visits / config.sampling.window_size) - 1)
 
 
 def images_reached(config: TrainConfig, num_images: int) -> int:
     """Images that the window reaches in a run, counted again in each pass over them."""
-    visits = config.num_steps(num_images) * config.batch_size
-    return min(config.window_size, visits) + window_moves(config, num_images) * config.window_stride
+    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
+    return min(config.sampling.window_size, visits) + window_moves(config, num_images) * config.sampling.window_stride
 
 
 def passes(config: TrainConfig, num_images: int) -> float:
@@ -27,8 +27,8 @@ def passes(config: TrainConfig, num_images: int) -> float:
 
 def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
-    window, stride = config.window_size, config.window_stride
-    visits = config.num_steps(num_images) * config.batch_size
+    window, stride = config.sampling.window_size, config.sampling.window_stride
+    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
     moves, reached = window_moves(config, num_images), images_reached(config, num_images)
     values = {"visits": visits, "windows": moves + 1, "window": window, "stride": stride}
     values |= {"images": num_images, "reached": reached}
@@ -43,8 +43,8 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
             )
         line = f"the run visits only {reached:,} of {num_images:,} images, and no row returns: {length}. To visit all: "
         return [Remark(line + ", or ".join(ways), **values)]
-    if reached == num_images and config.labels is None:
-        more = "--epochs" if config.steps is None else "--steps"
+    if reached == num_images and config.sampling.labels is None:
+        more = "--epochs" if config.optimization.steps is None else "--steps"
         line = (
             f"no row returns to the window after it has left it, so that each row learns once: {length}. More {more} "
             "or a larger --window-stride bring rows back"
@@ -55,8 +55,8 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
 
 def _longer(config: TrainConfig, visits: int, num_images: int) -> str:
     """The setting of a run with so many visits."""
-    if config.steps is not None:
-        return f"--steps {-(-visits // config.batch_size)}"
+    if config.optimization.steps is not None:
+        return f"--steps {-(-visits // config.optimization.batch_size)}"
     return f"--epochs {_rounded_up(visits / num_images):g}"
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -122,20 +122,21 @@ def demo_config(options: Options) -> TrainConfig:
         if not (options.output / CONFIG_FILE).exists():
             raise ValueError(f"{options.output} holds no demo to resume: start one without --resume")
         begun = run_settings(options.output)
-    seed = begun.seed if options.seed is None else options.seed
-    config = replace(
-        preset,
-        epochs=begun.epochs if options.epochs is None else options.epochs,
+    seed = begun.sampling.seed if options.seed is None else options.seed
+    config = preset.with_settings(
+        epochs=begun.optimization.epochs if options.epochs is None else options.epochs,
         correction=options.correction,
         seed=seed,
         order_seed=seed,
-        data_dir=begun.data_dir if options.data_dir is None else options.data_dir,
+        data_dir=begun.data.data_dir if options.data_dir is None else options.data_dir,
         output=options.output,
         resume=options.resume,
         log_format=options.log_format,
     )
     config.check()  # before anything is derived from a wrong length
-    return replace(config, knn_every=config.epochs / 10, knn_fraction=1.0)  # for a curve, whatever it takes
+    return config.with_settings(
+        knn_every=config.optimization.epochs / 10, knn_fraction=1.0
+    )  # for a curve, whatever it takes
 
 
 def _uncorrected(output: Path) -> Path:
@@ -147,8 +148,8 @@ def _without_correction(options: Options, config: TrainConfig, threads: int) -> 
     """The run of the same settings without correction, to be started."""
     output = _uncorrected(options.output)
     arguments = ["--correction", "none", "--output", str(output), "--stop-with-parent"]
-    arguments += ["--epochs", str(config.epochs), "--seed", str(config.seed)]
-    arguments += ["--data-dir", str(config.data_dir)] if config.data_dir is not None else []
+    arguments += ["--epochs", str(config.optimization.epochs), "--seed", str(config.sampling.seed)]
+    arguments += ["--data-dir", str(config.data.data_dir)] if config.data.data_dir is not None else []
     arguments += ["--resume"] if options.resume and (output / CONFIG_FILE).exists() else []
     environment = {"OMP_NUM_THREADS": str(threads)}
     return Companion(["trainer.demo", *arguments], output.with_suffix(".log"), environment)

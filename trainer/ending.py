@@ -66,25 +66,25 @@ class TrainResult:
 
 def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals: Totals) -> TrainResult:
     """Evaluates the encoder of a run that has ended and writes its results; keeps those that it has."""
-    output, summary = config.output, read_summary(config.output)
-    if summary and (not config.evaluate or "knn_top1" in summary):  # nothing was trained since
+    output, summary = config.run.output, read_summary(config.run.output)
+    if summary and (not config.report.evaluate or "knn_top1" in summary):  # nothing was trained since
         _log.info("the run had ended before", extra={"steps": summary["steps"]})
         return TrainResult(config, dataset, model, summary)
     started = time.perf_counter()
-    save_encoder(model.encoder, config.encoder, output / ENCODER_FILE)
+    save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE)
     results: dict[str, ProbeResult] = {}
-    if config.evaluate:
+    if config.report.evaluate:
         with _results_can_wait(config):
             results = _evaluated(
-                _TRAINED, lambda: encoder_features(model.encoder, dataset.evaluated, config.encoder.pixels)
+                _TRAINED, lambda: encoder_features(model.encoder, dataset.evaluated, config.model.encoder.pixels)
             )
         _write_comparison(output, {_TRAINED: results})
-    num_steps = config.num_steps(len(dataset.train_images))
+    num_steps = config.optimization.num_steps(len(dataset.train_images))
     evaluation_seconds = totals.evaluation_seconds + time.perf_counter() - started
     records = read_metrics(output / METRICS_FILE)
     summary = {
         "steps": num_steps,
-        "epochs": num_steps * config.batch_size / len(dataset.train_images),
+        "epochs": num_steps * config.optimization.batch_size / len(dataset.train_images),
         **({"loss": records[-1]["loss"]} if records else {}),
         **{name: value for name, value in asdict(totals).items() if name != "evaluation_seconds"},
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
@@ -102,18 +102,18 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
     if not result.is_first:
         return
     config, summary, others = result.config, result.summary, others or {}
-    output = config.output
-    with shown(wanted=config.log_format == "text"), _results_can_wait(config):
+    output = config.run.output
+    with shown(wanted=config.report.log_format == "text"), _results_can_wait(config):
         compared = _compared(result, others)
         with stage("drawing the training"):
             draw_training(
                 output / METRICS_FILE,
                 output / PLOT_FILE,
-                chance_loss=math.log(config.num_negatives),
+                chance_loss=math.log(config.rows.num_negatives),
                 references={name: row["knn"].top1 for name, row in compared.items() if name not in others},
                 others={name: other / METRICS_FILE for name, other in others.items()},
             )
-    if config.log_format != "text":  # every line is JSON then
+    if config.report.log_format != "text":  # every line is JSON then
         for warning in warnings_of(result):
             _log.warning("%(line)s", warning.fields())
         _log.info("training ended", extra=summary)
@@ -141,9 +141,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
 @contextmanager
 def _results_can_wait(config: TrainConfig) -> Iterator[None]:
     """Says how to make the results later if the user interrupts them."""
-    run = shlex.quote(str(config.output))
+    run = shlex.quote(str(config.run.output))
     later = f"{pic()} train --resume --output {run}"
-    if config.rows == "dense":  # which cannot be resumed
+    if config.rows.rows == "dense":  # which cannot be resumed
         later = f"{pic()} evaluate knn --run {run}"
     try:
         yield
@@ -156,9 +156,9 @@ def warnings_of(result: TrainResult) -> list[Remark]:
     """Reasons for which the results of a run may disappoint."""
     config, num_images = result.config, len(result.dataset.train_images)
     warnings = coverage_warnings(config, num_images)
-    (last, before), chance = _final_losses(config.output), math.log(config.num_negatives)
+    (last, before), chance = _final_losses(config.run.output), math.log(config.rows.num_negatives)
     if last > chance - _AT_CHANCE:
-        more = "--epochs" if config.steps is None else "--steps"
+        more = "--epochs" if config.optimization.steps is None else "--steps"
         advice = f"Try more {more}, a smaller --num-negatives or another --learning-rate"
         if before - last > _AT_CHANCE:
             advice = f"It was still falling: more {more} may be all that it needs"
@@ -181,29 +181,34 @@ def _final_losses(output: Path) -> tuple[float, float]:
 
 def next_commands(config: TrainConfig) -> list[str]:
     """At most three commands that make sense after a run, to paste into a shell."""
-    run = shlex.quote(str(config.output))
-    length = f"--epochs {2 * config.epochs:g}" if config.steps is None else f"--steps {2 * config.steps}"
-    has_library = config.encoder.name not in ("small", "none")
+    run = shlex.quote(str(config.run.output))
+    length = (
+        f"--epochs {2 * config.optimization.epochs:g}"
+        if config.optimization.steps is None
+        else f"--steps {2 * config.optimization.steps}"
+    )
+    has_library = config.model.encoder.name not in ("small", "none")
     possible = {
         f"report {run}": True,
-        f"train --resume --output {run} {length}": config.rows != "dense",
+        f"train --resume --output {run} {length}": config.rows.rows != "dense",
         f"export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
-        f"evaluate knn --run {run}": config.evaluate and config.encoder.name != "none",
-        f"duplicates {run}": config.rows != "dense" and config.labels is None,
+        f"evaluate knn --run {run}": config.report.evaluate and config.model.encoder.name != "none",
+        f"duplicates {run}": config.rows.rows != "dense" and config.sampling.labels is None,
     }
     return [f"{pic()} {command}" for command, makes_sense in possible.items() if makes_sense][:3]
 
 
 def _library(config: TrainConfig) -> str:
-    return "timm" if config.encoder.name.startswith("timm:") else "torchvision"
+    return "timm" if config.model.encoder.name.startswith("timm:") else "torchvision"
 
 
 def _written(config: TrainConfig, summary: dict[str, Any]) -> str:
     parts = f" in {summary['parts']} parts" if summary.get("parts", 1) > 1 else ""
-    kept = "" if config.rows == "dense" else ", checkpoints/ (to resume it)"
+    kept = "" if config.rows.rows == "dense" else ", checkpoints/ (to resume it)"
+    output = config.run.output
     return (
-        f"{summary['epochs']:g} epochs in {summary['train_seconds']:.0f} s{parts}. Plot: {config.output / PLOT_FILE}\n"
-        f"Written to {config.output}: {ENCODER_FILE}, {SUMMARY_FILE} (results), {PLOT_FILE} (loss and accuracy), "
+        f"{summary['epochs']:g} epochs in {summary['train_seconds']:.0f} s{parts}. Plot: {output / PLOT_FILE}\n"
+        f"Written to {output}: {ENCODER_FILE}, {SUMMARY_FILE} (results), {PLOT_FILE} (loss and accuracy), "
         f"{METRICS_FILE}{kept}"
     )
 
@@ -241,11 +246,11 @@ def _verdict(compared: Results) -> str:
 def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     """The results of the trained encoder, of those of other runs, of the one that training began with, and of raw
     pixels; empty without any. Those that were found before are read."""
-    config, dataset, pixels = result.config, result.dataset.evaluated, result.config.encoder.pixels
-    if not config.evaluate:
+    config, dataset, pixels = result.config, result.dataset.evaluated, result.config.model.encoder.pixels
+    if not config.report.evaluate:
         return {}
     begun = "untrained encoder"
-    if config.init_encoder is not None and config.init_encoder.exists():
+    if config.model.init_encoder is not None and config.model.init_encoder.exists():
         begun = "initial encoder"
     evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
@@ -253,9 +258,9 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
         begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
         _PIXELS: lambda: _evaluated(_PIXELS, lambda: pixel_features(dataset)),
     }
-    known = _read_comparison(config.output) | ({_TRAINED: result.results} if result.results else {})
+    known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
     compared = {name: known.get(name) or evaluate() for name, evaluate in evaluations.items()}
-    _write_comparison(config.output, compared)
+    _write_comparison(config.run.output, compared)
     return compared
 
 
@@ -263,10 +268,10 @@ def _initial_encoder(result: TrainResult, name: str) -> nn.Module:
     """The encoder that training began with, on the device of the trained one."""
     config = result.config
     with stage(f"making the {name}"):
-        if config.init_encoder is not None and config.init_encoder.exists():
-            encoder = load_encoder(config.init_encoder)[0]
+        if config.model.init_encoder is not None and config.model.init_encoder.exists():
+            encoder = load_encoder(config.model.init_encoder)[0]
         else:
-            encoder = untrained_encoder(config.encoder, result.dataset.evaluated, config.seed)
+            encoder = untrained_encoder(config.model.encoder, result.dataset.evaluated, config.sampling.seed)
         return encoder.to(next(result.model.parameters()).device)
 
 

@@ -53,12 +53,14 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     """
     config.check()
     started = time.perf_counter()
-    device = config.torch_device()
-    with shown(wanted=config.log_format == "text"):
+    device = config.compute.torch_device()
+    with shown(wanted=config.report.log_format == "text"):
         with stage("loading the images"):
             dataset = dataset_of(config)
         _check_images(config, dataset)
-        timeout_seconds = config.rank_timeout_seconds + max(config.retry_seconds, config.wait_for_servers)
+        timeout_seconds = config.compute.rank_timeout_seconds + max(
+            config.servers.retry_seconds, config.servers.wait_for_servers
+        )
         with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
             config = resolve_resume(config, ranks)
             dataset = images_of_run(config, dataset, ranks)
@@ -72,27 +74,27 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
 def dataset_of(config: TrainConfig) -> Dataset:
     """Loads the images that a run's settings name. Raises ValueError as `load_dataset` does."""
     return load_dataset(
-        config.dataset,
-        config.data_dir,
-        num_images=config.num_images,
-        image_size=config.encoder.image_size,
-        seed=config.seed,
-        decode_threads=config.decode_threads,
-        background=config.background,
+        config.data.dataset,
+        config.data.data_dir,
+        num_images=config.data.num_images,
+        image_size=config.model.encoder.image_size,
+        seed=config.sampling.seed,
+        decode_threads=config.data.decode_threads,
+        background=config.data.background,
     )
 
 
 def _check_images(config: TrainConfig, dataset: Dataset) -> None:
     """Raises ValueError for images that the encoder cannot take, or that lack the labels to evaluate with."""
     channels = dataset.test_images.shape[1]
-    if channels != config.encoder.in_channels:
+    if channels != config.model.encoder.in_channels:
         raise ValueError(
-            f"the encoder takes {config.encoder.in_channels}-channel images, those of {config.dataset!r} have "
-            f"{channels}: give --encoder.in-channels {channels}"
+            f"the encoder takes {config.model.encoder.in_channels}-channel images, those of {config.data.dataset!r} "
+            f"have {channels}: give --encoder.in-channels {channels}"
         )
-    if config.evaluate:
-        dataset.check_evaluated(trained_on_labels=config.labels is not None)
-    elif config.knn_every or config.online_probe:
+    if config.report.evaluate:
+        dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
+    elif config.report.knn_every or config.report.online_probe:
         dataset.check_labelled()
 
 
@@ -131,16 +133,18 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
     """
     stage, device = run.recorder.stage, run.ranks.device
-    seed_generators(forward_seed(run.config.seed, step, run.ranks.rank), device)
+    seed_generators(forward_seed(run.config.sampling.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
-    ids = classes.ids[:, run.ranks.share(run.config.part_size)]  # (A, b)
-    temperature = run.config.temperature_of(step, run.steps.stop)
+    ids = classes.ids[:, run.ranks.share(run.config.optimization.part_size)]  # (A, b)
+    temperature = run.config.loss.temperature_of(step, run.steps.stop)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
     for number, (part, view) in enumerate(run.parts, start=step * len(run.parts)):
         with stage("data"):
-            images = next(run.views).contiguous(memory_format=run.config.memory_format)  # (b, C, side, side)
-            mix = CutMix.drawn(run.config.cutmix, batch_uniforms(run.config.seed, number, NUM_UNIFORMS), images)
+            images = next(run.views).contiguous(memory_format=run.config.compute.memory_format)  # (b, C, side, side)
+            mix = CutMix.drawn(
+                run.config.views.cutmix, batch_uniforms(run.config.sampling.seed, number, NUM_UNIFORMS), images
+            )
             images = images if mix is None else mix.views(images)
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
@@ -148,7 +152,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
             with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
-                updates = view < run.config.views  # small crops update no rows
+                updates = view < run.config.views.views  # small crops update no rows
                 loss_of = partial(run.head, ids=ids[part], view=view, update_rows=updates, temperature=temperature)
                 part_loss = loss_of(embeddings) if mix is None else mix.loss(loss_of, embeddings)
                 part_loss /= len(run.parts)
@@ -163,13 +167,13 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     with stage("optimizer"):
         run.optimizer.param_groups[0]["lr"] = run.rates.of_step(step)
         run.optimizer.step()
-    first_views = embedded[:: len(run.parts) // run.config.accumulate]
+    first_views = embedded[:: len(run.parts) // run.config.optimization.accumulate]
     return Update(loss, torch.stack(first_views), weight, labels)
 
 
 def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> None:
     """Records the steps since the last record if one is due."""
-    config, every = run.config, run.config.log_every
+    config, every = run.config, run.config.report.log_every
     run.recorder.advance(step)
     run.monitors.keep(update.embeddings)
     if run.probe is not None:
@@ -179,13 +183,13 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
     if not math.isfinite(loss := update.loss.item()):
         raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
     monitored = run.monitors.measure(update, num_active)
-    if (temperature := config.temperature_of(step, run.steps.stop)) is not None:
+    if (temperature := config.loss.temperature_of(step, run.steps.stop)) is not None:
         monitored["temperature"] = temperature
     if run.probe is not None:
         monitored["online_top1"] = run.probe.take_top1()
     record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)
     if run.knn is not None:
-        knn_steps = config.knn_every * len(run.dataset.train_images) / config.batch_size
+        knn_steps = config.report.knn_every * len(run.dataset.train_images) / config.optimization.batch_size
         with run.recorder.paused("kNN evaluation"):
             record |= run.knn.observe(record["seconds"], due=is_due(knn_steps, step, every, last), last=last)
     run.recorder.write(record)
@@ -201,7 +205,7 @@ def _save_if_due(run: Run, step: int, *, last: bool) -> None:
             run.checkpoints.save(step + 1, run.model, run.optimizer)
             hint = "--resume continues from there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
             raise Interrupted(int(signalled), interruption(f"after {step + 1} steps", hint))
-    if run.config.checkpoint_every and (step + 1) % run.config.checkpoint_every == 0:
+    if run.config.run.checkpoint_every and (step + 1) % run.config.run.checkpoint_every == 0:
         run.checkpoints.save(step + 1, run.model, run.optimizer)
 
 

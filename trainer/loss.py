@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from trainer.settings import Settings, check_choice, check_positive
+from trainer.settings import SettingError, Settings, check_choice, check_positive
 
 if TYPE_CHECKING:
     from weightserver.torch import SoftmaxLoss
@@ -38,9 +38,14 @@ class LossConfig(Settings):
         if self.margin != "none":
             from weightserver.torch import margin_of
 
-            margin_of(self.margin, self.margin_size)
+            try:
+                margin_of(self.margin, self.margin_size)
+            except ValueError as error:
+                raise SettingError(str(error), "margin_size") from None
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
+            raise SettingError(
+                f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}", "label_smoothing"
+            )
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface or --margin arcface"}

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive
 from weightserver.core.correction import MAX_STEPS
 
 if TYPE_CHECKING:
@@ -49,24 +49,29 @@ class OptimizationConfig(Settings):
         check_not_negative(self, "learning_rate")
         self._check_parts()
         if self.warmup_epochs is not None and self.warmup_fraction is not None:
-            raise ValueError(
+            raise SettingError(
                 f"--warmup-epochs {self.warmup_epochs} and --warmup-fraction {self.warmup_fraction} both give the "
-                "length of the warm-up: give one of them"
+                "length of the warm-up: give one of them",
+                "warmup_fraction",
             )
         check_not_negative(self, "warmup_epochs")
-        if not 0 <= self._warmup_fraction <= 1:
-            raise ValueError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}")
+        if not 0 <= self.fraction_of_warmup <= 1:
+            raise SettingError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}", "warmup_fraction")
 
     def _check_parts(self) -> None:
         if self.batch_size % self.accumulate:
-            raise ValueError(
+            raise SettingError(
                 f"--batch-size {self.batch_size} is not a multiple of --accumulate {self.accumulate}: "
-                "parts must be equal"
+                "parts must be equal",
+                "batch_size",
+                "accumulate",
             )
         if self.part_size < (world_size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise ValueError(
+            raise SettingError(
                 f"--batch-size {self.batch_size} in {self.accumulate} parts (--accumulate) leaves some of {world_size} "
-                f"ranks without images in a part of {self.part_size}: give larger batches, fewer parts or fewer ranks"
+                f"ranks without images in a part of {self.part_size}: give larger batches, fewer parts or fewer ranks",
+                "batch_size",
+                "accumulate",
             )
 
     @property
@@ -87,7 +92,7 @@ class OptimizationConfig(Settings):
         return steps
 
     @property
-    def _warmup_fraction(self) -> float:
+    def fraction_of_warmup(self) -> float:
         """The warm-up as a fraction of the run, unless it is given in epochs."""
         return _DEFAULT_WARMUP_FRACTION if self.warmup_fraction is None else self.warmup_fraction
 
@@ -100,7 +105,7 @@ class OptimizationConfig(Settings):
             ValueError: it exceeds the length of any run.
         """
         if self.warmup_epochs is None:
-            return round(self._warmup_fraction * num_steps)
+            return round(self.fraction_of_warmup * num_steps)
         steps = self.warmup_epochs * num_images / self.batch_size
         if steps > MAX_STEPS:
             raise ValueError(

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.run.directory import CONFIG_FILE, read_settings
-from trainer.settings import flag, leaves
+from trainer.settings import flag
 from trainer.wrong_arguments import without_refused
 from weightserver.common.logs import logs_json, print_error
 
@@ -67,23 +66,25 @@ def _config(arguments: Sequence[str], *, checks_only: bool = False) -> TrainConf
     given = _given(arguments)
     config = parse_config([PRESET, *arguments])
     output, problem = _output(config, given)
-    config = replace(config, output=output)
-    if config.resume and (output / CONFIG_FILE).exists():
+    config = config.with_settings(output=output)
+    if config.run.resume and (output / CONFIG_FILE).exists():
         return _resumed(parse_config([PRESET, *arguments, "--output", str(output)]))
     problems = [problem] if problem else []
     found = _found(config, given, problems)
-    out_of_range, at_fault = config.problems()
+    out_of_range = config.problems_within_parts()
     if found is None:
-        raise ValueError("\n".join([*problems, *out_of_range]))
+        raise ValueError("\n".join([*problems, *map(str, out_of_range)]))
     dataset, images = found
     machine = _machine(config)
-    values = {name: _value(config, name) for name in given - at_fault}
+    at_fault = {name for problem in out_of_range for name in problem.settings}
+    values = {name: value for name, value in config.settings().items() if name in given - at_fault}
     choices = choose(images, machine, values)
     chosen = {name: choice.value for name, choice in choices.items()}
-    config = replace(_parsed(arguments, chosen), output=output)
+    config = _parsed(arguments, chosen).with_settings(output=output)
     if at_fault:  # the other problems are found with the choices in their place
-        problems += out_of_range
-        config = with_values(config, _leaves_of(PRESETS[PRESET][1], at_fault) | chosen)
+        problems += map(str, out_of_range)
+        preset = PRESETS[PRESET][1].settings()
+        config = config.with_settings(**{name: preset[name] for name in at_fault} | chosen)
     problems += problems_with(config, dataset)
     if problems:
         raise ValueError("\n".join(problems))
@@ -91,29 +92,31 @@ def _config(arguments: Sequence[str], *, checks_only: bool = False) -> TrainConf
         return config
     if int(os.environ.get("RANK", "0")) == 0:
         _print_choices(config, dataset, images, machine, choices, values)
-    if config.dataset == "packed" and not images.packed:
-        assert config.data_dir is not None, "otherwise there are problems"
-        config = replace(config, data_dir=packed_beside(config.data_dir, config.output, config.order_seed))
+    if config.data.dataset == "packed" and not images.packed:
+        assert config.data.data_dir is not None, "otherwise there are problems"
+        config = config.with_settings(
+            data_dir=packed_beside(config.data.data_dir, config.run.output, config.sampling.order_seed)
+        )
     return config
 
 
 def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
     """A line for everything that would end a run of these settings on these images at its start."""
-    problems, _ = config.problems()
+    problems = list(map(str, config.problems()))
     number = len(dataset.train_images)
     try:
-        num_classes = classes_of(config, dataset).number
+        num_classes = classes_of(config.sampling, dataset).number
     except ValueError as error:
         problems.append(str(error))
         num_classes = number
     checks: list[Callable[[], object]] = [
-        lambda: config.visit_schedule(number),
-        lambda: config.negative_sampler(num_classes).check(config.batch_size),
-        lambda: config.num_steps(number),
-        lambda: config.warmup_steps(number, 1),
+        lambda: config.sampling.visit_schedule(number),
+        lambda: config.negative_sampler(num_classes).check(config.optimization.batch_size),
+        lambda: config.optimization.num_steps(number),
+        lambda: config.optimization.warmup_steps(number, 1),
         lambda: _check_labels(config, dataset),
         lambda: _check_encoder(config),
-        config.torch_device,
+        config.compute.torch_device,
     ]
     for check in checks:
         try:
@@ -131,23 +134,24 @@ def _with_flags(problem: str) -> str:
 
 
 def _check_labels(config: TrainConfig, dataset: Dataset) -> None:
-    if config.evaluate:
-        dataset.check_evaluated(trained_on_labels=config.labels is not None)
-    elif config.knn_every or config.online_probe:
+    if config.report.evaluate:
+        dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
+    elif config.report.knn_every or config.report.online_probe:
         dataset.check_labelled()
 
 
 def _check_encoder(config: TrainConfig) -> None:
-    if config.encoder.in_channels != 3:
+    encoder = config.model.encoder
+    if encoder.in_channels != 3:
         raise ValueError(
-            f"--encoder.in-channels {config.encoder.in_channels}: images of a folder are decoded in colour: give 3"
+            f"--encoder.in-channels {encoder.in_channels}: images of a folder are decoded in colour: give 3"
         )
-    measure_feature_dim(build_encoder(config.encoder), config.encoder)
+    measure_feature_dim(build_encoder(encoder), encoder)
 
 
 def _given(arguments: Sequence[str]) -> set[str]:
     """Names of the settings that a command line gives, nested ones dotted; --no-evaluate gives evaluate."""
-    known = {name for name, _ in leaves(PRESETS[PRESET][1])}
+    known = PRESETS[PRESET][1].settings().keys()
     found = set()
     for argument in arguments:
         name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -158,71 +162,55 @@ def _given(arguments: Sequence[str]) -> set[str]:
     return found
 
 
-def _leaves_of(settings: Any, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in leaves(settings) if name in names}
-
-
-def _value(settings: Any, name: str) -> Any:
-    for part in name.split("."):
-        settings = getattr(settings, part)
-    return settings
-
-
-def with_values(settings: Any, values: dict[str, Any]) -> Any:
-    """The settings with other values under dotted names."""
-    own = {name: value for name, value in values.items() if "." not in name}
-    for part in {name.partition(".")[0] for name in values if "." in name}:
-        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{part}.")}
-        own[part] = with_values(getattr(settings, part), inner)
-    return replace(settings, **own)
-
-
 def _parsed(arguments: Sequence[str], values: dict[str, Any]) -> TrainConfig:
     """The command line's settings, with `values` where it gives none."""
-    return parse_config([PRESET, *arguments], default=with_values(PRESETS[PRESET][1], values))
+    return parse_config([PRESET, *arguments], default=PRESETS[PRESET][1].with_settings(**values))
 
 
 def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
     """The run's directory, runs/FOLDER, -2, -3, … if none is given; and a problem, or none."""
     if "output" in given:
-        if (config.output / CONFIG_FILE).exists() and not config.resume:
-            return config.output, f"--output {config.output} holds a run: give --resume to resume it, or another"
-        return config.output, ""
+        if (config.run.output / CONFIG_FILE).exists() and not config.run.resume:
+            return (
+                config.run.output,
+                f"--output {config.run.output} holds a run: give --resume to resume it, or another",
+            )
+        return config.run.output, ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return config.output, "several ranks need the same directory: give --output"
-    first = Path("runs") / (folder_name(config.data_dir) if config.data_dir else PRESET)
+        return config.run.output, "several ranks need the same directory: give --output"
+    first = Path("runs") / (folder_name(config.data.data_dir) if config.data.data_dir else PRESET)
     free, newest, number = first, first, 1
     while (free / CONFIG_FILE).exists():
         number, newest = number + 1, free
         free = first.with_name(f"{first.name}-{number}")
-    return (newest if config.resume else free), ""
+    return (newest if config.run.resume else free), ""
 
 
 def _resumed(config: TrainConfig) -> TrainConfig:
     """The settings of a run that is resumed: chosen when it began. Its images may be packed since."""
-    if config.data_dir and not is_packed(config.data_dir):
-        stored = read_settings(config.output)
+    if config.data.data_dir and not is_packed(config.data.data_dir):
+        stored = read_settings(config.run.output)
         if stored.get("dataset") == "packed":
             packed = Path(stored["data_dir"])
-            check_same_source(config.data_dir, packed)
-            return replace(config, dataset="packed", data_dir=packed)
+            check_same_source(config.data.data_dir, packed)
+            return config.with_settings(dataset="packed", data_dir=packed)
     return config
 
 
 def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey] | None:
     """The images in --data-dir; adds a problem and returns None if there are none."""
-    if config.data_dir is None:
+    if config.data.data_dir is None:
         problems.append("a folder of images is needed: pic train FOLDER")
         return None
-    kind = config.dataset if "dataset" in given else "packed" if is_packed(config.data_dir) else "folder"
+    kind = config.data.dataset if "dataset" in given else "packed" if is_packed(config.data.data_dir) else "folder"
     if kind not in DECODED:
         problems.append(f"--dataset {kind} is not for a folder of images: omit it, or train with the preset for it")
         return None
     try:
-        if config.data_dir.is_dir() and not is_packed(config.data_dir) and kind == "packed":
+        if config.data.data_dir.is_dir() and not is_packed(config.data.data_dir) and kind == "packed":
             kind = "folder"  # to be packed
         with shown(), stage("listing images"):
-            dataset = load_dataset(kind, config.data_dir, image_size=32)  # only headers are read
+            dataset = load_dataset(kind, config.data.data_dir, image_size=32)  # only headers are read
             return dataset, survey(dataset, packed=kind == "packed")
     except (ValueError, OSError) as error:
         problems.append(str(error))
@@ -232,11 +220,11 @@ def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[D
 def _machine(config: TrainConfig) -> Machine:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        device = config.torch_device()
+        device = config.compute.torch_device()
     except ValueError:
         device = torch.device("cpu")  # the problem is reported with the others
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    parent = next(path for path in (config.output, *config.output.parents) if path.exists())
+    parent = next(path for path in (config.run.output, *config.run.output.parents) if path.exists())
     return Machine(
         cores=usable_cores(),
         memory_bytes=usable_memory(),
@@ -261,7 +249,7 @@ def _print_choices(
     labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
     tests = f", {images.num_tests:,} test images" if images.num_tests else ""
     console.print(
-        f"{config.data_dir}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
+        f"{config.data.data_dir}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
     )
     if dataset.untested and images.num_classes and not images.num_tests:
         console.print(f"  {dataset.untested}", markup=False)
@@ -275,8 +263,8 @@ def _log_choices(config: TrainConfig, images: ImagesSurvey, choices: dict[str, C
     """The same as one event, with values in fields."""
     named(images.unreadable)
     fields = {
-        "data_dir": str(config.data_dir),
-        "output": str(config.output),
+        "data_dir": str(config.data.data_dir),
+        "output": str(config.run.output),
         "images": images.number,
         "classes": images.num_classes,
         "test_images": images.num_tests,
@@ -313,9 +301,9 @@ def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]
             )
         yield shown, text, choice.reason
     for name in sorted(given.keys() - {"data_dir"}):
-        yield flag(name), str(_value(config, name)), "as given"
+        yield flag(name), str(config.settings()[name]), "as given"
     if "output" not in given:
-        yield "--output", str(config.output), "a new directory"
+        yield "--output", str(config.run.output), "a new directory"
 
 
 def _is_float(value: object) -> bool:

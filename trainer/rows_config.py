@@ -6,20 +6,36 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from trainer.settings import Settings, check_at_least, check_choice, check_not_negative, check_positive, resumable
+from trainer.settings import (
+    SettingError,
+    Settings,
+    check_at_least,
+    check_choice,
+    check_not_negative,
+    check_positive,
+    resumable,
+)
 from weightserver import ClientSecurity
 from weightserver.common.addresses import is_loopback, parse_addresses
 
+_SECURITY = tuple(field.name for field in fields(ClientSecurity))
 _CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig(Settings):
-    """Where the rows are held, and how they are initialised and corrected."""
+    """Which rows a step has, where they are held, and how they are initialised and corrected."""
 
     rows: Literal["resident", "remote", "dense"] = resumable("resident")
     """resident: the rows around the window on the trainer's device, all others on the weight servers. remote: all on
     the weight servers, fetched for each step. dense: all in the trainers' memory, updated by plain SGD."""
+    num_negatives: int = 1024
+    """K, the number of classes of a step, the batch's own included."""
+    negatives: Literal["recent", "uniform", "both"] = "recent"
+    """Which classes a step has besides its own: the most recently visited ones (recent), ones sampled uniformly in
+    whole blocks of rows (uniform), or both."""
+    recent_share: float = 0.5
+    """With --negatives both: the share of --num-negatives that the most recent classes have."""
     capacity: int | None = resumable(None)
     """Resident rows on all ranks together. Without it: as many as the window and prefetching can use. Each rank has
     room for its share, for two more blocks, and for the random imbalance of active rows between ranks."""
@@ -49,24 +65,42 @@ class RowsConfig(Settings):
     def check(self) -> None:
         check_choice(self, "correction", "exact", "paper", "none")
         check_choice(self, "init", "random", "embedding")
+        check_choice(self, "negatives", "recent", "uniform", "both")
+        if not 0 < self.recent_share < 1:
+            raise SettingError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}", "recent_share")
+        if self.init == "embedding" and self.negatives != "recent":
+            raise SettingError(
+                f"--negatives {self.negatives} would include classes that were not met, which --init embedding leaves "
+                "out: choose --negatives recent, or --init random",
+                "init",
+            )
         check_choice(self, "row_precision", "float32", "bfloat16")
         if self.rows == "dense" and self.row_precision != "float32":
-            raise ValueError(
+            raise SettingError(
                 f"--row-precision {self.row_precision} is for rows on weight servers, but --rows dense keeps them in "
-                "the trainers' memory as float32: omit it, or use --rows resident or --rows remote"
+                "the trainers' memory as float32: omit it, or use --rows resident or --rows remote",
+                "row_precision",
             )
         if self.init == "embedding" and self.rows == "remote":
-            raise ValueError("--rows remote begin on the servers, which see no embeddings: use --rows resident")
+            raise SettingError(
+                "--rows remote begin on the servers, which see no embeddings: use --rows resident", "init"
+            )
         if self.row_momentum is not None and not 0 <= self.row_momentum < 1:
-            raise ValueError(f"--row-momentum must be at least 0 and below 1, got {self.row_momentum:g}")
+            raise SettingError(
+                f"--row-momentum must be at least 0 and below 1, got {self.row_momentum:g}", "row_momentum"
+            )
         check_at_least(self, 0, "prefetch_steps")
         if self.rows == "dense" and self.correction == "paper":
-            raise ValueError(
+            raise SettingError(
                 "--correction paper corrects rows after a gap, but --rows dense updates all rows in every step: "
-                "use --rows resident or --rows remote"
+                "use --rows resident or --rows remote",
+                "correction",
             )
         if self.capacity is not None and self.rows != "resident":
-            raise ValueError(f"--capacity is for --rows resident, not {self.rows}: omit it")
+            raise SettingError(f"--capacity is for --rows resident, not {self.rows}: omit it", "capacity")
+
+    def unused_settings(self) -> dict[str, str]:
+        return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +133,22 @@ class ServersConfig(Settings):
         check_at_least(self, 1, "num_shards")
         check_not_negative(self, "retry_seconds")
         check_positive(self, "wait_for_servers")
-        security = self.security
+        try:
+            security = self.security
+        except ValueError as error:
+            raise SettingError(str(error), *_SECURITY) from None
         if security.tls_ca is not None and not self.servers:
-            raise ValueError("--tls-ca is for --servers: omit it, or give their addresses")
-        for address in self.server_addresses:
+            raise SettingError("--tls-ca is for --servers: omit it, or give their addresses", *_SECURITY)
+        try:
+            addresses = self.addresses
+        except ValueError as error:
+            raise SettingError(str(error), "servers") from None
+        for address in addresses:
             if not is_loopback(address) and security.tls_ca is None and not self.insecure:
-                raise ValueError(
+                raise SettingError(
                     f"--servers {address} is on another machine and would be called without TLS: "
-                    "give --tls-ca, or --insecure on a network you trust"
+                    "give --tls-ca, or --insecure on a network you trust",
+                    "servers",
                 )
 
     def unused_settings(self) -> dict[str, str]:
@@ -115,8 +157,8 @@ class ServersConfig(Settings):
     @property
     def security(self) -> ClientSecurity:
         """Credentials for --servers. Raises ValueError for options that contradict each other."""
-        return ClientSecurity(**{field.name: getattr(self, field.name) for field in fields(ClientSecurity)})
+        return ClientSecurity(**{name: getattr(self, name) for name in _SECURITY})
 
     @property
-    def server_addresses(self) -> list[str]:
+    def addresses(self) -> list[str]:
         return parse_addresses(self.servers or "")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.settings import Settings, check_choice, resumable
+from trainer.settings import SettingError, Settings, resumable
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
 
@@ -25,15 +25,8 @@ _COLUMNS = 13
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Settings):
-    """The sliding window, the number of classes of a step, and the seeds."""
+    """The order of images, the window that slides over it, and the seeds."""
 
-    num_negatives: int = 1024
-    """K, the number of classes of a step, the batch's own included."""
-    negatives: Literal["recent", "uniform", "both"] = "recent"
-    """Which classes a step has besides its own: the most recently visited ones (recent), ones sampled uniformly in
-    whole blocks of rows (uniform), or both."""
-    recent_share: float = 0.5
-    """With --negatives both: the share of --num-negatives that the most recent classes have."""
     labels: str | None = resumable(None)
     """Classes that many images share, instead of one for each image. classes: the data set's labels. Otherwise a file
     with the class of each image, 0 to C−1: .npy of integers, or text of one integer a line. The window then slides
@@ -52,17 +45,11 @@ class SamplingConfig(Settings):
 
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"--seed must lie in 0..2^64-1, got {self.seed}")
-        check_choice(self, "negatives", "recent", "uniform", "both")
-        if not 0 < self.recent_share < 1:
-            raise ValueError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}")
+            raise SettingError(f"--seed must lie in 0..2^64-1, got {self.seed}", "seed")
         if self.labels == "":
-            raise ValueError("--labels is empty: give 'classes', or a file")
+            raise SettingError("--labels is empty: give 'classes', or a file", "labels")
         if self.labels is not None and self.image_order is not None:
-            raise ValueError("--labels makes the images of a class neighbours: omit it, or --image-order")
-
-    def unused_settings(self) -> dict[str, str]:
-        return {} if self.negatives == "both" else {"recent_share": "--negatives both"}
+            raise SettingError("--labels makes the images of a class neighbours: omit it, or --image-order", "labels")
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""

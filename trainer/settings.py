@@ -1,4 +1,4 @@
-"""Base of a run's settings. Each part lives with the code that uses it; `trainer.config.TrainConfig` is their union."""
+"""Base of the parts of a run's settings, `trainer.config.TrainConfig`. Each part lives with the code that uses it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -21,6 +21,18 @@ def resumable(default: Value) -> Value:
     return value  # type: ignore[no-any-return]  # a dataclass field, whose declared type is that of its default
 
 
+class SettingError(ValueError):
+    """Settings out of range, or that contradict each other.
+
+    Attributes:
+        settings: names of those that would be right with their defaults.
+    """
+
+    def __init__(self, message: str, *settings: str) -> None:
+        super().__init__(message)
+        self.settings = settings
+
+
 @dataclass(frozen=True)
 class Settings:
     """One part of a run's settings: a frozen dataclass whose field names are flags and whose docstrings are help texts.
@@ -29,57 +41,40 @@ class Settings:
     """
 
     def check(self) -> None:
-        """Raises ValueError for a value out of range, or for settings of this part that contradict each other."""
+        """Raises SettingError for a value out of range, or for settings of this part that contradict each other."""
 
     def unused_settings(self) -> dict[str, str]:
         """Settings of this part that have no effect with its other values, each with the option that it needs."""
         return {}
 
 
-def problems_of(part: type[Settings], settings: Settings) -> tuple[list[str], set[str]]:
-    """The messages of all checks of a part that `settings` do not pass, and the names of the settings at fault.
-
-    A check ends with the first problem, so it is repeated with the defaults of those that are at fault.
-    """
-    problems, at_fault = list[str](), set[str]()
-    while problem := _problem(part, settings):
-        problems.append(problem)
-        wrong = _causes(part, settings, problem)
-        at_fault |= wrong.keys()
-        if not wrong:
-            break
-        settings = replace(settings, **wrong)
-    return problems, at_fault
+def problems_of(part: Settings) -> list[SettingError]:
+    """All that a part's check refuses: it ends with the first problem, so it is repeated with the defaults of those."""
+    problems = list[SettingError]()
+    while True:
+        try:
+            part.check()
+        except SettingError as problem:
+            problems.append(problem)
+            before, part = part, replace(part, **{name: _default(part, name) for name in problem.settings})
+            if part != before:
+                continue
+        return problems
 
 
-def _problem(part: type[Settings], settings: Settings) -> str:
-    """The first problem that a part's check finds; empty if there is none."""
-    try:
-        part.check(settings)
-    except ValueError as error:
-        return str(error)
-    return ""
+def unused_in(part: Settings) -> Iterator[SettingError]:
+    """A problem for each setting of a part that is given but has no effect with its other values."""
+    for name, needed in part.unused_settings().items():
+        value = getattr(part, name)
+        if value != _default(part, name):
+            yield SettingError(f"{flag(name)} {value} is for {needed}: omit it, or give {needed} too", name)
 
 
-def _causes(part: type[Settings], settings: Settings, problem: str) -> dict[str, Any]:
-    """The settings without which the problem would be another, by name, with their defaults."""
-    causes = {
-        one.name: one.default
-        for one in fields(part)
-        if one.default is not MISSING and getattr(settings, one.name) != one.default
-    }
-    before = None
-    while before != causes:
-        before = dict(causes)
-        for name, default in before.items():
-            without = replace(settings, **{name: default})
-            if _problem(part, without) == problem:
-                settings = without
-                del causes[name]
-    return causes
+def _default(part: Settings, name: str) -> Any:
+    return getattr(type(part)(), name)
 
 
-def settings_of(kind: type[Value], stored: dict[str, Any]) -> Value:
+def settings_of(kind: type[Value], stored: Mapping[str, Any]) -> Value:
     """The settings that a config.json holds: an instance of the dataclass `kind`, with defaults for missing ones."""
     types = get_type_hints(kind)
     return kind(**{name: _restored(types[name], value) for name, value in stored.items() if name in types})
@@ -92,6 +87,19 @@ def _restored(kind: Any, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_restored(None, item) for item in value)
     return Path(value) if isinstance(value, str) and Path in (kind, *get_args(kind)) else value
+
+
+def changed(settings: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with other values, by name; those of nested ones have dotted names.
+
+    Raises:
+        TypeError: there is no such name.
+    """
+    own = {name: value for name, value in values.items() if "." not in name}
+    for outer in {name.partition(".")[0] for name in values.keys() - own.keys()}:
+        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{outer}.")}
+        own[outer] = changed(own.get(outer, getattr(settings, outer)), inner)
+    return replace(settings, **own)
 
 
 def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,34 +118,34 @@ def flag(name: str) -> str:
 
 
 def check_at_least(settings: Settings, least: int, *names: str) -> None:
-    """Raises ValueError for a setting below `least`. None passes."""
+    """Raises SettingError for a setting below `least`. None passes."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
             required = "must not be negative" if least == 0 else f"must be at least {least}"
-            raise ValueError(f"{flag(name)} {required}, got {value}")
+            raise SettingError(f"{flag(name)} {required}, got {value}", name)
 
 
 def check_positive(settings: Settings, *names: str) -> None:
-    """Raises ValueError for a setting that is not positive and finite."""
+    """Raises SettingError for a setting that is not positive and finite."""
     for name in names:
         if not 0 < getattr(settings, name) < math.inf:
-            raise ValueError(f"{flag(name)} must be positive and finite, got {getattr(settings, name)}")
+            raise SettingError(f"{flag(name)} must be positive and finite, got {getattr(settings, name)}", name)
 
 
 def check_not_negative(settings: Settings, *names: str) -> None:
-    """Raises ValueError for a setting that is negative or not finite. None passes."""
+    """Raises SettingError for a setting that is negative or not finite. None passes."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{flag(name)} must be finite and not negative, got {value}")
+            raise SettingError(f"{flag(name)} must be finite and not negative, got {value}", name)
 
 
 def check_choice(settings: Settings, name: str, *choices: object) -> None:
-    """Raises ValueError for a setting that is not one of `choices`; from Python, no parser checks it."""
+    """Raises SettingError for a setting that is not one of `choices`; from Python, no parser checks it."""
     if getattr(settings, name) not in choices:
         *most, last = map(str, choices)
-        raise ValueError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}")
+        raise SettingError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}", name)
 
 
 def set_help_texts(settings: type) -> None:

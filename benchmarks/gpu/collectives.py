@@ -25,17 +25,17 @@ _ROUNDS, _CALLS = 7, 10
 
 def main(arguments: list[str] | None = None) -> None:
     config = parse_config(arguments)
-    model = build_model(config.encoder, config.dim, head_layers=config.head_layers)
+    model = build_model(config.model.encoder, config.model.dim, head_layers=config.model.head_layers)
     numbers = {
         "gradients of encoder and head": sum(parameter.numel() for parameter in model.parameters()),
-        "features of the batch": config.batch_size * config.dim,
-        "sums of the softmax": 2 * config.batch_size,
+        "features of the batch": config.optimization.batch_size * config.model.dim,
+        "sums of the softmax": 2 * config.optimization.batch_size,
     }
-    with process_group(torch.device(config.device)) as ranks:
+    with process_group(torch.device(config.compute.device)) as ranks:
         found = {name: measure(number, ranks) for name, number in numbers.items()}
         if ranks.is_first:
-            config.output.mkdir(parents=True)
-            (config.output / "extra.json").write_text(json.dumps(found) + "\n")
+            config.run.output.mkdir(parents=True)
+            (config.run.output / "extra.json").write_text(json.dumps(found) + "\n")
 
 
 def measure(number: int, ranks: Ranks) -> dict[str, Any]:

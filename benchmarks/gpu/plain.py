@@ -35,10 +35,14 @@ class PlainClassifier(nn.Module):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
-        self.model = build_model(config.encoder, config.dim, seed=config.seed, head_layers=config.head_layers)
-        self.model.encoder_in_bfloat16 = config.precision == "bfloat16"
-        self.rows = nn.Parameter(torch.randn(config.num_negatives, config.dim) * config.init_std)  # (K, D)
-        self.temperature = config.temperature
+        self.model = build_model(
+            config.model.encoder, config.model.dim, seed=config.sampling.seed, head_layers=config.model.head_layers
+        )
+        self.model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
+        self.rows = nn.Parameter(
+            torch.randn(config.rows.num_negatives, config.model.dim) * config.rows.init_std
+        )  # (K, D)
+        self.temperature = config.loss.temperature
 
     def forward(self, views: Tensor, labels: Tensor) -> Tensor:
         return cosine_softmax_loss(self.model(views), self.rows, labels, temperature=self.temperature)
@@ -46,18 +50,23 @@ class PlainClassifier(nn.Module):
 
 def visits_of(config: TrainConfig, ranks: Ranks) -> list[Visits]:
     """Yields this rank's slice of each step's batch: random images of the first K."""
-    num_steps, share = config.num_steps(config.num_negatives), ranks.share(config.batch_size)
-    shape = (num_steps, config.batch_size)
-    images = np.random.default_rng(config.seed).integers(0, config.num_negatives, shape)[:, share]
-    uniforms = visit_uniforms(config.seed, np.arange(images.size).reshape(images.shape), Augmentation.num_uniforms)
+    num_steps, share = (
+        config.optimization.num_steps(config.rows.num_negatives),
+        ranks.share(config.optimization.batch_size),
+    )
+    shape = (num_steps, config.optimization.batch_size)
+    images = np.random.default_rng(config.sampling.seed).integers(0, config.rows.num_negatives, shape)[:, share]
+    uniforms = visit_uniforms(
+        config.sampling.seed, np.arange(images.size).reshape(images.shape), Augmentation.num_uniforms
+    )
     return [Visits(*of_step) for of_step in zip(images, uniforms[:, None], strict=True)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     config = parse_config(arguments)
-    with process_group(torch.device(config.device)) as ranks:
+    with process_group(torch.device(config.compute.device)) as ranks:
         device = ranks.device
-        set_matmul_precision("tf32" if config.precision == "tf32" else "ieee")
+        set_matmul_precision("tf32" if config.compute.precision == "tf32" else "ieee")
         dataset = dataset_of(config)
         classifier = PlainClassifier(config).to(device)
         classifier.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -68,9 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         optimizer = torch.optim.SGD(
             classifier.parameters(),
-            lr=config.learning_rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
+            lr=config.optimization.learning_rate,
+            momentum=config.optimization.momentum,
+            weight_decay=config.optimization.weight_decay,
             fused=device.type == "cuda",
         )
         images, augmentations = dataset.train_images.to(device), config.augmentations()
@@ -83,15 +92,15 @@ def main(arguments: list[str] | None = None) -> None:
                 loss = parallel(seen.contiguous(memory_format=torch.channels_last), batch_labels)
                 loss.backward()
                 optimizer.step()
-                if (step + 1) % config.log_every == 0:
+                if (step + 1) % config.report.log_every == 0:
                     value, now = loss.item(), time.perf_counter()
                     records.append({"step": step, "loss": value, "seconds": now - started})
                     started = now
         if ranks.is_first:
-            config.output.mkdir(parents=True)
-            (config.output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+            config.run.output.mkdir(parents=True)
+            (config.run.output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
             peak = peak_gpu_bytes(device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            (config.output / "summary.json").write_text(json.dumps({"peak_memory_bytes": peak}) + "\n")
+            (config.run.output / "summary.json").write_text(json.dumps({"peak_memory_bytes": peak}) + "\n")
 
 
 if __name__ == "__main__":

@@ -97,11 +97,11 @@ class Watch:
 
 def main(arguments: list[str] | None = None) -> None:
     config = parse_config(arguments)
-    assert config.steps is not None
-    watch = Watch(config.steps)
+    assert config.optimization.steps is not None
+    watch = Watch(config.optimization.steps)
     result = train(config, on_step=watch.step)
     if result.is_first:
-        (config.output / "extra.json").write_text(json.dumps(watch.seen()) + "\n")
+        (config.run.output / "extra.json").write_text(json.dumps(watch.seen()) + "\n")
 
 
 if __name__ == "__main__":

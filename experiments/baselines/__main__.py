@@ -19,8 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     with exit_on_error("baselines"):
         config = parse_config(arguments[1:])
-        log_events(config.log_format, lambda: {"run": config.output.name})
-        summary = train_baseline(arguments[0], config, config.output)
+        log_events(config.report.log_format, lambda: {"run": config.run.output.name})
+        summary = train_baseline(arguments[0], config, config.run.output)
     print(" ".join(f"{name}={value:g}" for name, value in summary.items()))
     return 0
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,12 +68,12 @@ def train_method(
             last = step + 1 == training.steps.stop
             _observe(training, step, loss, last=last)
             _save_if_due(training, step, last=last)
-    num_views = training.steps.stop * config.batch_size * training.method.num_views
+    num_views = training.steps.stop * config.optimization.batch_size * training.method.num_views
     return training.method.model, {
         "steps": training.steps.stop,
-        "epochs": training.steps.stop * config.batch_size / len(dataset.train_images),
+        "epochs": training.steps.stop * config.optimization.batch_size / len(dataset.train_images),
         "views": num_views,
-        "loss": json.loads((config.output / METRICS_FILE).read_text().splitlines()[-1])["loss"],
+        "loss": json.loads((config.run.output / METRICS_FILE).read_text().splitlines()[-1])["loss"],
     }
 
 
@@ -85,23 +85,27 @@ def _build(
     claim: DirectoryClaim,
     stack: ExitStack,
 ) -> Training:
-    config.configure_torch()
-    ranks = Ranks(device=config.torch_device())
+    config.compute.configure_torch()
+    ranks = Ranks(device=config.compute.torch_device())
     model, num_images = model_of(config, ranks.device), len(dataset.train_images)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # the encoder starts as PIC's; this is for what the method adds
-        method = build(model, Task(dataset, batch_size=config.batch_size, dim=config.dim), **settings)
-    optimizer = config.optimizer(method, ranks.device)
+        torch.manual_seed(config.sampling.seed)  # the encoder starts as PIC's; this is for what the method adds
+        method = build(
+            model, Task(dataset, batch_size=config.optimization.batch_size, dim=config.model.dim), **settings
+        )
+    optimizer = config.optimization.optimizer(method, ranks.device)
     num_steps, rates = schedule(config, num_images, method.num_views)
-    checkpoints = Checkpoints(config.output / "checkpoints")
-    start_step = checkpoints.restore(method, optimizer) if config.resume else 0
+    checkpoints = Checkpoints(config.run.output / "checkpoints")
+    start_step = checkpoints.restore(method, optimizer) if config.run.resume else 0
     claim.prepare(start_step, num_steps)
-    shown = replace(config, num_negatives=method.num_choices, steps=num_steps)
+    shown = config.with_settings(num_negatives=method.num_choices, steps=num_steps)
     recorder = stack.enter_context(Recorder(shown, num_images, ranks))
     recorder.follow(RowCounters(), start_step)
     steps = range(start_step, num_steps)
-    sampler = WindowSampler(dataset.order(config.order_seed), batch_size=config.batch_size, seed=config.seed)
-    own_views = replace(config, views=method.num_views)
+    sampler = WindowSampler(
+        dataset.order(config.sampling.order_seed), batch_size=config.optimization.batch_size, seed=config.sampling.seed
+    )
+    own_views = config.with_settings(views=method.num_views)
     return Training(
         config=own_views,
         ranks=ranks,
@@ -112,10 +116,13 @@ def _build(
         sampler=sampler,
         views=views_of_steps(own_views, dataset, sampler, ranks, steps, stack),
         recorder=recorder,
-        knn=KnnProbe(model, dataset.evaluated, ranks, seed=config.seed, fraction=config.knn_fraction)
-        if config.knn_every
+        knn=KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed, fraction=config.report.knn_fraction)
+        if config.report.knn_every
         else None,
-        knn_steps=config.knn_every * num_images * config.views / (config.batch_size * method.num_views),
+        knn_steps=config.report.knn_every
+        * num_images
+        * config.views.views
+        / (config.optimization.batch_size * method.num_views),
         checkpoints=checkpoints,
         signals=stack.enter_context(stop_signals()),
     )
@@ -126,11 +133,11 @@ def schedule(config: TrainConfig, num_images: int, num_views: int) -> tuple[int,
 
     They see as many views as PIC's updates with these settings, and have the same warm-up, as a share of all.
     """
-    pic_steps = config.num_steps(num_images)
-    num_steps = max(1, round(pic_steps * config.views / num_views))
-    warmup_steps = round(config.warmup_steps(num_images, pic_steps) * num_steps / pic_steps)
+    pic_steps = config.optimization.num_steps(num_images)
+    num_steps = max(1, round(pic_steps * config.views.views / num_views))
+    warmup_steps = round(config.optimization.warmup_steps(num_images, pic_steps) * num_steps / pic_steps)
     rates = learning_rates(
-        num_steps=max(num_steps, warmup_steps), base=config.base_learning_rate, warmup_steps=warmup_steps
+        num_steps=max(num_steps, warmup_steps), base=config.optimization.base_learning_rate, warmup_steps=warmup_steps
     )
     return num_steps, rates[:num_steps]
 
@@ -138,10 +145,10 @@ def schedule(config: TrainConfig, num_images: int, num_views: int) -> tuple[int,
 def _update(training: Training, step: int) -> Tensor:
     """One update by the method's loss, which it returns, a scalar."""
     stage, device = training.recorder.stage, training.ranks.device
-    seed_generators(forward_seed(training.config.seed, step, 0), device)
+    seed_generators(forward_seed(training.config.sampling.seed, step, 0), device)
     with stage("data"):
         views = [
-            next(training.views).contiguous(memory_format=training.config.memory_format)
+            next(training.views).contiguous(memory_format=training.config.compute.memory_format)
             for _ in range(training.method.num_views)
         ]
         images = to_device(torch.from_numpy(training.sampler.images(step, 0)), device)
@@ -159,7 +166,7 @@ def _update(training: Training, step: int) -> Tensor:
 
 def _observe(training: Training, step: int, loss_of_step: Tensor, *, last: bool) -> None:
     """Records the steps since the last record if one is due."""
-    every, recorder = training.config.log_every, training.recorder
+    every, recorder = training.config.report.log_every, training.recorder
     recorder.advance(step)
     if not last and (step + 1) % every:
         return
@@ -175,7 +182,7 @@ def _observe(training: Training, step: int, loss_of_step: Tensor, *, last: bool)
 
 def _save_if_due(training: Training, step: int, *, last: bool) -> None:
     """Saves a checkpoint if one is due, and after the last step; after a signal, saves one and ends the run."""
-    every = training.config.checkpoint_every
+    every = training.config.run.checkpoint_every
     if last or training.signals or (every and (step + 1) % every == 0):
         training.checkpoints.save(step + 1, training.method, training.optimizer)
     if training.signals and not last:

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def train_baseline(method: str, config: TrainConfig, output: Path, **options: fl
         Interrupted: a signal ended the run, after a checkpoint.
     """
     settings = settings_of(method, options)
-    config = replace(config, output=output, rows="resident", servers=None, resume="auto")
+    config = config.with_settings(output=output, rows="resident", servers=None, resume="auto")
     _check(config)
     with directory_lock(output):
         return _train_and_evaluate(method, settings, config)
@@ -85,35 +84,37 @@ def _check(config: TrainConfig) -> None:
     config.check()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("baselines train in one process: start them without torchrun")
-    if config.accumulate > 1:
-        raise ValueError(f"--accumulate {config.accumulate} would divide the batches of baselines: omit it")
-    if config.small_crops or config.labels is not None:
+    if config.optimization.accumulate > 1:
+        raise ValueError(
+            f"--accumulate {config.optimization.accumulate} would divide the batches of baselines: omit it"
+        )
+    if config.views.small_crops or config.sampling.labels is not None:
         raise ValueError("baselines have neither small crops nor shared classes: omit --small-crops and --labels")
 
 
 def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConfig) -> dict[str, float]:
     started = time.perf_counter()
-    ranks, dataset = Ranks(device=config.torch_device()), dataset_of(config)
+    ranks, dataset = Ranks(device=config.compute.torch_device()), dataset_of(config)
     config = with_pixel_scale(resolve_resume(config, ranks), dataset, ranks)
     with DirectoryClaim(config, is_first=True) as claim:
-        steps = config.num_steps(len(dataset.train_images))  # the learning rates depend on it
+        steps = config.optimization.num_steps(len(dataset.train_images))  # the learning rates depend on it
         identity = {"method": method, "settings": settings, "digests": dataset.digests, "steps": steps}
-        identify(config.output, identity)
-        if summary := read_summary(config.output):
+        identify(config.run.output, identity)
+        if summary := read_summary(config.run.output):
             return summary
         if method in METHODS:
             model, summary = train_method(METHODS[method], settings, config, dataset, claim)
             summary["train_seconds"] = time.perf_counter() - started
-            save_encoder(model.encoder, config.encoder, config.output / ENCODER_FILE)
-            features = partial(encoder_features, model.encoder, dataset.evaluated, config.encoder.pixels)
+            save_encoder(model.encoder, config.model.encoder, config.run.output / ENCODER_FILE)
+            features = partial(encoder_features, model.encoder, dataset.evaluated, config.model.encoder.pixels)
         else:
             features = partial(reference_features, method, config, dataset)
-        if config.evaluate:
+        if config.report.evaluate:
             results = evaluate_features(features())
             summary |= {f"{protocol}_top1": result.top1 for protocol, result in results.items()}
         summary["seconds"] = time.perf_counter() - started
         text = json.dumps(summary, indent=2) + "\n"
-        atomic_write(config.output / SUMMARY_FILE, lambda path: path.write_text(text))
+        atomic_write(config.run.output / SUMMARY_FILE, lambda path: path.write_text(text))
     return summary
 
 
@@ -121,5 +122,5 @@ def reference_features(reference: str, config: TrainConfig, dataset: Dataset) ->
     """Features of one of `REFERENCES`; the settings have the images' pixel scale."""
     if reference == PIXELS:
         return pixel_features(dataset.evaluated)
-    encoder = untrained_encoder(config.encoder, dataset, config.seed)
-    return encoder_features(encoder, dataset.evaluated, config.encoder.pixels)
+    encoder = untrained_encoder(config.model.encoder, dataset, config.sampling.seed)
+    return encoder_features(encoder, dataset.evaluated, config.model.encoder.pixels)

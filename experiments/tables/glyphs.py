@@ -7,7 +7,7 @@ from typing import Any
 from experiments.cells import KNN, LINEAR, PIC, PIXELS, Cell, Claim, Table
 from experiments.data import GLYPHS as RENDERED
 from experiments.glyphs import CHARACTERS, SIDE, SPLITS
-from trainer.config import TrainConfig
+from trainer.rows_config import RowsConfig
 
 _IMAGES, _TESTS = (SPLITS[name] * len(CHARACTERS) for name in ("train", "test"))
 _EPOCHS = 14.0
@@ -54,7 +54,7 @@ GLYPHS = Table(
         _in_epoch_order("epoch order, K = B", **_AT_BATCH),
         _in_epoch_order("epoch order, K = B, without correction", **_AT_BATCH, correction="none"),
         Cell(row=f"{_OURS}, K = B", settings=_BASE | _WINDOW | _AT_BATCH),
-        _in_epoch_order(f"epoch order, {_LONGER}", init_std=10 * TrainConfig.init_std),
+        _in_epoch_order(f"epoch order, {_LONGER}", init_std=10 * RowsConfig.init_std),
         _in_epoch_order("SimCLR", "simclr", epochs=_EPOCHS / 2, views=2),
         _in_epoch_order("MoCo v2", "mocov2", epochs=_EPOCHS / 2, views=2),
         _in_epoch_order("supervised", "supervised"),

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from experiments.cells import KNN, LINEAR, Cell, Claim, Evaluation, Table
 from experiments.tables.common import BASE, IMAGES, in_epoch_order, papers
-from trainer.config import TrainConfig
+from trainer.rows_config import RowsConfig
 
 _CORRECTIONS = {"exact": "with correction", "paper": "with the paper's formula", "none": "without correction"}
 _FULL = f"K = {IMAGES:,}"
 _LONGER = "with correction, rows begin ten times as long"
 _LONGER_WITHOUT = "without correction, rows begin ten times as long"
-_TEN_TIMES = 10 * TrainConfig.init_std
+_TEN_TIMES = 10 * RowsConfig.init_std
 
 _ACTIVE_SHARE = 4_096 / IMAGES
 """Of the steps in which a row is active at K = 4,096."""

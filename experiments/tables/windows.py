@@ -7,8 +7,9 @@ from typing import Any
 
 from experiments.cells import Cell, Claim, Table
 from experiments.tables.common import BASE, EPOCH_ORDER, WINDOW, in_epoch_order, in_windows, papers
-from trainer.config import TrainConfig
 from trainer.coverage import passes
+from trainer.optimization import OptimizationConfig
+from trainer.rows_config import RowsConfig
 
 _LENGTHS = {10: (53.3, 60.4), 20: (62.7, 64.8), 40: (66.2, 67.3), 80: (68.5, 69.0), 320: (70.4, 70.8)}
 """Epochs to the paper's numbers in epoch order and in windows, for five times as many epochs."""
@@ -118,10 +119,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     _EPOCH_ORDER: EPOCH_ORDER,
 }
 _BEGINNINGS: dict[str, dict[str, Any]] = {
-    "rows begin ten times as long": {"init_std": 10 * TrainConfig.init_std},
+    "rows begin ten times as long": {"init_std": 10 * RowsConfig.init_std},
     _AT_EMBEDDING: {"init": "embedding"},
 }
-_BATCH_SIZE = TrainConfig.batch_size
+_BATCH_SIZE = OptimizationConfig.batch_size
 _TWO_BATCHES = (
     "The loss is above log K, worse than guessing, for a quarter of one run and two fifths of another, and the "
     "embeddings end in few directions. Longer initial rows and rows that begin at their embedding each mend a part of "

@@ -162,4 +162,4 @@ def test_a_run_that_has_ended_has_no_step_left(cluster: LocalCluster, client: We
     config = small_run(tmp_path / "run", servers=",".join(cluster.addresses), encoder=ONLY_ROWS)
     train(config)
     clocks = [metric(address, "weightserver_clock_steps") for address in cluster.metrics_addresses]
-    assert max(clocks) == config.num_steps(NUM_IMAGES) > 0
+    assert max(clocks) == config.optimization.num_steps(NUM_IMAGES) > 0

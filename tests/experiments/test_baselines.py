@@ -162,8 +162,8 @@ def test_updates_count_views(views: int, expected: int) -> None:
     num_steps, rates = schedule(config, 300, 2)
     assert num_steps == len(rates) == expected
     assert rates.argmax() == round(0.1 * expected)
-    assert rates.max() == pytest.approx(config.base_learning_rate)
-    assert rates[0] == pytest.approx(config.base_learning_rate / 100)
+    assert rates.max() == pytest.approx(config.optimization.base_learning_rate)
+    assert rates[0] == pytest.approx(config.optimization.base_learning_rate / 100)
 
 
 @LIGHTLY
@@ -236,12 +236,14 @@ def labelled(tmp_path: Path, **changes: Any) -> TrainConfig:
 @pytest.mark.guard
 def test_references_are_evaluated_as_runs_are(tmp_path: Path) -> None:
     config = labelled(tmp_path)
-    dataset = load_dataset("folder", config.data_dir, image_size=16)
+    dataset = load_dataset("folder", config.data.data_dir, image_size=16)
     mean, std = dataset.pixels
-    encoder = replace(config.encoder, pixel_mean=mean, pixel_std=std)
+    encoder = replace(config.model.encoder, pixel_mean=mean, pixel_std=std)
     features = {
         "pixels": pixel_features(dataset),
-        "untrained": encoder_features(untrained_encoder(encoder, dataset, config.seed), dataset, encoder.pixels),
+        "untrained": encoder_features(
+            untrained_encoder(encoder, dataset, config.sampling.seed), dataset, encoder.pixels
+        ),
     }
     for name, found in features.items():
         summary = train_baseline(name, config, tmp_path / name)
@@ -257,7 +259,7 @@ def test_a_part_of_the_images_is_evaluated_with_all_labels(
 ) -> None:
     """As in runs of PIC with --num-images."""
     config = labelled(tmp_path, steps=2)
-    whole = load_dataset("folder", config.data_dir, image_size=16)
+    whole = load_dataset("folder", config.data.data_dir, image_size=16)
     few = replace(whole, train_images=whole.train_images[:32], train_labels=whole.train_labels[:32], whole=whole)
     sizes: list[int] = []
 

@@ -109,11 +109,11 @@ def test_cells_name_no_place_and_find_what_was_rendered(
     (cell, *_) = quick(TABLES["glyphs"]).cells
     found = data.with_data(cell.config(0), tmp_path / "data")
     assert cell.settings["data_dir"] == data.FEW_GLYPHS
-    assert found.data_dir == tmp_path / "data/few-glyphs"
-    assert data.num_images(cell.config(0)) == len(load_dataset("folder", found.data_dir).train_images) == 47
-    written = (found.data_dir / "glyphs.json").stat().st_mtime_ns
-    assert data.with_data(cell.config(1), tmp_path / "data").data_dir == found.data_dir
-    assert (found.data_dir / "glyphs.json").stat().st_mtime_ns == written
+    assert found.data.data_dir == tmp_path / "data/few-glyphs"
+    assert data.num_images(cell.config(0)) == len(load_dataset("folder", found.data.data_dir).train_images) == 47
+    written = (found.data.data_dir / "glyphs.json").stat().st_mtime_ns
+    assert data.with_data(cell.config(1), tmp_path / "data").data.data_dir == found.data.data_dir
+    assert (found.data.data_dir / "glyphs.json").stat().st_mtime_ns == written
     monkeypatch.setattr(data, "_SIZES", {data.FEW_GLYPHS: {"train": 2, "test": 1}})
     with pytest.raises(ValueError, match="few-glyphs has other glyphs than the tables': move it elsewhere"):
         data.with_data(cell.config(0), tmp_path / "data")
@@ -124,5 +124,7 @@ def test_cells_name_no_place_and_find_what_was_rendered(
 
 def test_the_table_is_of_all_glyphs() -> None:
     assert {data.num_images(cell.config(0)) for cell in TABLES["glyphs"].cells} == {23_500}
-    orders = [cell.config(0).window_size for cell in TABLES["glyphs"].cells if cell.row.startswith("epoch order")]
+    orders = [
+        cell.config(0).sampling.window_size for cell in TABLES["glyphs"].cells if cell.row.startswith("epoch order")
+    ]
     assert orders == [23_500] * 4

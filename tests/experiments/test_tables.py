@@ -44,14 +44,14 @@ def results(made: Table, **values: list[float]) -> Results:
 def test_settings_of_all_cells_are_valid(name: str, is_quick: bool) -> None:
     for cell in (quick(TABLES[name]) if is_quick else TABLES[name]).cells:
         config = cell.config(seed=2)
-        of_file = re.fullmatch(rf"{AFTER}/evaluation/partition-(\d+)\.npy", config.labels or "")
+        of_file = re.fullmatch(rf"{AFTER}/evaluation/partition-(\d+)\.npy", config.sampling.labels or "")
         num_classes = int(of_file.group(1)) if of_file else 10
         config.check()
         images = num_images(config)
-        config.visit_schedule(images)
-        config.negative_sampler(num_classes if config.labels else images).check(config.batch_size)
-        assert config.seed == config.order_seed == 2
-        assert config.num_steps(images) >= (3 if is_quick else 100)
+        config.sampling.visit_schedule(images)
+        config.negative_sampler(num_classes if config.sampling.labels else images).check(config.optimization.batch_size)
+        assert config.sampling.seed == config.sampling.order_seed == 2
+        assert config.optimization.num_steps(images) >= (3 if is_quick else 100)
 
 
 def test_a_table_with_a_claim_about_an_unknown_cell_is_refused() -> None:

@@ -21,7 +21,7 @@ from trainer.run.checkpoint import Checkpoints
 from weightserver import WeightClient
 from weightserver.client.connection import ShardConnection
 
-NUM_SHARDS = TrainConfig().num_shards
+NUM_SHARDS = TrainConfig().servers.num_shards
 Patch = tuple[Any, str, Callable[..., Callable[..., Any]]]
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,16 +83,16 @@ def run(settings: TrainConfig, ports: Iterator[str]) -> list[float]:
 
     is_first = os.environ.get("RANK", "0") == "0"
     os.environ["MASTER_PORT"] = next(ports)
-    if is_first and settings.servers:
-        with WeightClient(settings.server_addresses) as client:
+    if is_first and settings.servers.servers:
+        with WeightClient(settings.servers.addresses) as client:
             client.drop_table()
     train(settings)
-    if settings.checkpoint_every < NUM_STEPS:
+    if settings.run.checkpoint_every < NUM_STEPS:
         os.environ["MASTER_PORT"] = next(ports)
-        train(replace(settings, resume=True))
+        train(settings.with_settings(resume=True))
     if not is_first:
         return []
-    return [json.loads(line)["loss"] for line in (settings.output / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"] for line in (settings.run.output / "metrics.jsonl").read_text().splitlines()]
 
 
 def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: list[str]) -> None:

@@ -37,7 +37,7 @@ def small_run(output: Path, **changes: Any) -> TrainConfig:
         "encoder": EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
         "evaluate": False,
     }
-    return TrainConfig(**settings | changes)
+    return TrainConfig().with_settings(**settings | changes)
 
 
 class PowerLoss(Exception):

@@ -223,7 +223,7 @@ def test_gpus_train_like_a_cpu(
 
 
 def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> None:
-    config = TrainConfig(output=tmp_path / "run", evaluate=False)
+    config = TrainConfig().with_settings(output=tmp_path / "run", evaluate=False)
     ranks = Ranks(world_size=2, local_world_size=1)
     with ExitStack() as stack, pytest.raises(ValueError, match=r"several machines .* give --servers"):
         start_servers(config, ranks, stack)

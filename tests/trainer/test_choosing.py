@@ -11,7 +11,6 @@ import pytest
 from trainer.choosing import Machine, choose
 from trainer.config import PRESETS, TrainConfig
 from trainer.data.survey import ImagesSurvey
-from trainer.own_images import with_values
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB, disk_bytes=100 * GIB)
@@ -36,21 +35,20 @@ def survey(number: int = 3_648, side: int = 375, **more: Any) -> ImagesSurvey:
 def chosen(images: ImagesSurvey, machine: Machine, **given: Any) -> TrainConfig:
     values = {name: choice.value for name, choice in choose(images, machine, given).items()}
     assert not values.keys() & given.keys()
-    config: TrainConfig = with_values(PRESETS["images"][1], values | given)
-    return config
+    return PRESETS["images"][1].with_settings(**values | given)
 
 
 def check(config: TrainConfig, images: ImagesSurvey) -> None:
     """The checks that a run makes at its start."""
     config.check()
-    config.visit_schedule(images.number)
-    config.negative_sampler(images.number).check(config.batch_size)
-    num_steps = config.num_steps(images.number)
-    assert config.warmup_steps(images.number, num_steps) <= num_steps
-    assert config.resident_rows(images.number) >= config.num_negatives
+    config.sampling.visit_schedule(images.number)
+    config.negative_sampler(images.number).check(config.optimization.batch_size)
+    num_steps = config.optimization.num_steps(images.number)
+    assert config.optimization.warmup_steps(images.number, num_steps) <= num_steps
+    assert config.resident_rows(images.number) >= config.rows.num_negatives
     assert len(config.augmentations()) == 1
-    assert not config.evaluate or images.num_tests or images.can_hold_out
-    assert not config.knn_every or images.num_classes
+    assert not config.report.evaluate or images.num_tests or images.can_hold_out
+    assert not config.report.knn_every or images.num_classes
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -60,11 +58,11 @@ def test_choices_pass_all_checks(machine: Machine, monkeypatch: pytest.MonkeyPat
         images = survey(number, side, num_classes=min(labels, number), num_tests=labels and 100)
         config = chosen(images, machine)
         check(config, images)
-        assert config.batch_size >= 2 * machine.ranks
-        assert config.encoder.image_size <= max(32, side), "pixels are not made up"
+        assert config.optimization.batch_size >= 2 * machine.ranks
+        assert config.model.encoder.image_size <= max(32, side), "pixels are not made up"
         # rows come back: the window passes over all images at least twice, if it slides at all
-        passes = config.epochs / (config.window_size / config.window_stride)
-        assert passes >= (2 if config.epochs >= 4 else 1)
+        passes = config.optimization.epochs / (config.sampling.window_size / config.sampling.window_stride)
+        assert passes >= (2 if config.optimization.epochs >= 4 else 1)
 
 
 def test_a_thousand_random_numbers_of_images_pass_all_checks() -> None:
@@ -101,43 +99,44 @@ def test_given_settings_win_and_the_others_fit_them(given: dict[str, Any], numbe
         config = chosen(images, machine, **given)
         rows = images.num_classes if "labels" in given else number
         config.check()
-        config.visit_schedule(number)
-        config.negative_sampler(rows).check(config.batch_size)
-        for name, value in given.items():
-            found: Any = config
-            for part in name.split("."):
-                found = getattr(found, part)
-            assert found == value
+        config.sampling.visit_schedule(number)
+        config.negative_sampler(rows).check(config.optimization.batch_size)
+        found = config.settings()
+        assert {name: found[name] for name in given} == given
 
 
 def test_more_images_and_better_machines_take_larger_encoders() -> None:
-    assert chosen(survey(3_648), TWO_CORES).encoder.name == "small"
-    assert chosen(survey(3_648), GPU).encoder.name == "resnet18"
+    assert chosen(survey(3_648), TWO_CORES).model.encoder.name == "small"
+    assert chosen(survey(3_648), GPU).model.encoder.name == "resnet18"
     imagenet = chosen(survey(1_281_167, num_tests=50_000, num_classes=1000), GPU)
-    assert (imagenet.encoder.name, imagenet.encoder.image_size) == ("resnet50", 224)
-    assert (imagenet.batch_size, imagenet.num_negatives, imagenet.window_size) == (512, 65_536, 131_072)  # the paper's
-    assert imagenet.window_stride == 16_384
-    assert imagenet.learning_rate == 0.06
-    assert imagenet.precision == "bfloat16"
+    assert (imagenet.model.encoder.name, imagenet.model.encoder.image_size) == ("resnet50", 224)
+    assert (imagenet.optimization.batch_size, imagenet.rows.num_negatives, imagenet.sampling.window_size) == (
+        512,
+        65_536,
+        131_072,
+    )  # the paper's
+    assert imagenet.sampling.window_stride == 16_384
+    assert imagenet.optimization.learning_rate == 0.06
+    assert imagenet.compute.precision == "bfloat16"
     few = chosen(survey(3_648), TWO_CORES)
-    assert (few.num_negatives, few.window_size, few.window_stride) == (512, 1_024, 128)
+    assert (few.rows.num_negatives, few.sampling.window_size, few.sampling.window_stride) == (512, 1_024, 128)
     fewest = chosen(survey(500), TWO_CORES)
-    assert fewest.window_size == fewest.window_stride == 500, "epoch order"
+    assert fewest.sampling.window_size == fewest.sampling.window_stride == 500, "epoch order"
 
 
 @pytest.mark.parametrize("number", [20, 500, 2_047, 2_048, 60_000, 130_000])
 def test_short_runs_have_few_classes_in_a_step(number: int) -> None:
     """K far above B collapsed the encoder in runs of so few images (docs/results.md, Table 2)."""
     config = chosen(survey(number), TWO_CORES)
-    assert config.batch_size <= config.num_negatives <= 4 * config.batch_size
+    assert config.optimization.batch_size <= config.rows.num_negatives <= 4 * config.optimization.batch_size
 
 
 def test_images_are_packed_only_if_they_do_not_stay_in_memory() -> None:
     small, large = survey(1_000), survey(10**7)
-    assert chosen(small, TWO_CORES).dataset == "folder"
-    assert chosen(large, GPU).dataset == "packed"
-    assert chosen(large, replace(GPU, disk_bytes=GIB)).dataset == "folder"
-    assert chosen(replace(small, packed=True), TWO_CORES).dataset == "packed"
+    assert chosen(small, TWO_CORES).data.dataset == "folder"
+    assert chosen(large, GPU).data.dataset == "packed"
+    assert chosen(large, replace(GPU, disk_bytes=GIB)).data.dataset == "folder"
+    assert chosen(replace(small, packed=True), TWO_CORES).data.dataset == "packed"
 
 
 def test_every_choice_has_a_reason_of_one_line() -> None:

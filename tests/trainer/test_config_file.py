@@ -41,7 +41,7 @@ def test_what_is_written_is_read_back(preset: str, options: list[str], tmp_path:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config, preset), encoding="utf-8")
     assert parse_config(with_config_file(["--config", str(file)])) == config
-    assert parse_config(with_config_file([preset, f"--config={file}", "--seed", "7"])).seed == 7
+    assert parse_config(with_config_file([preset, f"--config={file}", "--seed", "7"])).sampling.seed == 7
     assert (tomllib.loads(file.read_text()) == {"preset": preset}) == (not options), "differences alone"
 
 

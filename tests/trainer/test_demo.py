@@ -30,34 +30,39 @@ TIMEOUT_SECONDS = 240
 
 def test_rows_come_back_at_least_three_times(tmp_path: Path) -> None:
     config = demo_config(Options(tmp_path))
-    num_images = config.num_images or 60_000
-    visits = config.num_steps(num_images) * config.batch_size
-    assert visits * config.window_stride / config.window_size >= 3 * num_images
-    assert config.num_negatives <= num_images / 30
-    assert config.num_shards == 2
+    num_images = config.data.num_images or 60_000
+    visits = config.optimization.num_steps(num_images) * config.optimization.batch_size
+    assert visits * config.sampling.window_stride / config.sampling.window_size >= 3 * num_images
+    assert config.rows.num_negatives <= num_images / 30
+    assert config.servers.num_shards == 2
     assert coverage_warnings(config, num_images) == []
 
 
 def test_the_run_without_correction_differs_in_nothing_else(tmp_path: Path) -> None:
     options = Options(tmp_path, epochs=0.5, seed=3)
     without = demo_config(replace(options, correction="none"))
-    assert without.correction == "none"
-    assert replace(without, correction="exact") == demo_config(options)
+    assert without.rows.correction == "none"
+    assert without.with_settings(correction="exact") == demo_config(options)
 
 
 def begin(options: Options, **changes: Any) -> None:
     """Writes the settings of a demo, or of another run."""
-    config = replace(demo_config(options), **changes)
+    config = demo_config(options).with_settings(**changes)
     atomic_write(options.output / "config.json", lambda path: path.write_text(config.to_json()))
 
 
 def test_a_resumed_demo_has_the_settings_of_its_run(tmp_path: Path) -> None:
     begin(Options(tmp_path, epochs=0.5, seed=3))
     resumed = demo_config(Options(tmp_path, resume=True))
-    assert (resumed.resume, resumed.epochs, resumed.seed, resumed.order_seed) == (True, 0.5, 3, 3)
+    assert (resumed.run.resume, resumed.optimization.epochs, resumed.sampling.seed, resumed.sampling.order_seed) == (
+        True,
+        0.5,
+        3,
+        3,
+    )
     check_same_run(resumed)
     longer = demo_config(Options(tmp_path, resume=True, epochs=0.75))
-    assert longer.epochs == 0.75
+    assert longer.optimization.epochs == 0.75
     check_same_run(longer)
 
 
@@ -204,7 +209,7 @@ def test_ctrl_c_leaves_both_runs_to_resume(tmp_path: Path) -> None:
     assert steps[2] > steps[0] > 0
     assert steps[3] > steps[1] > 0
     settings = [run_settings(run) for run in (output, output / "without-correction")]
-    assert [run.correction for run in settings] == ["exact", "none"]
+    assert [run.rows.correction for run in settings] == ["exact", "none"]
 
 
 def wait_until_both_train(output: Path, *, after: int) -> None:

@@ -21,7 +21,7 @@ from trainer.command_line import pic
 from trainer.config import TrainConfig, parse_config
 from trainer.coverage import coverage_warnings
 from trainer.data.augment import AugmentationConfig
-from trainer.ending import finish, next_commands, warnings_of, write_results
+from trainer.ending import TrainResult, finish, next_commands, warnings_of, write_results
 from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
@@ -38,7 +38,7 @@ K = 64
 ROOT = Path(__file__).parents[2]
 
 
-def remote(output: Path, **changes: Any) -> Any:
+def remote(output: Path, **changes: Any) -> TrainConfig:
     """A run whose every step fetches and pushes K rows."""
     return small_run(output, **{"rows": "remote", "encoder": ONLY_ROWS} | changes)
 
@@ -145,16 +145,15 @@ def test_a_run_is_made_longer(ended: Path, tmp_path: Path) -> None:
 
 def test_resume_alone_takes_all_settings_of_the_run(ended: Path, tmp_path: Path) -> None:
     output = shutil.copytree(ended, tmp_path / "run")
-    expected = replace(remote(output, resume=True), warmup_fraction=0.1)
-    expected = replace(expected, encoder=parse_config(["--resume", "--output", str(output)]).encoder)
+    expected = remote(output, resume=True).with_settings(warmup_fraction=0.1)
+    expected = expected.with_settings(encoder=parse_config(["--resume", "--output", str(output)]).model.encoder)
     assert parse_config(["--resume", "--output", str(output)]) == expected
-    assert parse_config(["imagenet-1k", "--output", str(output), "--resume", "auto"]) == replace(
-        expected, resume="auto"
-    )
+    auto = parse_config(["imagenet-1k", "--output", str(output), "--resume", "auto"])
+    assert auto == expected.with_settings(resume="auto")
     longer = parse_config(["--resume", "--output", str(output), "--epochs", "7", "--log-every", "3"])
-    assert longer == replace(expected, epochs=7.0, steps=None, log_every=3)
-    assert expected.encoder == replace(
-        ONLY_ROWS, pixel_mean=expected.encoder.pixel_mean, pixel_std=expected.encoder.pixel_std
+    assert longer == expected.with_settings(epochs=7.0, steps=None, log_every=3)
+    assert expected.model.encoder == replace(
+        ONLY_ROWS, pixel_mean=expected.model.encoder.pixel_mean, pixel_std=expected.model.encoder.pixel_std
     )
 
 
@@ -182,7 +181,7 @@ def test_a_run_that_cannot_visit_all_images_says_so(settings: dict[str, int], me
     config = small_run(tmp_path, **settings)
     warnings = " ".join(coverage_warnings(config, 300))
     assert (message in warnings) if message else (warnings == "")
-    met = np.unique([config.visit_schedule(300).visits(0, settings["steps"] * 10)])
+    met = np.unique([config.sampling.visit_schedule(300).visits(0, settings["steps"] * 10)])
     assert (len(met) < 300) == ("visits only" in message)
 
 
@@ -190,17 +189,17 @@ def test_the_advice_visits_all_images(tmp_path: Path) -> None:
     config = small_run(tmp_path, window_size=100, window_stride=10, batch_size=10, steps=60)
     (warning,) = coverage_warnings(config, 300)
     assert "--window-stride 40, or --steps 210" in warning
-    (other,) = coverage_warnings(replace(config, steps=None, epochs=2.0), 300)
+    (other,) = coverage_warnings(config.with_settings(steps=None, epochs=2.0), 300)
     assert "--window-stride 40, or --epochs 7" in other
-    (whole,) = coverage_warnings(replace(config, window_size=300, window_stride=300, steps=9), 300)
+    (whole,) = coverage_warnings(config.with_settings(window_size=300, window_stride=300, steps=9), 300)
     assert whole.endswith("To visit all: --steps 30")
-    assert "visits only" not in " ".join(coverage_warnings(replace(config, window_stride=40), 300))
-    assert "visits only" in " ".join(coverage_warnings(replace(config, window_stride=39), 300))
-    assert coverage_warnings(replace(config, steps=None, epochs=7.0), 300) != [warning]
+    assert "visits only" not in " ".join(coverage_warnings(config.with_settings(window_stride=40), 300))
+    assert "visits only" in " ".join(coverage_warnings(config.with_settings(window_stride=39), 300))
+    assert coverage_warnings(config.with_settings(steps=None, epochs=7.0), 300) != [warning]
 
 
 @pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """The result of a run on labelled images."""
     root = tmp_path_factory.mktemp("labelled")
     (root / "idx").mkdir()
@@ -224,7 +223,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.guard
 def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.CaptureFixture[str]) -> None:
     finish(labelled)
-    printed, output = capsys.readouterr().out, labelled.config.output
+    printed, output = capsys.readouterr().out, labelled.config.run.output
     compared = json.loads((output / "comparison.json").read_text())
     assert compared.keys() == {"trained encoder", "untrained encoder", "raw pixels"}
     for name, row in compared.items():
@@ -250,44 +249,45 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
 
 
 def test_duplicates_are_offered_where_they_can_be_found(tmp_path: Path) -> None:
-    config = TrainConfig(output=tmp_path, evaluate=False)
+    config = TrainConfig().with_settings(output=tmp_path, evaluate=False)
     assert f"{pic()} duplicates {tmp_path}" in next_commands(config)
     others: list[dict[str, Any]] = [{"labels": "classes"}, {"rows": "dense"}]
     for other in others:
-        assert not any("duplicates" in command.split() for command in next_commands(replace(config, **other)))
+        assert not any("duplicates" in command.split() for command in next_commands(config.with_settings(**other)))
 
 
 @pytest.mark.guard  # seconds
 def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A line of the table, the losses, and the gaps of the rows that came back."""
     run = replace(
-        labelled, config=replace(labelled.config, output=shutil.copytree(labelled.config.output, tmp_path / "a"))
+        labelled,
+        config=labelled.config.with_settings(output=shutil.copytree(labelled.config.run.output, tmp_path / "a")),
     )
-    (run.config.output / "comparison.json").unlink(missing_ok=True)
-    other = replace(run.config, output=tmp_path / "b", correction="none", evaluate=False)
+    (run.config.run.output / "comparison.json").unlink(missing_ok=True)
+    other = run.config.with_settings(output=tmp_path / "b", correction="none", evaluate=False)
     train(other)
-    finish(run, {"without correction": other.output})
+    finish(run, {"without correction": other.run.output})
     printed = " ".join(capsys.readouterr().out.split())  # wherever lines are broken
-    compared = json.loads((run.config.output / "comparison.json").read_text())
+    compared = json.loads((run.config.run.output / "comparison.json").read_text())
     assert list(compared) == ["trained encoder", "without correction", "untrained encoder", "raw pixels"]
-    found = encoder_features(read_encoder(other.output)[0], run.dataset, read_encoder(other.output)[1].pixels)
+    found = encoder_features(read_encoder(other.run.output)[0], run.dataset, read_encoder(other.run.output)[1].pixels)
     expected = {protocol: result.top1 for protocol, result in evaluate_features(found).items()}
     assert {protocol: result["top1"] for protocol, result in compared["without correction"].items()} == expected
     assert f"{expected['knn']:.2f}" in printed
     gain = compared["trained encoder"]["linear"]["top1"] - expected["linear"]
     assert f"linear probe {gain:+.1f} points)" in printed
-    tenths = [found[-(len(found) // 10) :] for found in map(losses, (run.config.output, other.output))]
+    tenths = [found[-(len(found) // 10) :] for found in map(losses, (run.config.run.output, other.run.output))]
     last = [sum(tenth) / len(tenth) for tenth in tenths]
     assert last[0] != last[1]
     assert f"The loss ends at {last[0]:.2f}; without correction at {last[1]:.2f}" in printed
     summary = run.summary
     assert summary["corrected_rows"] > 0
-    assert summary_of(other.output)["corrected_rows"] == 0
+    assert summary_of(other.run.output)["corrected_rows"] == 0
     mean = f"{summary['missed_steps'] / summary['corrected_rows']:,.0f}"
     assert f"{summary['corrected_rows']:,} rows were corrected when they came back, for gaps of {mean} steps" in printed
     assert f"and {summary['largest_gap']} at most." in printed
     assert "over without correction" not in printed
-    finish(replace(run, results={}), {"without correction": other.output})
+    finish(replace(run, results={}), {"without correction": other.run.output})
     assert " ".join(capsys.readouterr().out.split()) == printed, "of a run that had ended before"
 
 
@@ -295,14 +295,14 @@ def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.Captu
 def test_the_ending_says_that_a_part_was_trained_on(
     labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config = replace(labelled.config, output=tmp_path / "run", num_images=100)
+    config = labelled.config.with_settings(output=tmp_path / "run", num_images=100)
     finish(train(config))
     assert "Trained on 100 images without labels; both probes use all 160 and their labels." in capsys.readouterr().out
 
 
 @pytest.mark.guard  # seconds
 def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
-    output = labelled.config.output
+    output = labelled.config.run.output
     before = (output / "metrics.jsonl").read_text()
     try:
         for loss, is_chance in ((4.15, True), (4.1, False)):
@@ -328,7 +328,7 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    output = labelled.config.output
+    output = labelled.config.run.output
     monkeypatch.setattr(trainer.ending, "draw_training", interrupted)
     with pytest.raises(Interrupted, match="training, which is complete and saved") as stopped:
         finish(labelled)
@@ -338,7 +338,7 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
     (output / "summary.json").rename(output / "aside.json")
     try:
         with pytest.raises(Interrupted, match=r"pic evaluate knn --run"):
-            write_results(replace(labelled.config, rows="dense"), labelled.dataset, labelled.model, Totals())
+            write_results(labelled.config.with_settings(rows="dense"), labelled.dataset, labelled.model, Totals())
         assert not (output / "summary.json").exists()
     finally:
         (output / "aside.json").rename(output / "summary.json")
@@ -368,7 +368,7 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
         together.sort(dim=0).values, encoder_features(labelled.model.encoder, source).train.sort(dim=0).values
     )
 
-    shutil.copytree(labelled.config.output, output := tmp_path / "run")
+    shutil.copytree(labelled.config.run.output, output := tmp_path / "run")
     (output / "comparison.json").unlink(missing_ok=True)
-    finish(replace(labelled, config=replace(labelled.config, output=output), dataset=dataset, results={}))
+    finish(replace(labelled, config=labelled.config.with_settings(output=output), dataset=dataset, results={}))
     assert "Top-1 on a tenth of the training images, held out (%)" in " ".join(capsys.readouterr().out.split())

@@ -286,14 +286,14 @@ def test_each_extension_counts_from_its_own_step() -> None:
     assert once.extended(13, [OLD, 60, 80], extend=True) == ImageHistory(((0, 100), (13, 240)))
     assert ImageHistory.from_json(twice.to_json()) == twice
     expected = np.concatenate([rates(100)[:13], rates(160)[13:30], rates(240)[30:]])
-    assert np.array_equal(twice.learning_rates(config), expected)
+    assert np.array_equal(twice.learning_rates(config.optimization), expected)
 
 
 @pytest.mark.parametrize("step", [3, 6, 20])
 def test_an_extension_does_not_bring_the_warm_up_back(step: int) -> None:
     """Extended during, at the end of and after the warm-up, which keeps its number of steps."""
     config = run(Path("unused"), Path("unused"), warmup_epochs=1.0)
-    extended = ImageHistory(((0, OLD),)).extended(step, [OLD, 300], extend=True).learning_rates(config)
+    extended = ImageHistory(((0, OLD),)).extended(step, [OLD, 300], extend=True).learning_rates(config.optimization)
     old, new = (learning_rates(num_steps=n, base=0.2, warmup_steps=6) for n in (NUM_STEPS, 100))
     assert np.array_equal(extended, np.concatenate([old[:step], new[step:]]))
     assert (np.diff(extended[:7]) > 0).all()

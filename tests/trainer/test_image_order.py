@@ -29,7 +29,7 @@ def order(tmp_path: Path) -> Path:
 
 def visited(config: TrainConfig, steps: int) -> tuple[list[int], Int64Array]:
     """The images of the first steps, and the rows of their classes."""
-    classes = classes_of(config, dataset_of(config))
+    classes = classes_of(config.sampling, dataset_of(config))
     sampler = _sampler(config, classes, Ranks())
     images = [image for step in range(steps) for image in sampler.images(step, 0).tolist()]
     ids = np.concatenate([sampler.classes_of_step(step) for step in range(steps)])
@@ -77,7 +77,7 @@ def test_what_is_no_order_is_refused(images: Int64Array, tmp_path: Path) -> None
     with pytest.raises(
         ValueError, match=r"--image-order .*order.npy: it is no order of 300 images: give each number of"
     ):
-        classes_of(config, dataset_of(config))
+        classes_of(config.sampling, dataset_of(config))
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "order.npy", np.zeros(300))
     config = small_run(tmp_path / "run", image_order=tmp_path / "order.npy")
     with pytest.raises(ValueError, match=r"--image-order .*order.npy holds values of type float64 .* give one integer"):
-        classes_of(config, dataset_of(config))
+        classes_of(config.sampling, dataset_of(config))

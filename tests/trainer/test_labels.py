@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,9 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     ours, theirs = (load_encoder(tmp_path / n / "encoder.safetensors")[0].state_dict() for n in ("run", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
-    exported = ["rows", str(whole.output), "--output", str(tmp_path / "rows"), "--format", "npz"]
+    exported = ["rows", str(whole.run.output), "--output", str(tmp_path / "rows"), "--format", "npz"]
     subprocess.run([sys.executable, "-m", "trainer.export", *exported], check=True, timeout=240)
-    command = [sys.executable, "-m", "trainer", "duplicates", str(whole.output)]
+    command = [sys.executable, "-m", "trainer", "duplicates", str(whole.run.output)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert "the run's rows are those of classes (--labels): give a run without" in refused.stderr
     with np.load(next((tmp_path / "rows").iterdir())) as file:
@@ -147,11 +146,11 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
         augmentation=AugmentationConfig(min_scale=0.5, jitter_probability=0.0, blur_probability=0.0),
         encoder=EncoderConfig(in_channels=1, image_size=16, width=8, stem_stride=2, blocks=(1, 1)),
     )
-    assert classes_of(config, dataset).number == 4
+    assert classes_of(config.sampling, dataset).number == 4
     result = train(config)
-    assert np.mean(losses(config.output)[-10:]) < 0.7 * np.log(4) < losses(config.output)[0]
+    assert np.mean(losses(config.run.output)[-10:]) < 0.7 * np.log(4) < losses(config.run.output)[0]
     assert result.summary["knn_top1"] > 90
-    assert json.loads((config.output / "config.json").read_text())["labels"] == "classes"
+    assert json.loads((config.run.output / "config.json").read_text())["labels"] == "classes"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +205,6 @@ def test_a_window_of_few_classes_is_warned_of(tmp_path: Path, caplog: pytest.Log
     assert "--window-size 300 --window-stride 300 visits all at random" in caplog.text
     caplog.clear()
     _warn_of_few_classes(few, NUM_IMAGES, 60)
-    _warn_of_few_classes(replace(few, window_size=300), NUM_IMAGES, 5)
-    _warn_of_few_classes(replace(few, labels=None, window_size=10), NUM_IMAGES, NUM_IMAGES)
+    _warn_of_few_classes(few.with_settings(window_size=300), NUM_IMAGES, 5)
+    _warn_of_few_classes(few.with_settings(labels=None, window_size=10), NUM_IMAGES, NUM_IMAGES)
     assert not caplog.text

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
-from trainer.config import PARTS, PRESETS, TrainConfig, parse_config
+from trainer.config import PRESETS, TrainConfig, parse_config
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
@@ -76,13 +76,13 @@ def test_the_losses_stay_what_they_were(
 
 
 def test_the_temperature_reaches_its_last_value_along_half_a_cosine() -> None:
-    schedule = TrainConfig(temperature=0.2, final_temperature=0.05)
-    found = [schedule.temperature_of(step, 101) for step in range(101)]
+    schedule = TrainConfig().with_settings(temperature=0.2, final_temperature=0.05)
+    found = [schedule.loss.temperature_of(step, 101) for step in range(101)]
     expected = 0.05 + 0.15 * 0.5 * (1 + np.cos(np.linspace(0, np.pi, 101)))
     assert found == pytest.approx(expected.tolist(), rel=1e-12)
     assert (found[0], found[-1]) == (0.2, 0.05)
-    assert TrainConfig().temperature_of(7, 101) is None
-    assert schedule.temperature_of(0, 1) == 0.2
+    assert TrainConfig().loss.temperature_of(7, 101) is None
+    assert schedule.loss.temperature_of(0, 1) == 0.2
 
 
 def test_each_steps_loss_has_its_temperature(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     settings = {"row_momentum": 0.4, "momentum": 0.8, "weight_decay": 1e-2, "steps": 20}
     run(tmp_path / "run", **settings)
     assert len(optimizers) == 1
-    config = TrainConfig(**settings)  # type: ignore[arg-type]
-    (group,) = config.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
+    config = TrainConfig().with_settings(**settings)
+    (group,) = config.optimization.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
     assert group["momentum"] == 0.8
 
 
@@ -247,7 +247,7 @@ def test_overflowed_weights_are_not_saved(tmp_path: Path, monkeypatch: pytest.Mo
 def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {"": False, "--resume": True, "--resume auto": "auto", "--resume=auto": "auto", "--resume --seed 3": True}
     for words, expected in cases.items():
-        assert parse_config(["synthetic", *words.split()]).resume == expected, words
+        assert parse_config(["synthetic", *words.split()]).run.resume == expected, words
     with pytest.raises(SystemExit):
         parse_config(["synthetic", "--resume", "never"])
     assert "--resume stands alone or with 'auto', not with 'never'" in " ".join(
@@ -256,20 +256,36 @@ def test_resume_is_a_flag_that_a_word_may_follow(capsys: pytest.CaptureFixture[s
 
 
 def test_each_setting_belongs_to_one_part() -> None:
-    assert set(PARTS) == set(TrainConfig.__bases__)
-    of_parts = [field.name for part in PARTS for field in fields(part)]
-    assert sorted(of_parts) == sorted(field.name for field in fields(TrainConfig))
+    of_parts = [setting.name for _, part in TrainConfig().parts() for setting in fields(part)]
+    assert len(of_parts) == len(set(of_parts))
     of_parts.remove("resume_step")
     assert list(json.loads(TrainConfig().to_json())) == ["format", *of_parts]
+
+
+def test_settings_change_by_name() -> None:
+    scale = {"encoder.pixel_mean": (0.1,), "encoder.pixel_std": (0.2,)}
+    config = TrainConfig().with_settings(rows="dense", window_size=9, **scale)
+    assert (config.rows.rows, config.sampling.window_size, config.model.encoder.pixel_std) == ("dense", 9, (0.2,))
+    assert TrainConfig.of_run(json.loads(config.to_json())) == config.with_settings(warmup_fraction=0.1)
+    for name in ("stride", "data", "encoder.sides"):
+        with pytest.raises(TypeError, match=name.rpartition(".")[2]):
+            config.with_settings(**{name: 3})
+
+
+def test_all_problems_are_found_and_name_their_settings() -> None:
+    config = TrainConfig().with_settings(num_shards=0, rows="dense", capacity=4, row_momentum=1.0, momentum=-1.0)
+    assert [problem.settings for problem in config.problems()] == [("row_momentum",), ("capacity",), ("num_shards",)]
+    config = TrainConfig().with_settings(rows="dense", resume=True, cutmix=0.5, online_probe=True)
+    assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("cutmix", "online_probe")]
 
 
 def test_correction_takes_a_name_or_is_a_flag() -> None:
     cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
     cases |= {"--no_correction --seed 3": "none", "--correction": "exact", "--correction --seed 3": "exact"}
     for words, expected in cases.items():
-        assert parse_config(["synthetic", *words.split()]).correction == expected, words
+        assert parse_config(["synthetic", *words.split()]).rows.correction == expected, words
     flags: list[Any] = [True, False]
-    assert [TrainConfig(correction=flag).correction for flag in flags] == ["exact", "none"]
+    assert [TrainConfig().with_settings(correction=flag).rows.correction for flag in flags] == ["exact", "none"]
 
 
 def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

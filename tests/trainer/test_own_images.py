@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,12 @@ def test_choices_are_printed_with_their_reasons_one_line_each(
         assert re.search(r"\S  ?\S.{10,}$", line), "a value and a reason"
         assert len(line) <= 80
     assert [line.split() for line in choices if "--epochs" in line] == [["--epochs", "3.0", "as", "given"]]
-    assert (config.output, config.dataset, config.epochs) == (Path("runs/pictures"), "folder", 3.0)
-    assert config.knn_every > 0
+    assert (config.run.output, config.data.dataset, config.optimization.epochs) == (
+        Path("runs/pictures"),
+        "folder",
+        3.0,
+    )
+    assert config.report.knn_every > 0
     config.check()
 
 
@@ -116,7 +119,7 @@ def test_a_wrong_argument_makes_no_right_one_wrong(pictures: Path, capsys: pytes
 def test_a_run_gets_its_own_directory_and_an_existing_one_is_not_overwritten(pictures: Path) -> None:
     command = ["--data-dir", "pictures", "--device", "cpu"]
     for number in ("", "-2", "-3"):
-        output = images_config(command).output
+        output = images_config(command).run.output
         assert output == Path(f"runs/pictures{number}")
         output.mkdir(parents=True)
         (output / "config.json").write_text("{}")
@@ -152,7 +155,7 @@ def test_images_of_one_class_have_no_labels(
     one.rename(tmp_path / "pictures/a")
     config = images_config(["--data-dir", "pictures", "--device", "cpu"])
     assert capsys.readouterr().err.startswith("pictures: 12 images, no labels, 48 px\n")
-    assert (config.evaluate, config.knn_every) == (False, 0)
+    assert (config.report.evaluate, config.report.knn_every) == (False, 0)
     dataset = load_dataset("folder", tmp_path / "pictures")
     assert not dataset.labelled
     with pytest.raises(ValueError, match="have no labels"):
@@ -168,15 +171,15 @@ def test_images_that_exceed_the_memory_are_packed(
         plain_tree(tmp_path / "pictures" / part, 24)
     monkeypatch.setattr("trainer.own_images.usable_memory", lambda: 40_000)
     config = images_config(["--data-dir", "pictures", "--device", "cpu"])
-    assert (config.dataset, config.data_dir) == ("packed", Path("runs/pictures-packed"))
+    assert (config.data.dataset, config.data.data_dir) == ("packed", Path("runs/pictures-packed"))
     assert "packing pictures/train into runs/pictures-packed" in capsys.readouterr().err
     assert Manifest.load(tmp_path / "runs/pictures-packed").complete
     assert Manifest.load(tmp_path / "runs/pictures-packed/test").num_images == 24
-    assert config.evaluate, "it has test images with labels"
+    assert config.report.evaluate, "it has test images with labels"
     images_config(["--data-dir", "pictures", "--device", "cpu"])
     assert "packing" not in capsys.readouterr().err, "a complete pack is used again"
     given = images_config(["--data-dir", "pictures", "--device", "cpu", "--dataset", "folder"])
-    assert (given.dataset, given.data_dir) == ("folder", Path("pictures"))
+    assert (given.data.dataset, given.data.data_dir) == ("folder", Path("pictures"))
 
 
 def test_a_pack_of_other_or_changed_images_is_not_used(
@@ -188,10 +191,10 @@ def test_a_pack_of_other_or_changed_images_is_not_used(
 
     def packed_of(folder: Path) -> tuple[str, int, str]:
         config = images_config(["--data-dir", str(folder), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
-        assert config.data_dir is not None
+        assert config.data.data_dir is not None
         said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("adding", "R/"))]
         assert len(said) <= 1
-        return str(config.data_dir), Manifest.load(config.data_dir).num_images, "".join(said)
+        return str(config.data.data_dir), Manifest.load(config.data.data_dir).num_images, "".join(said)
 
     one, two, three = (f"R/pics.2024-packed{number}" for number in ("", "-2", "-3"))
     assert packed_of(first) == (one, 9, "")
@@ -207,7 +210,7 @@ def test_a_pack_of_other_or_changed_images_is_not_used(
     config = images_config(["--data-dir", str(first), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()
     assert f"{one} is not used: 1 of its images were removed from {first}, renamed or overwritten since" in lines
-    assert (str(config.data_dir), Manifest.load(Path(three)).num_images) == (three, 11)
+    assert (str(config.data.data_dir), Manifest.load(Path(three)).num_images) == (three, 11)
 
 
 def test_choices_are_one_event_of_a_json_log(
@@ -226,7 +229,7 @@ def test_choices_are_one_event_of_a_json_log(
     (line,) = capsys.readouterr().err.splitlines()
     event = json.loads(line)
     assert (event["event"], event["images"], event["classes"]) == ("settings chosen", 73, 3)
-    assert event["settings"]["batch_size"] == config.batch_size
+    assert event["settings"]["batch_size"] == config.optimization.batch_size
     assert event["settings"].keys() == event["reasons"].keys()
     assert event["given"]["epochs"] == 3
     assert len(event["broken"]) == 3
@@ -265,15 +268,15 @@ def test_a_resumed_run_keeps_the_choices_of_its_beginning(
 ) -> None:
     command = ["--data-dir", "pictures", "--device", "cpu"]
     began = images_config([*command, "--batch-size", "12"])
-    began.output.mkdir(parents=True)
-    (began.output / "config.json").write_text(began.to_json())
+    began.run.output.mkdir(parents=True)
+    (began.run.output / "config.json").write_text(began.to_json())
     plain_tree(pictures, 2_100, first=100)  # for which other settings would be chosen
     monkeypatch.setattr("trainer.own_images.usable_cores", lambda: 64)
     capsys.readouterr()
     resumed = images_config([*command, "--resume"])
-    assert (resumed.output, resumed.resume) == (began.output, True)
-    assert replace(resumed, resume=False).to_json() == began.to_json()
+    assert (resumed.run.output, resumed.run.resume) == (began.run.output, True)
+    assert resumed.with_settings(resume=False).to_json() == began.to_json()
     assert capsys.readouterr().err == ""
-    packed = replace(began, dataset="packed", data_dir=Path("runs/pictures-packed"))
-    (began.output / "config.json").write_text(packed.to_json())
-    assert images_config([*command, "--resume"]).data_dir == Path("runs/pictures-packed")
+    packed = began.with_settings(dataset="packed", data_dir=Path("runs/pictures-packed"))
+    (began.run.output / "config.json").write_text(packed.to_json())
+    assert images_config([*command, "--resume"]).data.data_dir == Path("runs/pictures-packed")

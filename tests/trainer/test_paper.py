@@ -28,7 +28,10 @@ def imagenet(*options: str) -> TrainConfig:
 
 def schedule_of(config: TrainConfig, num_images: int = NUM_IMAGES) -> VisitSchedule:
     return VisitSchedule(
-        num_rows=num_images, window_size=config.window_size, window_stride=config.window_stride, seed=config.seed
+        num_rows=num_images,
+        window_size=config.sampling.window_size,
+        window_stride=config.sampling.window_stride,
+        seed=config.sampling.seed,
     )
 
 
@@ -122,7 +125,9 @@ def test_windows_are_those_of_the_papers_sampler(num_images: int, window_size: i
 def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
     """ "The most recent K instances in recent iterations", including the step's own."""
     config = imagenet("--num-negatives", str(2**exponent))
-    recent = RecentRows(schedule_of(config), num_active=config.num_negatives, batch_size=config.batch_size)
+    recent = RecentRows(
+        schedule_of(config), num_active=config.rows.num_negatives, batch_size=config.optimization.batch_size
+    )
     active = recent.active(20_000)
     assert len(active.rows) == 2**exponent
     assert np.array_equal(np.unique(active.rows), active.rows)
@@ -134,7 +139,7 @@ def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
 
 @pytest.mark.parametrize("correction", ["exact", "paper", "none"])
 def test_corrections_of_table_2(correction: str) -> None:
-    assert imagenet("--correction", correction).correction == correction
+    assert imagenet("--correction", correction).rows.correction == correction
 
 
 def test_resident_rows_depend_on_k_and_the_window_not_on_n() -> None:
@@ -142,16 +147,16 @@ def test_resident_rows_depend_on_k_and_the_window_not_on_n() -> None:
     config = imagenet()
     needed = {config.resident_rows(num_images) for num_images in (NUM_IMAGES, NUM_IMAGES_11K, 10**9)}
     assert len(needed) == 1
-    assert needed.pop() < 2 * config.window_size
+    assert needed.pop() < 2 * config.sampling.window_size
 
 
 # ---- Section 4, Tables 1, 4 and 5
 
 
 def test_components_of_table_1() -> None:
-    assert imagenet("--softmax", "plain").softmax == "plain"
-    assert imagenet("--head-layers", "1").head_layers == 1
-    assert not imagenet("--augmentation.no-strong").augmentation.strong
+    assert imagenet("--softmax", "plain").loss.softmax == "plain"
+    assert imagenet("--head-layers", "1").model.head_layers == 1
+    assert not imagenet("--augmentation.no-strong").views.augmentation.strong
 
 
 @pytest.mark.parametrize("epochs", [50, 100, 200, 400, 1600])
@@ -160,7 +165,11 @@ def test_an_epoch_is_as_many_iterations_as_in_epoch_order(epochs: int) -> None:
     sliding = imagenet("--epochs", str(epochs))
     in_epochs = imagenet("--epochs", str(epochs), "--window-size", str(NUM_IMAGES), "--window-stride", str(NUM_IMAGES))
     schedule_of(in_epochs)
-    assert sliding.num_steps(NUM_IMAGES) == in_epochs.num_steps(NUM_IMAGES) == round(epochs * NUM_IMAGES / 512)
+    assert (
+        sliding.optimization.num_steps(NUM_IMAGES)
+        == in_epochs.optimization.num_steps(NUM_IMAGES)
+        == round(epochs * NUM_IMAGES / 512)
+    )
 
 
 @pytest.mark.parametrize("epochs", [25, 50, 100])
@@ -168,8 +177,8 @@ def test_lengths_of_imagenet_11k(epochs: int) -> None:
     """Appendix, Experimental Results on ImageNet-11K: "the same pre-training setting", 25 to 100 epochs."""
     small, large = parse_config(["imagenet-1k"]), parse_config(["imagenet-11k", "--epochs", str(epochs)])
     large.check()
-    assert large.num_steps(NUM_IMAGES_11K) == round(epochs * NUM_IMAGES_11K / 512)
-    differing = {name for name, value in vars(large).items() if value != getattr(small, name)}
+    assert large.optimization.num_steps(NUM_IMAGES_11K) == round(epochs * NUM_IMAGES_11K / 512)
+    differing = {name for name, value in large.settings().items() if value != small.settings()[name]}
     assert differing == {"epochs", "output"}
 
 
@@ -202,14 +211,14 @@ def test_views_are_augmented_as_by_simclr_with_mocos_crop() -> None:
 
 
 def test_eight_gpus_have_64_images_each() -> None:
-    shares = [Ranks(rank=rank, world_size=8).share(imagenet().batch_size) for rank in range(8)]
+    shares = [Ranks(rank=rank, world_size=8).share(imagenet().optimization.batch_size) for rank in range(8)]
     assert [share.stop - share.start for share in shares] == [64] * 8
 
 
 def test_the_encoder_is_resnet_50_with_a_head_of_two_layers_and_plain_batch_norm() -> None:
     """Its rows have D = 128; blocks start as their shortcuts (He et al., 2019, which Section 4.1 cites)."""
     config = imagenet()
-    model = build_model(EncoderConfig(name="resnet50", in_channels=3, image_size=32), config.dim)
+    model = build_model(EncoderConfig(name="resnet50", in_channels=3, image_size=32), config.model.dim)
     layers = [(layer.in_features, layer.out_features) for layer in model.head if isinstance(layer, torch.nn.Linear)]
     assert layers == [(2048, 2048), (2048, 128)]
     assert [type(layer) for layer in model.head] == [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]

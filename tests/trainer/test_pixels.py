@@ -65,7 +65,9 @@ def test_images_in_memory_are_measured() -> None:
 def test_each_data_set_has_a_scale() -> None:
     assert load_dataset("fashion-mnist").pixels == PixelScale((0.286,), (0.353,))
     assert load_dataset("synthetic", num_images=10).pixels == MINUS_ONE_TO_ONE
-    assert all(config.encoder.pixel_mean is None for _, config in PRESETS.values())  # that of the images, whichever
+    assert all(
+        config.model.encoder.pixel_mean is None for _, config in PRESETS.values()
+    )  # that of the images, whichever
     colour: dict[str, Any] = {"in_channels": 3, "image_size": 16, "name": "none"}
     assert EncoderConfig(**colour, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std).pixels == IMAGENET
 
@@ -77,11 +79,11 @@ def test_training_and_evaluation_use_the_images_own_scale(
     result = train(run)
     scale = load_dataset("idx", data_dir).pixels
     assert 0.15 < scale.mean[0] < 0.2
-    stored = json.loads((run.output / "config.json").read_text())["encoder"]
+    stored = json.loads((run.run.output / "config.json").read_text())["encoder"]
     assert PixelScale(*(tuple(stored[name]) for name in SCALE)) == scale
-    assert load_encoder(run.output / "encoder.safetensors")[1].pixels == scale == result.model.config.pixels
-    step = json.loads((run.output / "summary.json").read_text())
-    assert evaluate(["linear-cached", "--run", str(run.output)]) == 0
+    assert load_encoder(run.run.output / "encoder.safetensors")[1].pixels == scale == result.model.config.pixels
+    step = json.loads((run.run.output / "summary.json").read_text())
+    assert evaluate(["linear-cached", "--run", str(run.run.output)]) == 0
     assert json.loads(capsys.readouterr().out)["top1"] == step["linear_top1"]
     same, other = (
         a_run(data_dir, tmp_path / name, steps=8, encoder=replace(SMALL, pixel_mean=mean, pixel_std=std))
@@ -89,8 +91,8 @@ def test_training_and_evaluation_use_the_images_own_scale(
     )
     train(same)
     train(other)
-    assert losses(same.output) == losses(run.output)
-    assert losses(other.output) != losses(run.output)
+    assert losses(same.run.output) == losses(run.run.output)
+    assert losses(other.run.output) != losses(run.run.output)
 
 
 def test_an_encoder_file_keeps_its_scale_and_one_of_before_is_refused(data_dir: Path, tmp_path: Path) -> None:

@@ -34,12 +34,16 @@ def test_imagenet_is_trained_as_in_the_paper(preset: str, epochs: int) -> None:
         "softmax": "cosine",
         "head_layers": 2,
     }
-    assert {name: getattr(config, name) for name in recipe} == recipe
-    assert (config.encoder.name, config.encoder.image_size, config.data_dir) == ("resnet50", 224, Path("packed"))
-    assert config.augmentation.min_scale == 0.2
-    assert config.base_learning_rate == config.learning_rate
+    assert {name: config.settings()[name] for name in recipe} == recipe
+    assert (config.model.encoder.name, config.model.encoder.image_size, config.data.data_dir) == (
+        "resnet50",
+        224,
+        Path("packed"),
+    )
+    assert config.views.augmentation.min_scale == 0.2
+    assert config.optimization.base_learning_rate == config.optimization.learning_rate
     half = parse_config([preset, "--batch-size", "256", "--learning-rate-batch", "512"])
-    assert half.base_learning_rate == 0.03
+    assert half.optimization.base_learning_rate == 0.03
 
 
 @pytest.mark.guard
@@ -90,7 +94,7 @@ def test_check_rejects_impossible_warm_ups(arguments: list[str], message: str) -
 def checked_warmup_steps(arguments: list[str]) -> int:
     config = parse_config(arguments)
     config.check()
-    return config.warmup_steps(NUM_IMAGES, 1_000)
+    return config.optimization.warmup_steps(NUM_IMAGES, 1_000)
 
 
 def test_a_run_may_end_within_its_warm_up() -> None:
@@ -101,7 +105,7 @@ def test_a_run_may_end_within_its_warm_up() -> None:
 
 
 def rates_of(arguments: list[str]) -> np.ndarray:
-    return ImageHistory(((0, NUM_IMAGES),)).learning_rates(parse_config(arguments))
+    return ImageHistory(((0, NUM_IMAGES),)).learning_rates(parse_config(arguments).optimization)
 
 
 def test_multi_crop_has_the_areas_of_the_authors_code() -> None:
@@ -123,7 +127,7 @@ def test_multi_crop_has_the_areas_of_the_authors_code() -> None:
 def test_presets_are_settings_that_fit_together(preset: str) -> None:
     config = parse_config([preset])
     config.check()
-    assert config.resident_rows(1_281_167) >= config.num_negatives
+    assert config.resident_rows(1_281_167) >= config.rows.num_negatives
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,11 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
             ["mnist-of-letters"],
             "give a folder that exists, or one of fashion-mnist, demo, imagenet-1k",
         ),
-        (["synthetic", "--encoder.blocks", "0"], "Error parsing encoder: blocks is (0,)"),
-        (["synthetic", "--augmentation.min-scale", "2"], "Error parsing augmentation: min_scale and max_scale are"),
+        (["synthetic", "--encoder.blocks", "0"], "Error parsing model.encoder: blocks is (0,)"),
+        (
+            ["synthetic", "--augmentation.min-scale", "2"],
+            "Error parsing views.augmentation: min_scale and max",
+        ),
         (["imagenet-1k", "--batch-size", "many"], "--batch-size"),
         (["imagenet-1k", "--output", "", "--resume"], "trainer: --output: the path is empty: is a variable not set?"),
         (["synthetic", "--data_dir="], "trainer: --data-dir: the path is empty"),

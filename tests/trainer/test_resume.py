@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +218,9 @@ def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)
     run = small_run(tmp_path / "run", encoder=encoder, steps=3, checkpoint_every=2)
     train(run)
-    before = losses(run.output)
-    train(replace(run, resume=True, resume_step=2))
-    assert losses(run.output) == before
+    before = losses(run.run.output)
+    train(run.with_settings(resume=True, resume_step=2))
+    assert losses(run.run.output) == before
 
 
 @pytest.mark.guard  # seconds
@@ -251,18 +250,18 @@ def test_a_resumed_run_updates_its_paths(tmp_path: Path, undisturbed: Path) -> N
 def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
     first = small_run(tmp_path / "first", steps=1, rows="dense")
     train(first)
-    begun = first.output / "encoder.safetensors"
+    begun = first.run.output / "encoder.safetensors"
     run = small_run(tmp_path / "run", steps=4, checkpoint_every=2, init_encoder=begun)
     train(run)
-    before = losses(run.output)
+    before = losses(run.run.output)
     begun.unlink()
-    train(replace(run, resume=True, resume_step=2))
-    train(replace(run, resume=True, resume_step=2, init_encoder=None))
-    assert losses(run.output) == before
-    assert read_config(run.output)["init_encoder"] == str(begun)
-    shutil.rmtree(run.output / "checkpoints")  # as if it had been killed before its first
+    train(run.with_settings(resume=True, resume_step=2))
+    train(run.with_settings(resume=True, resume_step=2, init_encoder=None))
+    assert losses(run.run.output) == before
+    assert read_config(run.run.output)["init_encoder"] == str(begun)
+    shutil.rmtree(run.run.output / "checkpoints")  # as if it had been killed before its first
     with pytest.raises(ValueError, match=r"whose init_encoder is .*, not None: give the same settings"):
-        train(replace(run, resume=True, init_encoder=None))
+        train(run.with_settings(resume=True, init_encoder=None))
 
 
 def test_the_umask_decides_who_may_read_files(undisturbed: Path) -> None:
@@ -432,13 +431,13 @@ def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
         with pytest.raises(OSError, match="power"):
             train(run, on_step=fail)
         other.open_session("other", hold=True)
-        begin = replace(run, output=tmp_path / "second")
+        begin = run.with_settings(output=tmp_path / "second")
         with pytest.raises(
             ValueError,
             match=r"hold the rows of run 'other' up to step 0: .* \(process \d+ on .*, .*alive \d+ s ago\)",
         ):
             train(begin)
-        assert train(replace(begin, take_over=True)).summary["steps"] == 4
+        assert train(begin.with_settings(take_over=True)).summary["steps"] == 4
         with pytest.raises(FencedError):
             other.checkpoint("late", step=0)
 
@@ -556,7 +555,7 @@ def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_
             while not metrics.exists() or not metrics.read_text():
                 time.sleep(0.005)
             try:
-                train(replace(first, output=tmp_path / "second"))
+                train(first.with_settings(output=tmp_path / "second"))
             except ValueError as error:
                 other.append(error)
 
@@ -576,8 +575,8 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(
         ValueError, match=r"step-000000000008.safetensors cannot be read .*restore a copy of it, or resume"
     ):
-        train(replace(run, resume=True))
-    assert train(replace(run, resume=True, resume_step=3)).summary["steps"] == 8
+        train(run.with_settings(resume=True))
+    assert train(run.with_settings(resume=True, resume_step=3)).summary["steps"] == 8
     (aside,) = newest.parent.glob("set-aside-*")
     assert (aside / newest.name).stat().st_size == 1000
     with pytest.raises(SystemExit):

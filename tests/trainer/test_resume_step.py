@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,13 +286,13 @@ def test_the_demo_overwrites_no_picture(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.guard
 def test_rank_0_decides_for_all(stale: Path, ended: Path) -> None:
-    settings = replace(run(stale), resume=True)
+    settings = run(stale).with_settings(resume=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    command += ["synthetic", "--resume", "--output", str(stale), "--num-images", str(settings.num_images)]
+    command += ["synthetic", "--resume", "--output", str(stale), "--num-images", str(settings.data.num_images)]
     command += ["--encoder.name", "none", "--encoder.image-size", "16", "--encoder.stem-stride", "1"]
     command += ["--learning-rate", "0.2", "--dim", "16"]
     for name in ("steps", "batch_size", "num_negatives", "window_size", "window_stride", "rows_per_block", "log_every"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
+        command += [f"--{name.replace('_', '-')}", str(settings.settings()[name])]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 1
     assert f"or give --resume-step {EVERY}," in refused.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +106,16 @@ def test_an_older_copy_under_a_run_ends_it(rows: str, tmp_path: Path, undisturbe
         config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows)
         with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
             train(config, on_step=on_step)
-        assert len(losses(config.output)) <= 2 * EVERY, "by the next checkpoint at the latest"
-        files = config.output / "checkpoints"
+        assert len(losses(config.run.output)) <= 2 * EVERY, "by the next checkpoint at the latest"
+        files = config.run.output / "checkpoints"
         assert saved_steps(files)[-1] == EVERY, "of nothing that was lost"
         with pytest.raises(
             DataLossError, match=r"lacks what it had acknowledged: .*, or give --resume-step 0, the newest"
         ):
-            train(replace(config, resume=True))
+            train(config.with_settings(resume=True))
         shards.copy("ended", then=lambda directory: shards.put_back("newest", directory))
-        train(replace(config, resume=True))
-        assert losses(config.output) == losses(undisturbed)
+        train(config.with_settings(resume=True))
+        assert losses(config.run.output) == losses(undisturbed)
     assert same(rows_of(tmp_path / "servers"), rows_of(undisturbed / "servers"))
     assert_dense(rows_of(tmp_path / "servers"), dense)
 

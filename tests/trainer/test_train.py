@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +183,10 @@ def test_as_many_other_images_in_memory_are_refused(data_dir: Path, tmp_path: Pa
     run = config(data_dir, tmp_path / "run", steps=3)
     train(run)
     with pytest.raises(ValueError, match="images are not those of the run"):
-        train(replace(run, data_dir=others, resume=True))
+        train(run.with_settings(data_dir=others, resume=True))
     moved = shutil.copytree(data_dir, tmp_path / "moved")
-    train(replace(run, data_dir=moved, resume=True))
-    assert json.loads((run.output / "config.json").read_text())["data_dir"] == str(moved)
+    train(run.with_settings(data_dir=moved, resume=True))
+    assert json.loads((run.run.output / "config.json").read_text())["data_dir"] == str(moved)
 
 
 def test_a_run_that_never_started_can_be_repeated(data_dir: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import Settings, check_at_least, flag, resumable
+from trainer.settings import SettingError, Settings, check_at_least, flag, resumable
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -41,7 +41,7 @@ class DataConfig(Settings):
         try:
             background_colour(self.background)
         except ValueError as error:
-            raise ValueError(f"--background: {error}") from None
+            raise SettingError(f"--background: {error}", "background") from None
 
     def unused_settings(self) -> dict[str, str]:
         from trainer.data.datasets import DECODED
@@ -80,12 +80,12 @@ class ViewsConfig(Settings):
         check_at_least(self, 0, "small_crops")
         check_at_least(self, 1, "small_crop_size")
         if not 0 <= self.cutmix <= 1:
-            raise ValueError(f"--cutmix must lie in 0..1, got {self.cutmix:g}")
+            raise SettingError(f"--cutmix must lie in 0..1, got {self.cutmix:g}", "cutmix")
         for name in ("small_crop_scale", "view_scale"):
             try:
                 self._cropped_to(getattr(self, name))
             except ValueError as error:
-                raise ValueError(f"{flag(name)}: {error}") from None
+                raise SettingError(f"{flag(name)}: {error}", name) from None
 
     def problem_of_areas(self) -> str:
         """A line if --small-crops would silently override the augmentation's own areas, otherwise empty."""

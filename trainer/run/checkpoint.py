@@ -62,9 +62,9 @@ class Checkpoints:
         *,
         on_saved: Callable[[], None],
     ) -> None:
-        self._directory = config.output / "checkpoints"
-        self._keep = config.keep_checkpoints
-        self._resume_step = config.resume_step
+        self._directory = config.run.output / "checkpoints"
+        self._keep = config.run.keep_checkpoints
+        self._resume_step = config.run.resume_step
         self._ranks = ranks
         self._rows = rows
         self._client = client

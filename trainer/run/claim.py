@@ -31,7 +31,7 @@ class DirectoryClaim:
 
     def __enter__(self) -> Self:
         if self._is_first:
-            if self._config.resume:
+            if self._config.run.resume:
                 check_same_run(self._config)
                 self._is_kept = True
             else:
@@ -42,7 +42,7 @@ class DirectoryClaim:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and self._is_first and not self._is_kept:
-            (self._config.output / CONFIG_FILE).unlink(missing_ok=True)
+            (self._config.run.output / CONFIG_FILE).unlink(missing_ok=True)
 
     def keep(self) -> None:
         """Keeps the directory even if the run fails from now on."""
@@ -56,8 +56,8 @@ class DirectoryClaim:
         self.keep()
         if not self._is_first:
             return
-        output = self._config.output
-        if self._config.resume:
+        output = self._config.run.output
+        if self._config.run.resume:
             update_settings(self._config)
             results = [output / name for name in RESULT_FILES if start_step < num_steps]  # the run will write new ones
             set_newer_aside(output / "checkpoints", start_step, results, output / METRICS_FILE)
@@ -66,25 +66,25 @@ class DirectoryClaim:
 
 def _claim(config: TrainConfig) -> None:
     """Creates the run's directory and writes config.json."""
-    path = config.output / CONFIG_FILE
-    files = [config.output / name for name in (METRICS_FILE, *RESULT_FILES)]
+    path = config.run.output / CONFIG_FILE
+    files = [config.run.output / name for name in (METRICS_FILE, *RESULT_FILES)]
     found = [file.name for file in files if file.exists()]
-    if not path.exists() and (found or saved_steps(config.output / "checkpoints")):
+    if not path.exists() and (found or saved_steps(config.run.output / "checkpoints")):
         raise ValueError(
-            f"{config.output} holds {found[0] if found else 'checkpoints'} of a run whose {path.name} is missing: "
+            f"{config.run.output} holds {found[0] if found else 'checkpoints'} of a run whose {path.name} is missing: "
             "restore it to resume that run, or choose another --output"
         )
     try:
-        make_directory(config.output)
+        make_directory(config.run.output)
         with path.open("x") as file:
             file.write(config.to_json())
         sync(path)
-        sync(config.output)
+        sync(config.run.output)
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():
-            raise ValueError(f"{config.output} holds another run: choose another --output, or delete it") from None
+            raise ValueError(f"{config.run.output} holds another run: choose another --output, or delete it") from None
         raise ValueError(
-            f"--output {config.output} cannot be used ({error.strerror}): choose another directory"
+            f"--output {config.run.output} cannot be used ({error.strerror}): choose another directory"
         ) from None
 
 

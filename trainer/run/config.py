@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive, resumable
 from weightserver.common.logs import LogFormat
 
 Resume = bool | Literal["auto"]
@@ -56,9 +56,11 @@ class RunConfig(Settings):
 
     def check(self) -> None:
         if self.extend and not self.resume:
-            raise ValueError("--extend adds images to a run that is resumed: give --resume too, or omit it")
+            raise SettingError("--extend adds images to a run that is resumed: give --resume too, or omit it", "extend")
         if self.resume_step is not None and not self.resume:
-            raise ValueError("--resume-step is for a run that is resumed: give --resume too, or omit it")
+            raise SettingError(
+                "--resume-step is for a run that is resumed: give --resume too, or omit it", "resume_step"
+            )
         check_at_least(self, 0, "checkpoint_every")
         check_at_least(self, 1, "keep_checkpoints")
 
@@ -86,25 +88,21 @@ class ReportConfig(Settings):
     """Address to serve the metrics on; they reveal no secrets and need no token."""
     evaluate: bool = resumable(True)
     """Whether to evaluate by kNN and linear probe at the end."""
+    online_probe: bool = resumable(False)
+    """Train a linear classifier beside the run, on the encoder's features of the training views. Labels are used for
+    nothing else, and the run is the same to the bit without it."""
 
     def check(self) -> None:
         check_at_least(self, 1, "log_every")
         if self.wandb_project is not None and find_spec("wandb") is None:
-            raise ValueError("--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'")
+            raise SettingError(
+                "--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'", "wandb_project"
+            )
         check_not_negative(self, "knn_every")
         check_positive(self, "knn_fraction")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own
         if self.metrics_port is not None and not 0 <= self.metrics_port <= last_port:
-            raise ValueError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}")
+            raise SettingError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}", "metrics_port")
 
     def unused_settings(self) -> dict[str, str]:
         return {} if self.knn_every else {"knn_fraction": "--knn-every"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlineProbeConfig(Settings):
-    """A linear classifier of labels beside the run."""
-
-    online_probe: bool = resumable(False)
-    """Train a linear classifier beside the run, on the encoder's features of the training views. Labels are used for
-    nothing else, and the run is the same to the bit without it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +92,11 @@ def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderCon
     )
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings under dotted names."""
     named: dict[str, Any] = {}
     for name, value in settings.items():
-        named |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        named |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return named
 
 

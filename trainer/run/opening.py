@@ -59,9 +59,9 @@ class OpenRows:
 
 def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
     """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
-    if not config.resume or config.extend:
+    if not config.run.resume or config.run.extend:
         return dataset
-    history = history_to_resume(config.output / "checkpoints", config.resume_step) if ranks.is_first else None
+    history = history_to_resume(config.run.output / "checkpoints", config.run.resume_step) if ranks.is_first else None
     had = int(ranks.broadcast_text(str(history.num_images if history else 0)))
     before = dataset.first(had)
     if ranks.is_first and len(before.train_images) < len(dataset.train_images):
@@ -91,23 +91,23 @@ def open_rows(
         ValueError: settings or images that do not match, or weight servers that another run used.
         WeightServerError: weight servers that are unreachable or refuse.
     """
-    length = (0, config.epochs, config.steps)
+    length = (0, config.optimization.epochs, config.optimization.steps)
     history = ImageHistory(((0, sum(range_sizes)),), tuple(digests), classes, (length,))
-    if config.rows == "dense":
+    if config.rows.rows == "dense":
         sharding = Sharding(spec.rows_per_block, ranks.world_size)
         rates = LearningRates(spec, _learning_rates(config, history, ranks))
         yield OpenRows(DenseRows(spec, rates, device=device, sharding=sharding, shard=ranks.rank), history, rates)
         return
     with ExitStack() as stack:
         open_first = partial(_open_session, config, spec, range_sizes, history, ranks, stack)
-        session = share_session(config.output.name, ranks, stack, open_first, partial(_client, config))
+        session = share_session(config.run.output.name, ranks, stack, open_first, partial(_client, config))
         client, history = session.client, ImageHistory.from_json(session.content["history"])
         given = _learning_rates(config, history, ranks)  # the same on every rank
         client.extend_schedule(0, given)
         rates = LearningRates(spec, given)
         store = (
             RemoteRows(client, device, value_bytes=spec.value_bytes)
-            if config.rows == "remote"
+            if config.rows.rows == "remote"
             else _resident(config, spec, rates, history, ranks, device, client)
         )
         stack.callback(store.close)
@@ -115,13 +115,17 @@ def open_rows(
 
 
 def _learning_rates(config: TrainConfig, history: ImageHistory, ranks: Ranks) -> Float32Array:
-    rates = history.learning_rates(config)
-    warmup_steps = config.warmup_steps(history.parts[0][1], len(rates))
+    rates = history.learning_rates(config.optimization)
+    warmup_steps = config.optimization.warmup_steps(history.parts[0][1], len(rates))
     if ranks.is_first and warmup_steps > len(rates):
         _log.warning(
             "the run's %(steps)d steps end within its warm-up of %(warmup_steps)d: give fewer --warmup-epochs to reach "
             "--learning-rate %(learning_rate)g",
-            {"steps": len(rates), "warmup_steps": warmup_steps, "learning_rate": config.base_learning_rate},
+            {
+                "steps": len(rates),
+                "warmup_steps": warmup_steps,
+                "learning_rate": config.optimization.base_learning_rate,
+            },
         )
     return rates
 
@@ -135,14 +139,14 @@ def _resident(
     device: torch.device,
     client: WeightClient,
 ) -> ResidentRows:
-    capacity = config.resident_rows(history.num_images, None if config.labels is None else spec.num_rows)
+    capacity = config.resident_rows(history.num_images, None if config.sampling.labels is None else spec.num_rows)
     return ResidentRows(
         client,
         spec,
         rates,
         capacity=share_of_capacity(capacity, spec, ranks),
-        prefetch_steps=config.prefetch_steps,
-        write_back_rows=min(config.window_stride, 1 << 14) // ranks.world_size + 1,
+        prefetch_steps=config.rows.prefetch_steps,
+        write_back_rows=min(config.sampling.window_stride, 1 << 14) // ranks.world_size + 1,
         device=device,
     )
 
@@ -159,14 +163,14 @@ def _open_session(
 
     The weight servers are started if none are given. `history` is that of a new run with the same images.
     """
-    addresses = config.server_addresses or start_servers(config, ranks, stack)
+    addresses = config.servers.addresses or start_servers(config, ranks, stack)
     client = stack.enter_context(_client(config, addresses))
     step: int | None = None
-    if config.resume:
+    if config.run.resume:
         epoch, step, history = _resume_table(client, config, spec, range_sizes, history)
     else:
         remedy = "resume it by --resume, or use other servers"
-        epoch = open_new_run(client, spec, config.output.name, remedy=remedy, take_over=config.take_over)
+        epoch = open_new_run(client, spec, config.run.output.name, remedy=remedy, take_over=config.servers.take_over)
     return SharedSession(client, addresses, epoch, {"checkpoint_step": step, "history": history.to_json()})
 
 
@@ -178,17 +182,17 @@ def _resume_table(
     `history` is that of a new run with the same images. Returns the epoch, the checkpoint's step (None if the run died
     before its first) and the history of the resumed run.
     """
-    files = config.output / "checkpoints"
-    step = step_to_resume(files, client, config.resume_step)
+    files = config.run.output / "checkpoints"
+    step = step_to_resume(files, client, config.run.resume_step)
     before = saved_history(files, step or 0)
     if before is None:  # it died before its first checkpoint
         before = history if history.classes else _history_of_table(client) or history
     before.check_classes(history.classes)
-    history = before.extended(step or 0, range_sizes, history.digests, extend=config.extend)
-    history = history.lengthened(step or 0, run_settings(config.output), config)
+    history = before.extended(step or 0, range_sizes, history.digests, extend=config.run.extend)
+    history = history.lengthened(step or 0, run_settings(config.run.output).optimization, config.optimization)
     _open_table(client, spec if history.classes else replace(spec, num_rows=before.num_images))
-    name = config.output.name
-    take_over = config.take_over or client.describe().run == name
+    name = config.run.output.name
+    take_over = config.servers.take_over or client.describe().run == name
     epoch = client.open_session(name, force=step is not None, hold=True, take_over=take_over)
     if step is not None:
         client.rollback(checkpoint_name(step))  # all shards, whatever they held before
@@ -219,9 +223,12 @@ def _open_table(client: WeightClient, spec: TableSpec) -> None:
 
 def _client(config: TrainConfig, addresses: Sequence[str]) -> WeightClient:
     # Local servers that the run started are on loopback and need no credentials.
-    security = config.security.client_arguments() if config.servers else {}
+    security = config.servers.security.client_arguments() if config.servers.servers else {}
     return WeightClient(
-        addresses, retry_seconds=config.retry_seconds, connect_seconds=config.wait_for_servers, **security
+        addresses,
+        retry_seconds=config.servers.retry_seconds,
+        connect_seconds=config.servers.wait_for_servers,
+        **security,
     )
 
 
@@ -236,4 +243,4 @@ def start_servers(config: TrainConfig, ranks: Ranks, stack: ExitStack) -> list[s
             "training on several machines needs weight servers that all machines can reach: give --servers"
         )
     with stage("starting the weight servers"):
-        return stack.enter_context(LocalCluster(config.num_shards, config.output / "servers")).addresses
+        return stack.enter_context(LocalCluster(config.servers.num_shards, config.run.output / "servers")).addresses

@@ -69,24 +69,24 @@ class Recorder:
         self._ranks = ranks
         self._counters = RowCounters()
         self._metrics = TrainerMetrics(
-            run=config.output.name,
+            run=config.run.output.name,
             rank=ranks.rank,
-            window_size=config.window_size,
-            batch_size=config.batch_size,
-            num_steps=config.num_steps(num_images),
+            window_size=config.sampling.window_size,
+            batch_size=config.optimization.batch_size,
+            num_steps=config.optimization.num_steps(num_images),
             device=ranks.device,
-            retry_seconds=config.retry_seconds,
+            retry_seconds=config.servers.retry_seconds,
         )
         self._next_step = 0
         self._recorded_seconds = 0.0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if self._config.metrics_port is not None:
-                port = self._config.metrics_port and self._config.metrics_port + self._ranks.local_rank
-                address, stop = self._metrics.serve(port, self._config.metrics_host)
+            if self._config.report.metrics_port is not None:
+                port = self._config.report.metrics_port and self._config.report.metrics_port + self._ranks.local_rank
+                address, stop = self._metrics.serve(port, self._config.report.metrics_host)
                 stack.callback(stop)
-                if self._config.log_format == "json":
+                if self._config.report.log_format == "json":
                     _log.info("metrics served", extra={"address": address})
                 else:
                     print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
@@ -112,18 +112,20 @@ class Recorder:
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
-        self._lines = enter((config.output / METRICS_FILE).open("a"))
-        self._board = enter(SummaryWriter(str(config.output / "tensorboard"), purge_step=start_step))
-        self._log_to_wandb = enter(weights_and_biases(config, config.wandb_project)) if config.wandb_project else None
+        self._lines = enter((config.run.output / METRICS_FILE).open("a"))
+        self._board = enter(SummaryWriter(str(config.run.output / "tensorboard"), purge_step=start_step))
+        self._log_to_wandb = (
+            enter(weights_and_biases(config, config.report.wandb_project)) if config.report.wandb_project else None
+        )
         self._progress = TrainingProgress(
             start_step=start_step,
-            num_steps=config.num_steps(self._num_images),
-            batch_size=config.batch_size,
+            num_steps=config.optimization.num_steps(self._num_images),
+            batch_size=config.optimization.batch_size,
             num_images=self._num_images,
-            chance=math.log(config.num_negatives),
+            chance=math.log(config.rows.num_negatives),
             stage=lambda: self._interval.clock.stage,
         )
-        for record in read_metrics(config.output / METRICS_FILE)[-1:]:  # of the part before
+        for record in read_metrics(config.run.output / METRICS_FILE)[-1:]:  # of the part before
             self._progress.update(record)
         enter(following(self._progress))
 
@@ -150,7 +152,7 @@ class Recorder:
     def note_signal(self) -> None:
         """Says at once that the run will stop; called in a signal handler, which must not use a buffered stream."""
         message = "stopping after this step"
-        if not notify(message) and self._ranks.is_first and self._config.log_format == "text":
+        if not notify(message) and self._ranks.is_first and self._config.report.log_format == "text":
             os.write(sys.stderr.fileno(), f"trainer: {message}\n".encode())
 
     def advance(self, step: int) -> None:
@@ -179,7 +181,7 @@ class Recorder:
             "step": step,
             "loss": loss,
             "learning_rate": learning_rate,
-            "images_per_second": num_steps * self._config.batch_size / seconds,
+            "images_per_second": num_steps * self._config.optimization.batch_size / seconds,
             "seconds": seconds,
         } | monitored
         own, rows = interval.largest(), interval.rows() | {"active_rows": active_rows}

@@ -25,7 +25,7 @@ from trainer.run.checkpoint_file import (
     steps_on_both,
 )
 from trainer.run.directory import CONFIG_FILE, flat, read_settings
-from trainer.settings import flag, settings_of
+from trainer.settings import flag
 from weightserver import Checkpoint, DataLossError, NoTableError, WeightClient
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
@@ -42,13 +42,13 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     Only a directory that no run has claimed starts a new run; anything that prevents an existing run from being resumed
     is found and refused later. Dense rows cannot be resumed.
     """
-    if config.resume != "auto":
+    if config.run.resume != "auto":
         return config
-    found = ranks.is_first and config.rows != "dense" and (config.output / CONFIG_FILE).exists()
+    found = ranks.is_first and config.rows.rows != "dense" and (config.run.output / CONFIG_FILE).exists()
     (resumes,) = ranks.max_over_ranks([float(found)])
-    if config.resume_step is not None and not resumes:
-        raise ValueError(f"{config.output} holds no run to resume: omit --resume-step, or give the run's --output")
-    return replace(config, resume=bool(resumes))
+    if config.run.resume_step is not None and not resumes:
+        raise ValueError(f"{config.run.output} holds no run to resume: omit --resume-step, or give the run's --output")
+    return config.with_settings(resume=bool(resumes))
 
 
 def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
@@ -57,47 +57,47 @@ def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Tra
     They come from the run that is resumed; otherwise from --init-encoder, whose weights expect them; otherwise from the
     images.
     """
-    if config.encoder.pixel_mean is not None:
+    if config.model.encoder.pixel_mean is not None:
         return config
     found: dict[str, Any] = {}
     if ranks.is_first:
         found = _pixel_scale(config, dataset)
     found = json.loads(ranks.broadcast_text(json.dumps(found)))
     numbers: dict[str, Any] = {name: value and tuple(value) for name, value in found.items()}
-    return replace(config, encoder=replace(config.encoder, **numbers))
+    return config.with_settings(encoder=replace(config.model.encoder, **numbers))
 
 
 def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
     """pixel_mean and pixel_std as config.json has them."""
     names = ("pixel_mean", "pixel_std")
-    if config.resume and (config.output / CONFIG_FILE).exists():
-        stored = read_settings(config.output)["encoder"]
+    if config.run.resume and (config.run.output / CONFIG_FILE).exists():
+        stored = read_settings(config.run.output)["encoder"]
         return {name: stored[name] for name in names}
-    if config.init_encoder is not None:
-        encoder = load_encoder(config.init_encoder)[1]
+    if config.model.init_encoder is not None:
+        encoder = load_encoder(config.model.init_encoder)[1]
         return {name: getattr(encoder, name) for name in names}
     return dict(zip(names, dataset.pixels, strict=True))
 
 
 def check_same_run(config: TrainConfig) -> None:
     """Raises ValueError unless the run in config.output is the one that `config` describes."""
-    if not (config.output / CONFIG_FILE).exists():
-        raise ValueError(f"{config.output} holds no run to resume: omit --resume, or give another --output")
-    num_local = len(list((config.output / "servers").glob("shard-*/")))
-    if not config.servers and num_local not in (0, config.num_shards):
-        raise ValueError(f"{config.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
+    if not (config.run.output / CONFIG_FILE).exists():
+        raise ValueError(f"{config.run.output} holds no run to resume: omit --resume, or give another --output")
+    num_local = len(list((config.run.output / "servers").glob("shard-*/")))
+    if not config.servers.servers and num_local not in (0, config.servers.num_shards):
+        raise ValueError(f"{config.run.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     wanted = json.loads(config.to_json())
-    stored = read_settings(config.output)
-    starts = not saved_steps(config.output / "checkpoints")  # it was killed before its first
+    stored = read_settings(config.run.output)
+    starts = not saved_steps(config.run.output / "checkpoints")  # it was killed before its first
     _check_length(config, stored, wanted)
-    free = RESUMABLE | LENGTH | config.unused_settings().keys() | (set() if starts else {"init_encoder"})
+    free = RESUMABLE | LENGTH | config.unused_settings() | (set() if starts else {"init_encoder"})
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
     for name in sorted(had.keys() | given.keys()):
         if had.get(name) != given.get(name):
             raise ValueError(
-                f"--resume resumes the run in {config.output}, whose {name} is {had.get(name)}, not {given.get(name)}: "
-                "give the same settings"
+                f"--resume resumes the run in {config.run.output}, whose {name} is {had.get(name)}, not "
+                f"{given.get(name)}: give the same settings"
             )
 
 
@@ -106,22 +106,22 @@ def _check_length(config: TrainConfig, stored: dict[str, Any], wanted: dict[str,
     had, given = ("epochs" if settings["steps"] is None else "steps" for settings in (stored, wanted))
     if had == given and wanted[given] < stored[had]:
         raise ValueError(
-            f"--resume resumes the run in {config.output}, whose {had} is {stored[had]}, not {wanted[given]}: it can "
-            f"become longer, not shorter: omit {flag(had)} or raise it"
+            f"--resume resumes the run in {config.run.output}, whose {had} is {stored[had]}, not {wanted[given]}: "
+            f"it can become longer, not shorter: omit {flag(had)} or raise it"
         )
 
 
 def run_settings(output: Path) -> TrainConfig:
     """The settings of the run in a directory."""
-    return settings_of(TrainConfig, read_settings(output))
+    return TrainConfig.of_run(read_settings(output))
 
 
 def update_settings(config: TrainConfig) -> None:
     """Writes the settings that changed on resuming, such as paths and addresses, to the run's config.json."""
-    stored, now = read_settings(config.output), json.loads(config.to_json())
+    stored, now = read_settings(config.run.output), json.loads(config.to_json())
     settings = stored | {name: now[name] for name in (RESUMABLE | LENGTH) - _OF_ONE_START}
     text = json.dumps(settings, indent=2) + "\n"
-    atomic_write(config.output / CONFIG_FILE, lambda path: path.write_text(text))
+    atomic_write(config.run.output / CONFIG_FILE, lambda path: path.write_text(text))
 
 
 def step_to_resume(directory: Path, client: WeightClient, asked: int | None = None) -> int | None:

@@ -20,16 +20,16 @@ def weights_and_biases(config: TrainConfig, project: str) -> Iterator[Callable[[
     """
     import wandb  # whether it is installed was checked with the settings
 
-    known = config.output / "wandb-id"
+    known = config.run.output / "wandb-id"
     if not known.exists():
         known.write_text(secrets.token_hex(8) + "\n")
     try:
         run = wandb.init(
             project=project,
-            name=config.output.name,
+            name=config.run.output.name,
             id=known.read_text().strip(),
             resume="allow",
-            dir=config.output,
+            dir=config.run.output,
             config=json.loads(config.to_json()),
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -106,7 +106,7 @@ def test_a_preview_shows_the_views_of_a_run(tmp_path: Path, capsys: pytest.Captu
     run.mkdir()
     unchanged = AugmentationConfig(strong=False, min_scale=1.0, max_aspect_ratio=1.0, flip_probability=0.0)
     encoder = EncoderConfig(in_channels=3, image_size=48)
-    config = TrainConfig(dataset="folder", encoder=encoder, augmentation=unchanged, background="black")
+    config = TrainConfig().with_settings(dataset="folder", encoder=encoder, augmentation=unchanged, background="black")
     (run / "config.json").write_text(config.to_json())
     assert views_of_run(run) == ViewsOfRun(48, "black", {f"as in {run}": unchanged})
     assert call("preview", tree, "--run", run, "--output", picture, "--images", 2, "--views", 1) == 0

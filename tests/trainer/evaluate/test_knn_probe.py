@@ -147,7 +147,7 @@ def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypat
 
 
 def test_its_options_are_checked(tmp_path: Path) -> None:
-    assert parse_config(["synthetic"]).knn_fraction == 0.05
+    assert parse_config(["synthetic"]).report.knn_fraction == 0.05
     with pytest.raises(ValueError, match=r"--knn-fraction must be positive and finite, got 0"):
         small_run(tmp_path, knn_every=1.0, knn_fraction=0.0).check()
     with pytest.raises(ValueError, match=r"--knn-fraction 0.5 is for --knn-every: omit it, or give --knn-every too"):
