@@ -145,11 +145,15 @@ class Tracer:
 
     Args:
         attempt: whose lines are traced, with those of `TracedEncoder`.
-        inside: whether the head's lines are traced too, except those of its step(), which ends the step.
+        inside: whether the head's lines are traced too.
     """
 
     def __init__(self, attempt: Attempt, fails_at: Point | None = None, *, inside: bool = False) -> None:
         self.points: list[Point] = []
+        self.line: Point | None = None
+        """The line of the loop that failed, or in whose call it did."""
+        self.made = False
+        """Whether the rows' update was made nevertheless."""
         self._codes = [of.__code__ for of in (attempt, TracedEncoder.__call__, TracedEncoder.receive)]
         self._fails_at = fails_at
         self._inside = inside
@@ -168,6 +172,10 @@ class Tracer:
         if event == "line" and (point := (frame.f_code.co_filename, frame.f_lineno)) not in self.points:
             self.points.append(point)
             if point == self._fails_at:
+                while frame.f_code not in self._codes:
+                    assert frame.f_back is not None
+                    frame = frame.f_back
+                self.line = frame.f_code.co_filename, frame.f_lineno
                 raise Failure
         return self._trace
 
@@ -178,8 +186,6 @@ class Tracer:
             return False
         within: FrameType | None = frame
         while within is not None and within.f_code not in self._codes:
-            if within.f_code.co_name == "step":
-                return False
             within = within.f_back
         return within is not None
 
@@ -198,6 +204,8 @@ def run(head: Head, batches: Any, attempt: Attempt, then: Then, tracer: Tracer |
                 encoder.optimizer.zero_grad()
                 if attempt is with_zero_grad:
                     head.zero_grad()
+                if tracer is not None:
+                    tracer.made = head.num_steps > before
                 if head.num_steps > before or then == "left out":
                     break
                 if then == "skipped":

@@ -108,7 +108,9 @@ def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     apply, optimizers = DenseRows.apply_gradients, list[torch.optim.SGD]()
     expected = torch.nn.Parameter(torch.zeros(0))
 
-    def apply_and_follow(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int) -> None:
+    def apply_and_follow(
+        self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int, **begun: Any
+    ) -> None:
         everything = np.arange(NUM_IMAGES)
         if not optimizers:
             expected.data = torch.from_numpy(self.read_state(everything, step=step).weight.copy())
@@ -117,7 +119,7 @@ def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.M
         expected.grad[torch.from_numpy(rows)] = gradients
         optimizers[0].param_groups[0]["lr"] = rates[step]
         optimizers[0].step()
-        apply(self, rows, gradients, step=step)
+        apply(self, rows, gradients, step=step, **begun)
         torch.testing.assert_close(self.weights(everything, step=step), expected.detach(), rtol=0, atol=1e-5)
 
     monkeypatch.setattr(DenseRows, "apply_gradients", apply_and_follow)
@@ -148,9 +150,9 @@ def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: py
     seen: list[torch.Tensor] = []
     apply = DenseRows.apply_gradients
 
-    def record(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int) -> None:
+    def record(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int, **begun: Any) -> None:
         seen.append(gradients.clone())
-        apply(self, rows, gradients, step=step)
+        apply(self, rows, gradients, step=step, **begun)
 
     monkeypatch.setattr(DenseRows, "apply_gradients", record)
     small = {"small_crops": 3, "small_crop_size": 8, "view_scale": None}

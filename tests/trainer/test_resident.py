@@ -90,7 +90,7 @@ def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
     store = make_store(capacity=resident.value)
     store.prefetch(np.arange(resident.value), step=0)
     slots, values = store._slots, store._values
-    arrays = [values.weight, values.momentum_buffer, values.last_step, store._changed, slots.row, slots.last_announced]
+    arrays = [values.weight, values.momentum_buffer, values.last_step, values.changed, slots.row, slots.last_announced]
     assert sum(array.nbytes for array in [*arrays, slots._rows, slots._slots]) == num_bytes.value
 
 

@@ -148,7 +148,7 @@ class Step:
         Raises:
             ValueError: the step has ended, or it is a second pass of the same view, whose gradients would count twice.
         """
-        if attempt != self._attempt:
+        if attempt != self._attempt or self._store.num_updates > self.number:
             raise ValueError(f"backward() of a loss of step {self.number}, which has ended: call head(...) again")
         this = torch._C._current_graph_task_id()
         if self._backward.get((part, view), -1) not in (-1, this):
@@ -198,10 +198,11 @@ class Step:
 
     def update(self, gradients: Tensor) -> None:
         """Updates the rows, those that have begun from where they begin."""
+        begun = None
         if self._beginnings is not None and self.weight is not None:
-            self._store.begin(*self._beginnings.of(self.weight.detach()))
+            begun = self._beginnings.of(self.weight.detach())
         with self._rows.naming_classes():
-            self._store.apply_gradients(self.announced.rows, gradients, step=self.number)
+            self._store.apply_gradients(self.announced.rows, gradients, step=self.number, begun=begun)
 
     def clear_gradients(self) -> None:
         """Forgets the gradients so far, and that there were passes; losses that were computed stay valid."""

@@ -43,11 +43,10 @@ class Steps:
         *,
         init_norm: float | None,
     ) -> None:
-        self.number = 0
-        """Number of finished updates."""
         self.coming = ComingSteps(negatives, order)
-        self.current: Step | None = None
-        """The step in progress."""
+        self._first_step = 0  # number of updates when the rows were opened, or returned to a state
+        self._opened: OpenedRows | None = None
+        self._begun: Step | None = None
         self._open_rows = weakref.WeakMethod(open_rows)
         self._negatives = negatives
         self._num_classes = order.num_rows
@@ -57,16 +56,28 @@ class Steps:
 
     def use(self, opened: OpenedRows) -> None:
         """Sets the rows of the steps from the next one on."""
-        self.number = opened.first_step
+        self._opened, self._first_step = opened, opened.first_step
         self.coming.use(opened.ranks, Sharding(opened.spec.rows_per_block, opened.ranks.world_size))
+
+    @property
+    def number(self) -> int:
+        """Number of finished updates: the store's, since it makes them."""
+        store = self._opened.store if self._opened is not None else None
+        return self._first_step if store is None else max(self._first_step, store.num_updates)
+
+    @property
+    def current(self) -> Step | None:
+        """The step in progress."""
+        return self._begun if self._begun is not None and self._begun.number == self.number else None
 
     def reset(self, number: int | None = None, recent: tuple[Int64Array, Int64Array] | None = None) -> None:
         """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
         self.coming.forget()
+        self._first_step, self._opened = self.number, None
         if number is not None and recent is not None:
             self.coming.restore(recent)
-            self.number = number
-        self.current = None
+            self._first_step = number
+        self._begun = None
         self._iteration += 1
 
     def _open(self) -> OpenedRows:
@@ -148,7 +159,7 @@ class Steps:
         self.coming.forget(current.before if current else None)
         if current is not None:
             current.end()
-            self.current = None
+            self._begun = None
         self._announced_in_vain = True
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
@@ -183,13 +194,14 @@ class Steps:
                 if not is_announced:
                     self.announce(*batches)
                 step = self._next_step(is_announced)
-                self.current, _ = step, self.coming.take()
+                self._begun, _ = step, self.coming.take()
             except BaseException:
                 if not is_announced:
                     self.coming.forget(before)
                     self._announced_in_vain = True
                 raise
-        return self.current
+        assert self._begun is not None
+        return self._begun
 
     def _next_step(self, is_announced: bool) -> Step:
         opened, num_padded = self._open(), 0
@@ -213,8 +225,6 @@ class Steps:
                 self.current.restart()
 
     def finish(self, step: Step, gradients: Tensor) -> None:
-        """Updates the rows by the step in progress, which ends it."""
+        """Updates the rows by the step in progress, which ends it: the store then has its number."""
         step.update(gradients)
-        step.end()
-        self.current = None
-        self.number += 1
+        self._begun = None

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.torch.rates import LearningRates, as_learning_rates
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import Begun, RowCounters
 from weightserver.torch.transfer import to_device
+
+
+class _Rows(NamedTuple):
+    """All rows after some updates."""
+
+    weight: Tensor
+    """float32 (N, D)."""
+    momentum_buffer: Tensor
+    """The same shape."""
+    fresh: npt.NDArray[np.bool_]
+    """bool (N,): whether no update has reached a row while it was active."""
+    num_updates: int
 
 
 class DenseRows:
     """Plain SGD over the whole matrix; inactive rows have a zero gradient, so weight decay and momentum still move
-    them.
+    them. An update is computed on a copy, which one assignment makes the rows.
 
     Without `spec.correction` only active rows move (the paper's ablation, Table 2).
 
@@ -45,15 +61,13 @@ class DenseRows:
         held = self._sharding.rows_of_shard(shard, spec.num_rows)
         self.counters.resident_rows = len(held)
         weight = torch.from_numpy(initial_rows(spec, held)).to(device)  # (N, D)
-        self._weight = torch.nn.Parameter(weight)
-        self._weight.grad = torch.zeros_like(weight)
-        self._momentum_buffer = torch.zeros_like(weight)  # only used without correction
+        self._rows = _Rows(weight, torch.zeros_like(weight), np.ones(len(held), bool), num_updates=0)
         self.fresh = np.zeros(0, bool)
-        self._is_fresh = np.ones(len(held), bool)  # of each held row
         self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and their positions
-        self._optimizer = torch.optim.SGD(
-            [self._weight], lr=0.0, momentum=spec.momentum, weight_decay=spec.weight_decay
-        )
+
+    @property
+    def num_updates(self) -> int:
+        return self._rows.num_updates
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: there is no limit."""
@@ -65,56 +79,57 @@ class DenseRows:
         """Does nothing."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
-        self.fresh = self._is_fresh[self._sharding.local(rows)]
-        return self._weight.detach()[self._positions(rows)]
+        self.fresh = self._rows.fresh[self._sharding.local(rows)]
+        return self._rows.weight[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
         """Positions of rows in the matrix, on the device; cached, since each step needs them twice."""
         if rows is not self._active[0]:
-            self._active = rows, to_device(self._sharding.local(rows), self._weight.device)
+            self._active = rows, to_device(self._sharding.local(rows), self._rows.weight.device)
         return self._active[1]
 
     @torch.no_grad()
-    def begin(self, positions: Int64Array, weight: Tensor) -> None:
-        chosen = self._active[1][to_device(positions, self._weight.device)]
-        self._weight[chosen] = weight
-        for momentum_buffer in (self._momentum_buffer, self._optimizer.state[self._weight].get("momentum_buffer")):
-            if momentum_buffer is not None:
-                momentum_buffer[chosen] = 0
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
+        active, fresh = self._positions(rows), self._rows.fresh.copy()
+        fresh[self._sharding.local(rows)] = False
+        weight, momentum_buffer = self._rows.weight.clone(), self._rows.momentum_buffer.clone()
+        if begun is not None:
+            chosen = active[to_device(begun[0], weight.device)]
+            weight[chosen], momentum_buffer[chosen] = begun[1], 0
+        if self._spec.correction:
+            gradient = torch.zeros_like(weight)
+            gradient[active] = gradients
+            self._sgd(weight, gradient, momentum_buffer, step)
+        else:
+            moving, buffer = weight[active], momentum_buffer[active]
+            self._sgd(moving, gradients, buffer, step)
+            weight[active], momentum_buffer[active] = moving, buffer
+        self._rows = _Rows(weight, momentum_buffer, fresh, step + 1)  # from here on the update is made
 
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        learning_rate = self._rates.of_step(step)
-        self._is_fresh[self._sharding.local(rows)] = False
-        active = self._positions(rows)
-        if not self._spec.correction:
-            self._update_active(active, gradients, learning_rate)
-            return
-        assert self._weight.grad is not None
-        self._weight.grad.zero_()
-        self._weight.grad[active] = gradients
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        self._optimizer.step()
-
-    @torch.no_grad()
-    def _update_active(self, active: Tensor, gradients: Tensor, learning_rate: float) -> None:
-        weight, momentum_buffer = self._weight[active], self._momentum_buffer[active]
-        momentum_buffer.mul_(self._spec.momentum).add_(gradients + self._spec.weight_decay * weight)
-        self._momentum_buffer[active] = momentum_buffer
-        self._weight[active] = weight - learning_rate * momentum_buffer
+    def _sgd(self, weight: Tensor, gradient: Tensor, momentum_buffer: Tensor, step: int) -> None:
+        """What torch.optim.SGD does to these rows, in place."""
+        sgd(
+            [weight],
+            [gradient],
+            [momentum_buffer],
+            lr=self._rates.of_step(step),
+            momentum=self._spec.momentum,
+            weight_decay=self._spec.weight_decay,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
-        momentum_buffer = self._optimizer.state[self._weight].get("momentum_buffer")
-        if momentum_buffer is None:  # without correction, or before the first update
-            momentum_buffer = self._momentum_buffer
-        chosen = to_device(self._sharding.local(rows), self._weight.device)
+        chosen = to_device(self._sharding.local(rows), self._rows.weight.device)
         return RowState(
-            weight=self._weight.detach()[chosen].cpu().numpy(),
-            momentum_buffer=momentum_buffer[chosen].cpu().numpy(),
+            weight=self._rows.weight[chosen].cpu().numpy(),
+            momentum_buffer=self._rows.momentum_buffer[chosen].cpu().numpy(),
             last_step=np.full(len(rows), step, np.int64),
         )
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
-        return self._weight.detach()[to_device(self._sharding.local(rows), self._weight.device)]
+        return self._rows.weight[to_device(self._sharding.local(rows), self._rows.weight.device)]
 
     def flush(self) -> None:
         """Does nothing: these rows are not stored outside the trainer."""

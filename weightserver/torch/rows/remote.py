@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,10 +11,21 @@ from torch import Tensor
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import Begun, RowCounters
 from weightserver.torch.transfer import HostCopy, to_device
 
 _CPU = torch.device("cpu")
+
+
+@dataclass
+class _Push:
+    """The gradients of one update, on their way."""
+
+    step: int
+    rows: Int64Array
+    gradients: HostCopy | None
+    """None once the servers have them."""
+    sending: Future[None] | None = None
 
 
 class RemoteRows:
@@ -43,20 +55,27 @@ class RemoteRows:
         self.fresh = np.zeros(0, bool)  # a fetch of weights alone does not tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
-        self._pushed: Future[None] | None = None
+        self._push: _Push | None = None  # the last one
         self._in_progress = False  # between `weights` and `apply_gradients`
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: there is no limit."""
 
+    @property
+    def num_updates(self) -> int:
+        return 0 if self._push is None else self._push.step + 1
+
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
+        self._settle()
         if not self._in_progress:  # otherwise the rows would lack the update in progress
             self._fetched = step, self._thread.submit(self._fetch, rows, step)
 
     def forget_announced(self, *, in_progress: bool) -> None:
+        self._settle()
         self._fetched, self._in_progress = None, in_progress
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        self._settle()
         if self._fetched is not None and self._fetched[0] == step:
             fetched = self._fetched[1]
         else:
@@ -66,15 +85,20 @@ class RemoteRows:
             self._raise_push_error()
             return fetched.result()
 
-    def begin(self, positions: Int64Array, weight: Tensor) -> None:
-        raise NotImplementedError("rows on the servers begin as the table says")
-
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
+        assert begun is None, "rows on the servers begin as the table says"
         self._raise_push_error()
-        self._in_progress = False
-        self._pushed = self._thread.submit(self._push, rows, HostCopy([gradients.detach()]), step)
+        self._push = _Push(step, rows, HostCopy([gradients.detach()]))  # from here on the update is made
+        self._settle()
+
+    def _settle(self) -> None:
+        """Sends the last push if an interrupt has prevented it; may be repeated."""
+        if self._push is not None and self._push.sending is None:
+            self._in_progress = False
+            self._push.sending = self._thread.submit(self._send, self._push)
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
+        self._settle()
         return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
@@ -93,13 +117,16 @@ class RemoteRows:
         self.counters.fetched(len(rows), weight.size)
         return to_device(weight, self._device)
 
-    def _push(self, rows: Int64Array, copied: HostCopy, step: int) -> None:
-        (gradients,) = copied.wait()
-        self._client.push_gradients(rows, gradients.numpy(), step=step)
-        self.counters.pushed(len(rows), gradients.numel())
+    def _send(self, push: _Push) -> None:
+        if push.gradients is None:
+            return  # it was submitted twice
+        (gradients,) = push.gradients.wait()
+        self._client.push_gradients(push.rows, gradients.numpy(), step=push.step)
+        push.gradients = None
+        self.counters.pushed(len(push.rows), gradients.numel())
 
     def _raise_push_error(self) -> None:
         """Raises the error of a failed push, which may have caused later ones."""
-        if self._pushed is not None:
-            self._pushed.result()
-            self._pushed = None
+        self._settle()
+        if self._push is not None and self._push.sending is not None:
+            self._push.sending.result()

@@ -13,7 +13,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch.rates import LearningRates, as_learning_rates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import Begun, RowCounters
 from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
@@ -65,8 +65,6 @@ class ResidentRows:
         self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
         self._values = SlotValues(spec, as_learning_rates(spec, learning_rates), capacity, device)
-        self._changed = np.zeros(capacity, bool)  # since it arrived or was last written back
-        self._next_step = 0  # the first step whose gradients were not applied
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self.fresh = np.zeros(0, bool)
@@ -79,14 +77,19 @@ class ResidentRows:
             counters=self.counters,
         )
 
+    @property
+    def num_updates(self) -> int:
+        return self._values.num_updates
+
     def reserve(self, capacity: int) -> None:
         """Adds slots up to `capacity`."""
-        if (added := capacity - len(self._changed)) > 0:
+        self._values.settle()
+        if (added := capacity - len(self._slots.row)) > 0:
             self._slots.extend(added)
             self._values.extend(added)
-            self._changed = np.append(self._changed, np.zeros(added, bool))
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
+        self._values.settle()
         self._write_back.raise_error()
         self._client.require_session()
         slots = self._slots.find(rows)
@@ -100,15 +103,15 @@ class ResidentRows:
 
     def _enter(self, rows: Int64Array, step: int) -> Int64Array:
         """Gives new rows slots and takes their values from the write-back queue or requests them."""
-        leaving = self._slots.leaving(len(rows), step=self._next_step)
+        leaving = self._slots.leaving(len(rows), step=self.num_updates)
         if len(leaving):
-            self._leave(leaving[self._changed[leaving]])
+            self._leave(leaving[self._values.changed[leaving]])
             self._slots.remove(leaving)
         queued, state = self._write_back.take(rows)
         try:
             slots = self._slots.add(rows)
             self._slots.last_announced[slots] = step
-            self._changed[slots] = False
+            self._values.changed[slots] = False
             if state is not None:
                 self._values.place(slots[queued], state)
             elsewhere = np.delete(np.arange(len(rows)), queued)
@@ -131,48 +134,47 @@ class ResidentRows:
                 self._values.place(part, leaving.state())
 
     def forget_announced(self, *, in_progress: bool) -> None:
+        self._values.settle()
         for slots, state in self._arriving.receive(sys.maxsize):  # their slots may be given to other rows then
             self._values.place(slots, state)
         self._announced.clear()
         last_announced = self._slots.last_announced
-        np.minimum(last_announced, self._next_step - 1, out=last_announced)
+        np.minimum(last_announced, self.num_updates - 1, out=last_announced)
         if in_progress:
-            last_announced[self._active] = self._next_step
+            last_announced[self._active] = self.num_updates
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
+        self._values.settle()
         if step not in self._announced:
             self.prefetch(rows, step=step)
         for slots, state in self._arriving.receive(step):
             self._values.place(slots, state)
-        self._active, self._next_step = self._announced.pop(step), step
+        self._active, self._values.num_updates = self._announced.pop(step), step
         self.fresh = self._values.fresh[self._active]
         self.counters.corrected(self._values.correct(self._active, step))
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
 
-    def begin(self, positions: Int64Array, weight: Tensor) -> None:
-        self._values.begin(self._active[positions], weight)
-
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        self._values.update(self._active, self._active_on_device, gradients, step)
-        self._changed[self._active] = True
-        self._next_step = step + 1
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
+        self._values.update(self._active, self._active_on_device, gradients, step, begun)
 
     def flush(self) -> None:
+        self._values.settle()
         held = self._slots.held()
-        changed = held[self._changed[held]]
+        changed = held[self._values.changed[held]]
         self._leave(changed, keep=True)
         self._write_back.flush()
-        self._changed[changed] = False
+        self._values.changed[changed] = False
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
         self.flush()
         return self._client.fetch_state(rows, step=step)
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        self._values.settle()
         queued, state = self._write_back.take(rows)  # before the fetch: what is in neither is on the servers
         slots = self._slots.find(rows)
-        is_newer = np.flatnonzero((slots >= 0) & self._changed[slots])
+        is_newer = np.flatnonzero((slots >= 0) & self._values.changed[slots])
         weight = to_device(self._client.fetch(rows, step=step), self._device)
         if state is not None:
             raw = to_device(state.weight, self._device), to_device(state.momentum_buffer, self._device)

@@ -87,17 +87,29 @@ class RowCounters:
         return self.wait_seconds if since is None else ended + time.perf_counter() - since
 
 
+Begun = tuple[Int64Array, Tensor]
+"""Rows that begin with a step's update, without momentum: their positions among its rows, int64 (n,), and their values
+before the update, float32 (n, D)."""
+
+
 class RowStore(Protocol):
     """Holds rows of D values; each step uses some of them, strictly increasing int64 (K,).
 
     Each step calls `weights`, then `apply_gradients`; `prefetch` is called `prefetch_steps` steps earlier. The next
     call raises an error that occurred in the background.
+
+    An update is made at one point of `apply_gradients`, where `num_updates` changes. An exception before it, an
+    interrupt too, leaves the rows as they were; what one after it leaves undone, the next call does.
     """
 
     counters: RowCounters
     prefetch_steps: int
     fresh: npt.NDArray[np.bool_]
     """Which of the rows that `weights` returned last no update has reached: bool (K,)."""
+
+    @property
+    def num_updates(self) -> int:
+        """Number of the update after the last one that was made; at most that of the next step before the first."""
 
     def reserve(self, capacity: int) -> None:
         """Makes room for at least `capacity` rows, if the store has a capacity."""
@@ -112,12 +124,9 @@ class RowStore(Protocol):
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         """The rows before update `step`: float32 (K, D)."""
 
-    def begin(self, positions: Int64Array, weight: Tensor) -> None:
-        """Replaces the rows at these positions (int64 (n,)) among those that `weights` returned last, before their
-        update: float32 (n, D). Their momentum is zero."""
-
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
-        """Applies update `step` with gradients float32 (K, D); may return before it is done."""
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
+        """Applies update `step` with gradients float32 (K, D) to the rows that `weights` returned last, after those
+        that have `begun` were replaced; may return before it is done."""
 
     def flush(self) -> None:
         """Returns once every update so far is durable; dense rows are not stored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
+from weightserver.torch.rows.store import Begun
 from weightserver.torch.rows.write_back import LeavingRows
 from weightserver.torch.threads import in_threads
 from weightserver.torch.transfer import HostCopy, to_device
@@ -21,10 +22,23 @@ _VALUES_OF_PART = 1 << 17
 """A CPU updates rows in parts of this many values, 512 KiB, so that what it computes between is still in its cache."""
 
 
+class _Change(NamedTuple):
+    """What slots are to hold: int64 (n,), on the host and on the device, and float32 (n, D) each."""
+
+    slots: Int64Array
+    on_device: Tensor
+    weight: Tensor
+    momentum_buffer: Tensor
+    last_step: int
+    is_update: bool
+
+
 class SlotValues:
     """Weight, momentum_buffer and last_step of the row in each of `capacity` slots.
 
     Weight and momentum_buffer, float32 (capacity, D), are on the device; last_step, int64 (capacity,), is on the host.
+    A correction or an update is computed aside and made by one assignment; if an interrupt keeps it from the slots,
+    `settle`, which is called before anything else, puts it there.
     """
 
     def __init__(self, spec: TableSpec, rates: LearningRates, capacity: int, device: torch.device) -> None:
@@ -32,10 +46,38 @@ class SlotValues:
         self.momentum_buffer = torch.zeros_like(self.weight)
         self.last_step = np.zeros(capacity, np.int64)
         self.fresh = np.zeros(capacity, bool)  # no update has reached the row, although it may have been corrected
+        self.changed = np.zeros(capacity, bool)  # by an update since the row arrived or was last written back
+        self._num_updates = 0
+        self._pending: _Change | None = None
         self._spec = spec
         self._precision = precision_of(spec)
         self._rates = rates
         self._device = device
+
+    @property
+    def num_updates(self) -> int:
+        """Number of the update after the last one that was made."""
+        pending = self._pending
+        return self._num_updates if pending is None or not pending.is_update else pending.last_step
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._num_updates = number
+
+    def settle(self) -> None:
+        """Puts what an interrupt has kept from the slots into them; may be repeated."""
+        if (change := self._pending) is None:
+            return
+        self.weight[change.on_device], self.momentum_buffer[change.on_device] = change.weight, change.momentum_buffer
+        self.last_step[change.slots] = change.last_step
+        if change.is_update:
+            self.fresh[change.slots], self.changed[change.slots] = False, True
+            self._num_updates = change.last_step
+        self._pending = None
+
+    def _make(self, change: _Change) -> None:
+        self._pending = change  # from here on it is made
+        self.settle()
 
     def extend(self, added: int) -> None:
         """Adds slots."""
@@ -43,6 +85,7 @@ class SlotValues:
         self.weight, self.momentum_buffer = (torch.cat([held, zeros]) for held in (self.weight, self.momentum_buffer))
         self.last_step = np.append(self.last_step, np.zeros(added, np.int64))
         self.fresh = np.append(self.fresh, np.zeros(added, bool))
+        self.changed = np.append(self.changed, np.zeros(added, bool))
 
     def place(self, slots: Int64Array, state: RowState) -> None:
         """Puts the raw state of rows into slots, int64 (n,)."""
@@ -73,8 +116,7 @@ class SlotValues:
         gaps = step - self.last_step[slots[~self.fresh[slots]]]
         chosen = self._tensor(slots)
         corrected = self._corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
-        # All at once: a row whose correction failed half-way would be corrected twice.
-        (self.weight[chosen], self.momentum_buffer[chosen]), self.last_step[slots] = corrected, step
+        self._make(_Change(slots, chosen, *corrected, last_step=step, is_update=False))
         return gaps
 
     def _corrected(
@@ -98,17 +140,16 @@ class SlotValues:
         return self.corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
 
     @torch.no_grad()
-    def begin(self, slots: Int64Array, weight: Tensor) -> None:
-        """Puts new rows, float32 (n, D), in place of corrected ones in slots, int64 (n,), without momentum."""
-        chosen = self._tensor(slots)
-        self.weight[chosen] = weight
-        self.momentum_buffer[chosen] = 0
-
-    @torch.no_grad()
-    def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
-        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
+    def update(
+        self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int, begun: Begun | None = None
+    ) -> None:
+        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device; those
+        that have `begun` begin before it."""
         rate = self._rates.of_step(step)
         weight, momentum_buffer = (values.index_select(0, on_device) for values in (self.weight, self.momentum_buffer))
+        if begun is not None:
+            chosen = self._tensor(begun[0])
+            weight[chosen], momentum_buffer[chosen] = begun[1], 0
 
         def update(part: tuple[Tensor, Tensor, Tensor]) -> None:
             weight, momentum_buffer, gradient = part
@@ -119,8 +160,7 @@ class SlotValues:
         rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
         parts = (torch.split(values, rows) for values in (weight, momentum_buffer, gradients))
         in_threads(update, list(zip(*parts, strict=True)))
-        self.weight[on_device], self.momentum_buffer[on_device] = weight, momentum_buffer
-        self.last_step[slots], self.fresh[slots] = step + 1, False
+        self._make(_Change(slots, on_device, weight, momentum_buffer, last_step=step + 1, is_update=True))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
