@@ -69,6 +69,7 @@ first-hour: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m docs.site_links build/site
 
 # Generates Grafana's dashboards from their code.
 dashboards: $(INSTALLED)
