@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.measure import Timing, at_least, in_turn, save_results, write_results
 from trainer.data import Dataset
 from trainer.evaluate.classifiers import Classifiers
-from trainer.evaluate.evaluation import Evaluation, Subject
+from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import SEARCHED_ROWS
-from trainer.evaluate.linear import LinearConfig
 from trainer.evaluate.neighbours import nearest, predict
-from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file
+from trainer.evaluate.settings import LinearConfig
+from trainer.evaluate.stored_features import BLOCK_ROWS, StoredFeatures, block_file, write_array
+from trainer.evaluate.subjects import Subject
 from trainer.torchvision_schemas import import_module
 
 DIM, NUM_CLASSES, K, TEMPERATURE, BATCH_SIZE = 2_048, 1_000, 200, 0.07, 256
@@ -98,7 +98,7 @@ def linear_calls() -> dict[str, Callable[[], object]]:
         evaluation = Evaluation(subject=pixels, load=lambda: made, state=Path())
         frozen = Frozen(pixels.network, pixels.pixels, torch.device("cpu"))
         training = Classifiers(
-            evaluation, torch.arange(BATCH_SIZE), LinearConfig(), (30.0,) * num_rates, frozen=frozen
+            evaluation, torch.arange(BATCH_SIZE), LinearConfig(), (30.0,) * num_rates, epochs=1, frozen=frozen
         ).training
         return lambda: training.step((batch[:, :, None, None], wanted), 0)
 
@@ -149,7 +149,7 @@ def imagenet(directory: Path, output: Path) -> None:
     for block in range(-(-IMAGENET_BANK // BLOCK_ROWS)):
         if not (file := block_file(directory, block)).exists():
             rows = min(BLOCK_ROWS, IMAGENET_BANK - block * BLOCK_ROWS)
-            save_file({"features": features(rows, block)}, file)
+            write_array(file, features(rows, block).numpy())
     bank, of_bank = StoredFeatures(directory, IMAGENET_BANK), labels(IMAGENET_BANK)
     parts = []
     for number, part in enumerate(torch.split(features(IMAGENET_QUERIES, 10**6), SEARCHED_ROWS)):

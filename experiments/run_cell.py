@@ -31,7 +31,7 @@ from trainer.config import TrainConfig
 from trainer.evaluate import FeatureSet, encoder_features, evaluate_features
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
-from trainer.evaluate.protocols import PROTOCOLS
+from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import load_subject
 from trainer.loop import dataset_of, train
 from trainer.model import load_encoder
@@ -129,10 +129,10 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
         return
     command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)
-    subject = load_subject(command.subject).subject
+    subject = load_subject(command.subject)
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
     made = evaluations.Evaluation(subject=subject, load=lambda: images, state=state)
-    evaluations.evaluate(made, command.name, PROTOCOLS[command.name].run, command.settings, file)
+    evaluations.evaluate(made, command.name, function_of(command.name), command.settings, file)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

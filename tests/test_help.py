@@ -91,7 +91,7 @@ def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
 def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     """They would double or triple the time that every command takes to start."""
     modules = ["trainer.loop", "trainer.ending", "trainer.own_images", "trainer.data.command", "trainer.embedding"]
-    modules += ["trainer.evaluate.command", "trainer.export.command", "weightserver.cli"]
+    modules += ["trainer.evaluate.run", "trainer.evaluate.classification", "trainer.export.command", "weightserver.cli"]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"torch._dynamo", "sklearn", "pandas", "faiss", "transformers"} & set(run.stdout.split())
@@ -100,6 +100,10 @@ def test_no_command_loads_libraries_that_it_may_not_need() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["evaluate", "--help"], "linear-cached"),
+        (["evaluate", "linear", "--help"], "--learning-rates"),
+        (["evaluate", "linear", "--pixels", "--learningrates", "8"], "--learning-rates"),
+        (["evaluate", "knn", "--pixels", "--k", "0"], "give one or more numbers, at least 1"),
         (["--help"], "fashion-mnist"),
         (["fashion-mnist", "--help"], "--num-negatives"),
         (["images", "--help"], "--num-negatives"),
@@ -112,10 +116,12 @@ def test_no_command_loads_libraries_that_it_may_not_need() -> None:
 )
 def test_the_trainer_answers_before_it_loads_its_libraries(arguments: list[str], said: str, tmp_path: Path) -> None:
     """torch and its relatives take seconds to import."""
+    module = "trainer.evaluate.__main__" if arguments[0] == "evaluate" else "trainer.__main__"
     code = (
-        "import atexit, sys; from trainer.__main__ import main; "
+        f"import atexit, sys; from {module} import main; "
         "atexit.register(lambda: print('MODULES', *sys.modules)); main(sys.argv[1:])"
     )
+    arguments = [argument for argument in arguments if argument != "evaluate"]
     environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parent.parent)}
     command = [sys.executable, "-c", code, *arguments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)

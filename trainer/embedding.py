@@ -30,7 +30,8 @@ from trainer.data.decoded_images import DecodedImages
 from trainer.data.manifest import is_packed
 from trainer.display import shown, stage
 from trainer.evaluate.frozen import Frozen
-from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
+from trainer.evaluate.options import SubjectOptions
+from trainer.evaluate.subjects import Subject, load_subject
 from trainer.feature_files import check_output, write_features
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def images_of(
-    source: Path, found: FoundSubject, *, background: str | None = None, threads: int | None = None
+    source: Path, found: Subject, *, background: str | None = None, threads: int | None = None
 ) -> DecodedImages:
     """The images of a folder, list or pack, all of them, as squares for the encoder.
 
@@ -116,7 +117,7 @@ def images_of(
     return dataset.train_images
 
 
-def embedded(found: FoundSubject, images: DecodedImages, *, device: torch.device) -> Iterator[EmbeddedBatch]:
+def embedded(found: Subject, images: DecodedImages, *, device: torch.device) -> Iterator[EmbeddedBatch]:
     """Paths and features of all images that can be read, batch by batch; each other one is reported on stderr.
 
     Raises:

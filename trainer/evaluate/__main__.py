@@ -19,19 +19,22 @@ from trainer.loading import loading_libraries
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns 0. Exits with 2 and one line on stderr for bad input, 130 for Ctrl-C."""
     with loading_libraries("trainer.evaluate"):
-        from rich.console import Console
-
-        from trainer.display import shown
-        from trainer.evaluate.command import parse, run
-        from trainer.evaluate.evaluation import print_result
+        from trainer.display import shown, stage
+        from trainer.evaluate.command import parse
         from trainer.stopping import exit_on_error
         from weightserver.common.logs import asked_format, log_events, logs_json
     arguments = sys.argv[1:] if arguments is None else arguments
     log_events(asked_format(arguments))
     again = "the same command continues where this one stopped"
     with exit_on_error("trainer.evaluate", status=2, after_interrupt=again):
+        command = parse(arguments)
         with shown():
-            result = run(parse(arguments))
+            with stage("loading libraries"):
+                from rich.console import Console
+
+                from trainer.evaluate.run import run
+                from trainer.evaluate.table import print_result
+            result = run(command)
         if result is not None:
             if not logs_json():  # the result is on stdout
                 print_result(result, Console(stderr=True))

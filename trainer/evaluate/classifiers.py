@@ -1,12 +1,13 @@
-"""Classifiers on an encoder's features, trained on random crops of labelled images and tested on centre crops."""
+"""Classifiers on an encoder's features, trained on random crops of labelled images and tested on centre crops.
+
+The one engine of linear classification, semi-supervised classification and fine-tuning.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from trainer.data.pixels import normalise
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import Frozen, centres
-from trainer.evaluate.training import Training, cosine
+from trainer.evaluate.settings import ClassifierConfig
+from trainer.evaluate.training import Training, check_batch, cosine
 from trainer.schedule import visit_uniforms
-from trainer.settings import Settings, check_at_least, check_not_negative
-from weightserver.torch import Ranks, to_device
+from weightserver.torch import to_device
 
 CROPS = AugmentationConfig(strong=False, min_scale=0.08)
 """torchvision's RandomResizedCrop with its defaults, and a flip."""
@@ -32,32 +33,6 @@ _INIT_STD = 0.01
 
 Accuracy = tuple[float, float]
 """Top-1 and top-5 in percent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierConfig(Settings):
-    """How classifiers are trained, and their encoder unless it is frozen; a cosine takes learning rates to 0."""
-
-    epochs: int = 100
-    """Passes over the training images."""
-    batch_size: int = 256
-    """Images in a step, of all ranks together."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 0.0
-    """Weight decay of SGD."""
-    seed: int = 0
-    """Seed of the crops, the order of images and the classifiers' initial weights."""
-
-    def check(self) -> None:
-        check_at_least(self, 1, "epochs", "batch_size")
-        check_not_negative(self, "momentum", "weight_decay")
-
-
-def check_learning_rates(rates: Sequence[float]) -> None:
-    """Raises ValueError for no rates, or one that is not positive and finite."""
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"--learning-rates is {rates}: give one or more, positive and finite")
 
 
 class CosineClassifier(nn.Module):
@@ -78,6 +53,7 @@ class Classifiers:
     All ranks take a part of every batch, so that their number changes the result by rounding only.
 
     Args:
+        epochs: passes over these images.
         learning_rates: of each classifier; an encoder that is trained has the first one's.
         temperature: of a cosine classifier; None for a linear one.
         frozen: the encoder, to train none; otherwise a copy of the evaluation's encoder is trained with the classifier.
@@ -93,23 +69,23 @@ class Classifiers:
         config: ClassifierConfig,
         learning_rates: Sequence[float],
         *,
+        epochs: int,
         temperature: float | None = None,
         frozen: Frozen | None = None,
     ) -> None:
         check_batch(len(ids), config.batch_size, evaluation.ranks)
         self._dataset, self._ranks, self._frozen = evaluation.load(), evaluation.ranks, frozen
-        self._ids, self._config, self._evaluation = ids, config, evaluation
+        self._ids, self._config, self._epochs, self._evaluation = ids, config, epochs, evaluation
         self._side, self._pixels = self._dataset.evaluated_side, evaluation.subject.pixels
         device = self._ranks.device
-        encoder = None if frozen else copy.deepcopy(evaluation.subject.network)
-        measured = frozen or Frozen(copy.deepcopy(evaluation.subject.network), self._pixels, device)
-        heads = self._heads(measured, len(learning_rates), temperature)
+        encoder = None if frozen else copy.deepcopy(evaluation.subject.network).to(device).eval()
+        heads = self._heads(frozen or encoder, len(learning_rates), temperature)
         network = _Network(encoder, heads, bfloat16=evaluation.bfloat16)
         self._network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         trained = [*heads, encoder] if encoder else heads
         rates = [*learning_rates, learning_rates[0]]
         groups = [{"params": [*part.parameters()], "lr": rate} for part, rate in zip(trained, rates, strict=False)]
-        num_steps = config.epochs * self.steps_per_epoch
+        num_steps = epochs * self.steps_per_epoch
         self.training = Training(
             evaluation,
             self._network,
@@ -125,20 +101,20 @@ class Classifiers:
     def train(self, name: str) -> None:
         """Trains to the end, shown by `name`; continues after the last whole epoch if it was interrupted."""
         steps = self.steps_per_epoch
-        self.training.run(name, self._batches, num_steps=self._config.epochs * steps, save_every=steps)
+        self.training.run(name, self._batches, num_steps=self._epochs * steps, save_every=steps)
 
     def tested(self) -> list[Accuracy]:
         """Accuracies of each classifier on the test images."""
         data = self._dataset
-        return self.accuracies("test images", data.test_images, torch.arange(len(data.test_images)), data.test_labels)
+        return self._accuracies("test images", data.test_images, torch.arange(len(data.test_images)), data.test_labels)
 
     def held_out(self, ids: Tensor) -> list[Accuracy]:
         """Accuracies of each classifier on the training images `ids` (int64 [n])."""
         data = self._dataset
-        return self.accuracies("held-out images", data.train_images, ids, data.train_labels[ids])
+        return self._accuracies("held-out images", data.train_images, ids, data.train_labels[ids])
 
     @torch.no_grad()
-    def accuracies(self, name: str, images: TrainImages, ids: Tensor, labels: Tensor) -> list[Accuracy]:
+    def _accuracies(self, name: str, images: TrainImages, ids: Tensor, labels: Tensor) -> list[Accuracy]:
         """Accuracies by centre crops of images `ids` of classes `labels`; each rank classifies a part of them."""
         self._network.eval()
         mine = self._ranks.share(len(ids))
@@ -155,11 +131,13 @@ class Classifiers:
         shares = [100 * number / max(1, len(ids)) for number in sums]
         return list(zip(shares[::2], shares[1::2], strict=True))
 
-    def _heads(self, encoder: Frozen, number: int, temperature: float | None) -> list[nn.Module]:
-        """So many classifiers, whose initial weights depend on the seed alone."""
+    @torch.no_grad()
+    def _heads(self, encoder: nn.Module | Frozen | None, number: int, temperature: float | None) -> list[nn.Module]:
+        """So many classifiers of the encoder's features, whose initial weights depend on the seed alone."""
         data = self._dataset
         (first,) = centres(data.train_images, self._side, torch.tensor([0]), 1)
-        dim = encoder.of_pixels(first).shape[1]
+        assert encoder is not None
+        dim = encoder(normalise(to_device(first, self._ranks.device), self._pixels)).flatten(1).shape[1]
         num_classes = int(torch.cat([data.train_labels, data.test_labels]).max()) + 1
         generator = torch.Generator().manual_seed(self._config.seed)
         weight = torch.randn(num_classes, dim, generator=generator) * _INIT_STD
@@ -171,15 +149,27 @@ class Classifiers:
         return heads
 
     def _batches(self, first_step: int) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Views of crops, float32 [b, C, H, W], and their labels, int64 [b]."""
-        data, config, ranks = self._dataset, self._config, self._ranks
+        """This rank's views of crops, float32 [b, C, H, W], and their labels, int64 [b]."""
+        data, ranks = self._dataset, self._ranks
         augment = Augmentation(CROPS, self._side or data.train_images.shape[-1], self._pixels)
         images = data.train_images.to(ranks.device)
-        for epoch in range(first_step // self.steps_per_epoch, config.epochs):
-            batches = batches_of_epoch(self._ids, config.batch_size, seed=config.seed, epoch=epoch, ranks=ranks)
+        for epoch in range(first_step // self.steps_per_epoch, self._epochs):
+            batches = self._visits(epoch)
             with closing(views_ahead(images, batches, [augment], ranks.device)) as views:
                 for batch, view in zip(batches, views, strict=True):
                     yield view, data.train_labels[batch.images]
+
+    def _visits(self, epoch: int) -> list[Visits]:
+        """This rank's part of each batch of an epoch, in a random order; images that fill no batch are omitted."""
+        ids, size, seed = self._ids, self._config.batch_size, self._config.seed
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = ids[torch.randperm(len(ids), generator=generator)].numpy()
+        mine, batches = self._ranks.share(size), []
+        for start in range(0, len(ids) // size * size, size):
+            places = np.arange(start + mine.start, start + mine.stop)
+            uniforms = visit_uniforms(seed, epoch * len(order) + places[None], Augmentation.num_uniforms)
+            batches.append(Visits(order[places], uniforms))  # [b], [1, b, num_uniforms]
+        return batches
 
     def _loss(self, network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The sum of the classifiers' losses, each the whole batch's mean."""
@@ -206,26 +196,3 @@ class _Network(nn.Module):
                 inputs = self.encoder(inputs.contiguous(memory_format=torch.channels_last))
         features = inputs.float().flatten(1)
         return [head(features) for head in self.heads]
-
-
-def batches_of_epoch(ids: Tensor, batch_size: int, *, seed: int, epoch: int, ranks: Ranks) -> list[Visits]:
-    """This rank's part of each batch of an epoch, in a random order; the last images that fill no batch are omitted."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = ids[torch.randperm(len(ids), generator=generator)].numpy()
-    mine, batches = ranks.share(batch_size), []
-    for start in range(0, len(ids) // batch_size * batch_size, batch_size):
-        places = np.arange(start + mine.start, start + mine.stop)
-        uniforms = visit_uniforms(seed, epoch * len(order) + places[None], Augmentation.num_uniforms)
-        batches.append(Visits(order[places], uniforms))  # [b], [1, b, num_uniforms]
-    return batches
-
-
-def check_batch(num_images: int, batch_size: int, ranks: Ranks) -> None:
-    """Raises ValueError if the images make no batch, or a batch leaves ranks without images."""
-    if num_images < batch_size:
-        raise ValueError(f"{num_images} images make no batch of {batch_size}: give a smaller --batch-size")
-    if batch_size < ranks.world_size:
-        raise ValueError(
-            f"--batch-size {batch_size} leaves some of {ranks.world_size} ranks without images: give larger batches or "
-            "fewer ranks"
-        )

@@ -12,70 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from typing import Any
 
 from trainer.counting import counting
 from trainer.data import Dataset
-from trainer.data.pixels import PixelScale
-from trainer.model import EncoderConfig
+from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
 Advance = Callable[..., None]
 """advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
-_RAW = PixelScale((0.0,), (1.0,))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is evaluated."""
-
-    name: str
-    """For people: "runs/a, step-000000001000", "torchvision:resnet50", "raw pixels"."""
-    encoder: nn.Module | None
-    """Maps normalised float32 [B, C, H, W] to features [B, d]; in eval mode, on the CPU. None: raw pixels."""
-    config: EncoderConfig | None
-    """None for raw pixels."""
-
-    @property
-    def network(self) -> nn.Module:
-        """The encoder; for raw pixels, one that flattens images."""
-        return self.encoder if self.encoder is not None else nn.Flatten()
-
-    @property
-    def pixels(self) -> PixelScale:
-        """The scale of the network's input."""
-        return self.config.pixels if self.config is not None else _RAW
-
-    def require_encoder(self, protocol: str) -> tuple[nn.Module, EncoderConfig]:
-        """The encoder and its settings. Raises ValueError for raw pixels."""
-        if self.encoder is None or self.config is None:
-            raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run, --encoder or --model")
-        return self.encoder, self.config
-
-    def check_finite(self) -> None:
-        """Raises ValueError if a weight is infinite or not a number."""
-        for name, tensor in self.network.state_dict().items():
-            if not tensor.isfinite().all():
-                raise ValueError(f"{name} of {self.name} is not finite: the weights are damaged, give others")
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the network's parameters and buffers."""
-        digest = hashlib.sha256()
-        for name, tensor in self.network.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +78,9 @@ class Evaluation:
             yield progress.advance
 
 
-class _Protocol(Protocol):
-    def __call__(self, evaluation: Evaluation, config: Any, /) -> Outcome: ...
-
-
-def evaluate(evaluation: Evaluation, name: str, protocol: _Protocol, config: Settings, file: Path) -> dict[str, Any]:
+def evaluate(
+    evaluation: Evaluation, name: str, protocol: Callable[[Evaluation, Any], Outcome], config: Settings, file: Path
+) -> dict[str, Any]:
     """Runs a protocol and lets rank 0 write its result to `file`; returns what the file holds, on every rank.
 
     Args:
@@ -205,23 +152,6 @@ def _alone(evaluation: Evaluation, file: Path) -> Iterator[None]:
             if not problem:
                 path.unlink()
             lock.close()
-
-
-def print_result(result: dict[str, Any], console: Console) -> None:
-    """Prints the result as a table: percentages and what was chosen, or a row for each given setting."""
-    table = Table(title=f"{result['protocol']} of {result['subject']}", title_style="")
-    chosen = result["chosen"]
-    shown = {name: value for name, value in result.items() if isinstance(value, float) and name != "seconds"}
-    rows = result.get("by_setting", [shown | chosen])
-    for name in rows[0]:
-        table.add_column(name, justify="right", style="dim" if name in chosen else None)
-    for row in rows:
-        table.add_row(*(_cell(value, ".2f" if name in shown else ".4g") for name, value in row.items()))
-    console.print(table)
-
-
-def _cell(value: Any, form: str) -> str:
-    return format(value, form) if isinstance(value, float) else str(value)
 
 
 def source_commit() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, split_held_out
-from trainer.settings import Settings, check_at_least
+from trainer.evaluate.settings import LinearCachedConfig
 
 if TYPE_CHECKING:
     from sklearn.linear_model import LogisticRegression
@@ -32,19 +32,6 @@ MAX_ITERATIONS = 60
 """L-BFGS iterations for each strength, starting from the result of the stronger one. More are not worth the time: on
 raw pixels (784 features, the slowest to converge) 200 change the test accuracy at the chosen λ by less than 0.1
 points."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearCachedConfig(Settings):
-    """Settings of the protocol on features computed once: how λ is chosen."""
-
-    folds: int | None = None
-    """Choose λ by cross-validation: the training images are divided into so many parts, each held out in turn. Default:
-    5,000 images are held out, a tenth if that is fewer. With less than 50,000, five folds choose better, and take up to
-    five times as long."""
-
-    def check(self) -> None:
-        check_at_least(self, 2, "folds")
 
 
 def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome:

@@ -1,29 +1,31 @@
-"""The protocols by name: their settings, and how each runs in an `Evaluation`."""
+"""The protocols by name: their settings, and how each runs in an `Evaluation`. Importing them loads no library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
-from trainer.evaluate.knn import KnnConfig, knn
-from trainer.evaluate.linear import LinearConfig, linear
-from trainer.evaluate.linear_cached import LinearCachedConfig, linear_cached
-from trainer.evaluate.paper.detect import detect
-from trainer.evaluate.paper.detect_config import DetectConfig
-from trainer.evaluate.paper.partition import PartitionConfig, partition
-from trainer.evaluate.paper.saliency import SaliencyConfig, saliency
-from trainer.evaluate.paper.segment import SegmentConfig, segment
-from trainer.evaluate.semi_supervised import SemiSupervisedConfig, semi_supervised
+from trainer.evaluate.paper.settings import DetectConfig, PartitionConfig, SaliencyConfig, SegmentConfig
+from trainer.evaluate.settings import (
+    FineTuneConfig,
+    KnnConfig,
+    LinearCachedConfig,
+    LinearConfig,
+    SemiSupervisedConfig,
+)
 from trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from trainer.evaluate.evaluation import Evaluation, Outcome
 
 
 class Protocol(NamedTuple):
     """A way to evaluate."""
 
+    module: str
+    """In `trainer.evaluate`; has a function of the protocol's name."""
     settings: type[Settings]
-    run: Callable[[Evaluation, Any], Outcome]
     summary: str
     pixels: bool = False
     """Whether it can evaluate raw pixels."""
@@ -34,31 +36,40 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = {
-    "knn": Protocol(KnnConfig, knn, "Classify by nearest neighbours among the training images' features.", pixels=True),
-    "linear": Protocol(LinearConfig, linear, "Train a linear classifier on frozen features of crops.", pixels=True),
+    "knn": Protocol("knn", KnnConfig, "Classify by nearest neighbours among the training images' features.", True),
+    "linear": Protocol("classification", LinearConfig, "Train a linear classifier on frozen features of crops.", True),
     "linear-cached": Protocol(
+        "linear_cached",
         LinearCachedConfig,
-        linear_cached,
         "Fit a regularised linear classifier to features of whole images, for small sets.",
         pixels=True,
     ),
     "semi-supervised": Protocol(
-        SemiSupervisedConfig, semi_supervised, "Fine-tune encoder and classifier on a few labelled images."
+        "classification", SemiSupervisedConfig, "Fine-tune encoder and classifier on a few labelled images."
     ),
-    "fine-tune": Protocol(FineTuneConfig, fine_tune, "Fine-tune encoder and cosine classifier on all labelled images."),
-    "detect": Protocol(DetectConfig, detect, "Train an object detector on Pascal VOC.", images="pascal-voc"),
+    "fine-tune": Protocol(
+        "classification", FineTuneConfig, "Fine-tune encoder and cosine classifier on all labelled images."
+    ),
+    "detect": Protocol("paper.detect", DetectConfig, "Train an object detector on Pascal VOC.", images="pascal-voc"),
     "segment": Protocol(
-        SegmentConfig, segment, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
+        "paper.segment", SegmentConfig, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
     ),
     "saliency": Protocol(
-        SaliencyConfig, saliency, "Draw saliency maps and compare them with another encoder's.", labelled=False
+        "paper.saliency", SaliencyConfig, "Draw saliency maps and compare them with another encoder's.", labelled=False
     ),
     "partition": Protocol(
+        "paper.partition",
         PartitionConfig,
-        partition,
         "Divide labelled classes by clustering features, for the trainer's --labels.",
         pixels=True,
         labelled=False,
     ),
 }
 """Every protocol by its name on the command line."""
+
+
+def function_of(name: str) -> Callable[[Evaluation, Any], Outcome]:
+    """The function of the protocol `name`, whose libraries are loaded now."""
+    module = import_module(f"trainer.evaluate.{PROTOCOLS[name].module}")
+    function: Callable[[Evaluation, Any], Outcome] = getattr(module, name.replace("-", "_"))
+    return function

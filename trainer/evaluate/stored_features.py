@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.data import TrainImages
@@ -19,11 +20,10 @@ from weightserver.torch import Ranks
 BLOCK_ROWS = 4_096
 """Features in a file: 16 MiB for features of 2,048 values."""
 _BATCH_SIZE = 256
-_KEY = "features"
 
 
 class StoredFeatures:
-    """Features of length 1, float16 [N, d], in files of BLOCK_ROWS rows each; parts are read when they are needed."""
+    """Features of length 1, float16 [N, d], in mapped .npy files of BLOCK_ROWS rows each: rows are read when needed."""
 
     def __init__(self, directory: Path, num_rows: int) -> None:
         self._directory, self._num_rows = directory, num_rows
@@ -32,34 +32,39 @@ class StoredFeatures:
         return self._num_rows
 
     def __getitem__(self, rows: slice) -> Tensor:
-        first, last, _ = rows.indices(len(self))
-        parts = []
-        for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
-            start = block * BLOCK_ROWS
-            path = block_file(self._directory, block)
-            try:
-                with safe_open(path, framework="pt") as file:
-                    parts.append(file.get_slice(_KEY)[max(0, first - start) : min(BLOCK_ROWS, last - start)])
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"cannot read features {path} ({error}): remove it, and repeat the command") from None
-        return torch.cat(parts)
+        return self.take(torch.arange(*rows.indices(len(self))))
 
     def take(self, rows: Tensor) -> Tensor:
         """The features float16 [n, d] of `rows`, int64 [n]."""
-        order = rows.argsort()
-        parts = []
-        for block in range(-(-len(self) // BLOCK_ROWS)):
-            start = block * BLOCK_ROWS
-            inside = rows[order][(rows[order] >= start) & (rows[order] < start + BLOCK_ROWS)]
-            if len(inside):
-                parts.append(self[start : start + BLOCK_ROWS][inside - start])
-        return torch.cat(parts)[order.argsort()]
+        ids, blocks = rows.numpy(), rows.numpy() // BLOCK_ROWS
+        found = None
+        for block in np.unique(blocks).tolist():
+            places = np.flatnonzero(blocks == block)
+            path = block_file(self._directory, block)
+            try:
+                values = np.load(path, mmap_mode="r")[ids[places] - block * BLOCK_ROWS]
+            except (OSError, ValueError, IndexError) as error:
+                raise ValueError(f"cannot read features {path} ({error}): remove it, and repeat the command") from None
+            found = np.empty((len(ids), values.shape[1]), np.float16) if found is None else found
+            found[places] = values
+        return torch.empty(0) if found is None else torch.from_numpy(found)
 
 
 def block_file(directory: Path, block: int) -> Path:
-    return directory / f"{block:07d}.safetensors"
+    return directory / f"{block:07d}.npy"
 
 
+def write_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes a .npy file atomically."""
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:  # np.save would add a suffix to the name
+            np.save(file, array)
+
+    atomic_write(path, write)
+
+
+@torch.no_grad()
 def store_features(
     frozen: Frozen, images: TrainImages, side: int | None, directory: Path, ranks: Ranks, advance: Advance
 ) -> StoredFeatures:
@@ -79,7 +84,7 @@ def store_features(
             batches = centres(images, side, ids, _BATCH_SIZE)
             features = torch.cat([F.normalize(frozen.of_pixels(batch)).half().cpu() for batch in batches])
             frozen.check()
-            atomic_write(file, lambda path, tensors={_KEY: features}: save_file(tensors, path))  # type: ignore[misc]
+            write_array(file, features.numpy())
         advance(len(ids) * ranks.world_size)
     ranks.barrier()
     return StoredFeatures(directory, len(images))

@@ -2,105 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import SYNTHETIC
-from trainer.evaluate.evaluation import Subject
+from trainer.data.pixels import PixelScale
+from trainer.evaluate.options import SubjectOptions
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
-from trainer.settings import Settings, check_at_least, flag
 from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import Ranks
 
-_KINDS = ("run", "encoder", "model", "pixels")
-_NEEDS = {
-    "checkpoint": "run",
-    "weights": "model",
-    "prefix": "weights",
-    "image_size": "model",
-    "in_channels": "model",
-    "pixel_mean": "model",
-    "pixel_std": "model",
-    "encoder_seed": "model",
-}
-"""Options that need another one."""
 _MOST_ATTEMPTS = 10
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
+_RAW = PixelScale((0.0,), (1.0,))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(Settings):
-    """What to evaluate: exactly one of --run, --encoder, --model and --pixels."""
-
-    run: Path | None = None
-    """Directory of a run: its encoder at the end, or that of its newest checkpoint while it trains."""
-    checkpoint: str | None = None
-    """With --run: step-…, the checkpoint to evaluate instead."""
-    encoder: Path | None = None
-    """Encoder file that the trainer or an import wrote, or an exported file or directory."""
-    model: str | None = None
-    """torchvision:NAME or timm:NAME, with random weights unless --weights are given."""
-    weights: Path | None = None
-    """With --model: a safetensors file or checkpoint with its weights, as 'pic export import' takes."""
-    prefix: str | None = None
-    """With --weights: which encoder of several, a part of its keys' prefix, as encoder_k or teacher."""
-    image_size: int | None = None
-    """With --model: side of its images, in pixels; 224 if omitted."""
-    in_channels: int | None = None
-    """With --model: 1 for grey images, 3 for colour; 3 if omitted."""
-    pixel_mean: tuple[float, ...] | None = None
-    """With --model: mean of the pixels in 0..1 that it expects; ImageNet's if omitted."""
-    pixel_std: tuple[float, ...] | None = None
-    """With --model: standard deviation of these pixels; ImageNet's if omitted."""
-    encoder_seed: int | None = None
-    """With --model and without --weights: seed of the random weights; 0 if omitted."""
-    pixels: bool = False
-    """Raw pixels, for comparison."""
-
-    def check(self) -> None:
-        given = [kind for kind in _KINDS if getattr(self, kind)]
-        if len(given) != 1:
-            found = " and ".join(map(flag, given)) or "none"
-            raise ValueError(
-                f"give exactly one of {', '.join(map(flag, _KINDS))}, got {found} (--weights is for --model)"
-            )
-        for name, needed in _NEEDS.items():
-            if getattr(self, name) is not None and not getattr(self, needed):
-                raise ValueError(f"{flag(name)} is for {flag(needed)}: omit it, or give {flag(needed)}")
-        if self.weights is not None and self.encoder_seed is not None:
-            raise ValueError("--encoder-seed is for random weights: omit it, or omit --weights")
-        check_at_least(self, 1, "image_size")
-        check_at_least(self, 0, "encoder_seed")
-
-    def of_model(self) -> ImportOptions:
-        """What --model and its options say."""
-        return ImportOptions(
-            name=self.model,
-            image_size=self.image_size,
-            in_channels=self.in_channels,
-            pixel_mean=self.pixel_mean,
-            pixel_std=self.pixel_std,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundSubject:
-    """What the options name, loaded, and where its results go."""
+class Subject:
+    """What is evaluated, and where its results go."""
 
     name: str
     """For people: "runs/a, step-000000001000", "torchvision:resnet50, random weights of seed 0", "raw pixels"."""
     encoder: nn.Module | None
-    """In eval mode, on the CPU; None for raw pixels."""
+    """Maps normalised float32 [B, C, H, W] to features [B, d]; in eval mode, on the CPU. None: raw pixels."""
     config: EncoderConfig | None
-    directory: Path
+    """None for raw pixels."""
+    directory: Path = Path("runs/pixels")
     """Where evaluation/NAME.json is written. Of a run its own, of an export its own, of weights/a.safetensors
     weights/a, otherwise one in runs/."""
     dataset: str | None = None
@@ -113,9 +51,44 @@ class FoundSubject:
     """Lines that say which weights were taken from a file of others."""
 
     @property
-    def subject(self) -> Subject:
-        """What a protocol sees of it."""
-        return Subject(name=self.name, encoder=self.encoder, config=self.config)
+    def network(self) -> nn.Module:
+        """The encoder; for raw pixels, one that flattens images."""
+        return self.encoder if self.encoder is not None else nn.Flatten()
+
+    @property
+    def pixels(self) -> PixelScale:
+        """The scale of the network's input."""
+        return self.config.pixels if self.config is not None else _RAW
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the network's parameters and buffers."""
+        digest = hashlib.sha256()
+        for name, tensor in self.network.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def require_encoder(self, protocol: str) -> tuple[nn.Module, EncoderConfig]:
+        """The encoder and its settings. Raises ValueError for raw pixels."""
+        if self.encoder is None or self.config is None:
+            raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run, --encoder or --model")
+        return self.encoder, self.config
+
+    def check_images(self, channels: int, side: int) -> None:
+        """Raises ValueError if the encoder is for images of other channels or another size."""
+        own = self.config
+        if own is not None and (channels, side) != (own.in_channels, own.image_size):
+            raise ValueError(
+                f"{self.name} is for {own.in_channels}-channel {own.image_size} px images, but the data set has "
+                f"{channels}-channel {side} px ones: choose another --dataset"
+            )
+
+    def check_finite(self) -> None:
+        """Raises ValueError if a weight is infinite or not a number."""
+        for name, tensor in self.network.state_dict().items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} of {self.name} is not finite: the weights are damaged, give others")
 
     def data(self, dataset: str | None, data_dir: Path | None) -> tuple[str, Path | None]:
         """Name and folder of the data set: as --dataset and --data-dir say, or the run's, or fashion-mnist.
@@ -132,7 +105,7 @@ class FoundSubject:
         return self.dataset or "fashion-mnist", data_dir or self.data_dir
 
 
-def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> FoundSubject:
+def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject:
     """Loads what the options name. The first rank reads it, and the others receive it: all have the same checkpoint.
 
     Raises:
@@ -148,23 +121,29 @@ def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> FoundSu
     return found[0]
 
 
-def _load(options: SubjectOptions) -> FoundSubject:
+def _load(options: SubjectOptions) -> Subject:
     if options.run is not None:
         return _of_run(options.run, options.checkpoint)
     if options.encoder is not None:
         return _of_file(options.encoder)
     if options.weights is not None:
-        return _of_weights(options.weights, options.of_model(), options.prefix)
+        return _of_weights(options.weights, _of_model(options), options.prefix)
     if options.model:
-        return _random_model(options.of_model(), options.encoder_seed or 0)
-    return FoundSubject(name="raw pixels", encoder=None, config=None, directory=Path("runs/pixels"))
+        return _random_model(_of_model(options), options.encoder_seed or 0)
+    return Subject(name="raw pixels", encoder=None, config=None)
 
 
-def _of_run(run: Path, checkpoint: str | None) -> FoundSubject:
+def _of_model(options: SubjectOptions) -> ImportOptions:
+    """What --model and its options say."""
+    names = ("image_size", "in_channels", "pixel_mean", "pixel_std")
+    return ImportOptions(name=options.model, **{name: getattr(options, name) for name in names})
+
+
+def _of_run(run: Path, checkpoint: str | None) -> Subject:
     settings = read_settings(run)
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
     data_dir = settings.get("data_dir")
-    return FoundSubject(
+    return Subject(
         name=f"{run}, {state}" if state else str(run),
         encoder=encoder,
         config=config,
@@ -194,12 +173,12 @@ def _newest(run: Path) -> tuple[tuple[nn.Module, EncoderConfig], str]:
     raise ValueError(f"{run} has neither {ENCODER_FILE} nor a checkpoint yet: wait for its first checkpoint")
 
 
-def _of_file(path: Path) -> FoundSubject:
+def _of_file(path: Path) -> Subject:
     """An encoder file of ours, or an exported one; of a directory, the one in it."""
     file = _exported_file(path) if path.is_dir() else path
     if _format(file).startswith("pic-encoder"):
         encoder, config = load_encoder(file)
-        return FoundSubject(name=str(file), encoder=encoder, config=config, directory=_directory_for(file))
+        return Subject(name=str(file), encoder=encoder, config=config, directory=_directory_for(file))
     found = _of_weights(file, ImportOptions())
     return replace(found, directory=path) if path.is_dir() else found
 
@@ -223,9 +202,9 @@ def _format(file: Path) -> str:
         return ""
 
 
-def _of_weights(file: Path, options: ImportOptions, prefix: str | None = None) -> FoundSubject:
+def _of_weights(file: Path, options: ImportOptions, prefix: str | None = None) -> Subject:
     imported = import_encoder(file, options, prefix=prefix)
-    return FoundSubject(
+    return Subject(
         name=f"{imported.config.name} of {file}",
         encoder=imported.encoder,
         config=imported.config,
@@ -234,12 +213,12 @@ def _of_weights(file: Path, options: ImportOptions, prefix: str | None = None) -
     )
 
 
-def _random_model(options: ImportOptions, seed: int) -> FoundSubject:
+def _random_model(options: ImportOptions, seed: int) -> Subject:
     """The encoder that a training with this seed would start from; its BatchNorm statistics describe no data."""
     config = encoder_config(options)
     encoder = build_model(config, seed=seed).encoder.eval()
     measure_feature_dim(encoder, config)
-    return FoundSubject(
+    return Subject(
         name=f"{config.name}, random weights of seed {seed}",
         encoder=encoder,
         config=config,

@@ -1,6 +1,7 @@
-"""The table that compares a trained encoder with the untrained one and raw pixels, by kNN and linear probe."""
+"""Tables of results: of an evaluation, and of a trained encoder beside the untrained one and raw pixels."""
 
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -39,3 +40,20 @@ def print_table(results: Results, console: Console | None = None, *, images: str
         knn, linear = row["knn"], row["linear"]
         table.add_row(name, f"{knn.top1:.2f}", f"{knn.setting:g}", f"{linear.top1:.2f}", f"{linear.setting:g}")
     (console or Console()).print(table)
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Prints the result as a table: percentages and what was chosen, or a row for each given setting."""
+    table = Table(title=f"{result['protocol']} of {result['subject']}", title_style="")
+    chosen = result["chosen"]
+    shown = {name: value for name, value in result.items() if isinstance(value, float) and name != "seconds"}
+    rows = result.get("by_setting", [shown | chosen])
+    for name in rows[0]:
+        table.add_column(name, justify="right", style="dim" if name in chosen else None)
+    for row in rows:
+        table.add_row(*(_cell(value, ".2f" if name in shown else ".4g") for name, value in row.items()))
+    console.print(table)
+
+
+def _cell(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, float) else str(value)

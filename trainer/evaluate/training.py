@@ -17,6 +17,7 @@ from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation
 from weightserver.common.atomic_files import atomic_write
+from weightserver.torch import Ranks
 
 Batches = Callable[[int], Generator[Any, None, None]]
 """This rank's parts of the batches from a step on; closed at the end."""
@@ -82,6 +83,17 @@ class Training:
             raise ValueError(f"the loss is {total} after {num_done} steps: give a lower learning rate")
         if self._ranks.is_first:
             save_state(file, self._network, self._optimizer, num_done)
+
+
+def check_batch(num_images: int, batch_size: int, ranks: Ranks) -> None:
+    """Raises ValueError if the images make no batch, or a batch leaves ranks without images."""
+    if num_images < batch_size:
+        raise ValueError(f"{num_images} training images make no batch of {batch_size}: give a smaller --batch-size")
+    if batch_size < ranks.world_size:
+        raise ValueError(
+            f"--batch-size {batch_size} leaves some of {ranks.world_size} ranks without images: give larger batches or "
+            "fewer ranks"
+        )
 
 
 def cosine(progress: float) -> float:

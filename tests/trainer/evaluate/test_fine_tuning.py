@@ -19,16 +19,11 @@ from tests.helpers.evaluations import (
     made_evaluation,
 )
 from trainer.data import load_dataset
+from trainer.evaluate.classification import balanced_share, default_epochs, fine_tune, labelled_images, semi_supervised
 from trainer.evaluate.classifiers import CosineClassifier
-from trainer.evaluate.evaluation import Evaluation, Subject
-from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
-from trainer.evaluate.semi_supervised import (
-    SemiSupervisedConfig,
-    balanced_share,
-    default_epochs,
-    labelled_images,
-    semi_supervised,
-)
+from trainer.evaluate.evaluation import Evaluation
+from trainer.evaluate.settings import FineTuneConfig, SemiSupervisedConfig
+from trainer.evaluate.subjects import Subject
 
 FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
 SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
@@ -66,7 +61,7 @@ def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Pa
         return labelled
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.evaluate.semi_supervised.labelled_images", as_labelled)
+        patch.setattr("trainer.evaluate.classification.labelled_images", as_labelled)
         again = semi_supervised(made_evaluation(SeesRows(), tmp_path / "two", relabelled), config)
     assert again == found, "no other label is used"
 
@@ -146,7 +141,7 @@ def test_a_broken_image_is_an_error(tree: Path, tmp_path: Path) -> None:
 
 def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
     evaluation = made_evaluation(SeesRows(), tmp_path)
-    with pytest.raises(ValueError, match="320 images make no batch of 400"):
+    with pytest.raises(ValueError, match="320 training images make no batch of 400"):
         fine_tune(evaluation, replace(FINE_TUNE, batch_size=400))
     with pytest.raises(ValueError, match="fine-tune needs an encoder, not raw pixels"):
         fine_tune(replace(evaluation, subject=Subject(name="raw pixels", encoder=None, config=None)), FINE_TUNE)

@@ -17,8 +17,9 @@ from tests.helpers.evaluations import (
     made_evaluation,
 )
 from trainer.data import Dataset
+from trainer.evaluate.classification import linear
 from trainer.evaluate.evaluation import Outcome
-from trainer.evaluate.linear import LinearConfig, linear
+from trainer.evaluate.settings import LinearConfig
 from weightserver.torch import Ranks
 
 CONFIG = LinearConfig(epochs=3, batch_size=32, learning_rates=(1.0,))
@@ -73,7 +74,7 @@ def test_infinite_numbers_are_no_result() -> None:
 
 
 def test_rejects_what_makes_no_batch() -> None:
-    with pytest.raises(ValueError, match=r"320 images make no batch of 400: give a smaller --batch-size"):
+    with pytest.raises(ValueError, match=r"320 training images make no batch of 400: give a smaller --batch-size"):
         probe(SeesRows(), replace(CONFIG, batch_size=400))
     for rates in ((), (0.0,), (float("nan"),), (1.0, -1.0)):
         with pytest.raises(ValueError, match=r"--learning-rates is .* positive and finite"):

@@ -21,9 +21,10 @@ from trainer.evaluate import (
     split_held_out,
     untrained_encoder,
 )
-from trainer.evaluate.knn import K_CHOICES, VOTE_TEMPERATURE, leave_one_out_knn_top1
+from trainer.evaluate.knn import leave_one_out_knn_top1
 from trainer.evaluate.linear_cached import STRENGTHS
 from trainer.evaluate.protocol import split_folds
+from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE
 from trainer.model import EncoderConfig
 
 CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)

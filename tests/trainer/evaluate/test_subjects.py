@@ -20,7 +20,8 @@ from tests.helpers.small_run import EVERY, small_run
 from trainer.data.pixels import IMAGENET
 from trainer.distributed import process_group
 from trainer.evaluate import subjects
-from trainer.evaluate.subjects import FoundSubject, SubjectOptions, load_subject
+from trainer.evaluate.options import SubjectOptions
+from trainer.evaluate.subjects import Subject, load_subject
 from trainer.export.encoders import export_encoder
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
@@ -49,13 +50,13 @@ def training(trained: Path, tmp_path: Path) -> Path:
     return run
 
 
-def weights_of(found: FoundSubject) -> dict[str, Tensor]:
+def weights_of(found: Subject) -> dict[str, Tensor]:
     assert found.encoder is not None
     assert not found.encoder.training
     return found.encoder.state_dict()
 
 
-def assert_equal(found: FoundSubject, expected: dict[str, Tensor]) -> None:
+def assert_equal(found: Subject, expected: dict[str, Tensor]) -> None:
     weights = weights_of(found)
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -249,7 +250,7 @@ def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
     assert first[0]["sum"] > 0
 
 
-def described(found: FoundSubject) -> dict[str, Any]:
+def described(found: Subject) -> dict[str, Any]:
     tensors = found.encoder.state_dict().values() if found.encoder is not None else []
     fields = {name: value for name, value in vars(found).items() if name != "encoder"}
     config = found.config and asdict(found.config)

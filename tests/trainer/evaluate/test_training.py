@@ -30,15 +30,14 @@ from tests.helpers.evaluations import (
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.distributed import process_group
 from trainer.evaluate.batch_norm import synchronise_batch_norm
+from trainer.evaluate.classification import fine_tune, linear, semi_supervised
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.fine_tune import FineTuneConfig, fine_tune
-from trainer.evaluate.knn import KnnConfig, knn
-from trainer.evaluate.linear import LinearConfig, linear
+from trainer.evaluate.knn import knn
 from trainer.evaluate.paper.detect import detect
-from trainer.evaluate.paper.detect_config import DetectConfig
-from trainer.evaluate.paper.saliency import SaliencyConfig, saliency
-from trainer.evaluate.paper.segment import SegmentConfig, segment
-from trainer.evaluate.semi_supervised import SemiSupervisedConfig, semi_supervised
+from trainer.evaluate.paper.saliency import saliency
+from trainer.evaluate.paper.segment import segment
+from trainer.evaluate.paper.settings import DetectConfig, SaliencyConfig, SegmentConfig
+from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
 from trainer.evaluate.training import Training
 from trainer.model import EncoderConfig, build_model
 from weightserver.torch import Ranks

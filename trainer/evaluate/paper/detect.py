@@ -23,11 +23,11 @@ from torch.optim.swa_utils import update_bn
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.paper.average_precision import THRESHOLDS, Detections, average_precision
-from trainer.evaluate.paper.detect_config import DetectConfig
 from trainer.evaluate.paper.detector import build_detector
 from trainer.evaluate.paper.loading import computed_ahead
+from trainer.evaluate.paper.settings import DetectConfig
 from trainer.evaluate.paper.voc import CLASSES, VocImage, load_pixels, read_split
-from trainer.evaluate.training import Training
+from trainer.evaluate.training import Training, check_batch
 from weightserver.torch import Ranks, to_device
 
 _WARMUP_FACTOR = 0.001
@@ -47,8 +47,7 @@ def detect(evaluation: Evaluation, config: DetectConfig) -> Outcome:
     ranks = evaluation.ranks
     detector = build_detector(*evaluation.subject.require_encoder("detect"), config).to(ranks.device)
     train, test = read_splits(evaluation.folder("the folder of Pascal VOC, VOCdevkit"), config)
-    if config.batch_size < ranks.world_size:
-        raise ValueError(f"--batch-size {config.batch_size} leaves some of {ranks.world_size} ranks without images")
+    check_batch(len(train), config.batch_size, ranks)
     network = _Loss(detector, config, bfloat16=evaluation.bfloat16)
     training = Training(
         evaluation,
@@ -80,17 +79,12 @@ def read_splits(data_dir: Path, config: DetectConfig) -> tuple[list[VocImage], l
     """The training images with objects, and all test images.
 
     Raises:
-        ValueError: a file is missing or damaged, fewer training images than a batch, or nothing to find.
+        ValueError: a file is missing or damaged, or there is nothing to find.
     """
     train = [
         image for split in config.train_splits for image in read_split(data_dir, split) if len(image.objects.boxes)
     ]
     test = read_split(data_dir, config.test_split)
-    if len(train) < config.batch_size:
-        raise ValueError(
-            f"{len(train)} training images with objects make no batch of {config.batch_size}: "
-            "give a smaller --batch-size"
-        )
     if all(image.objects.difficult.all() for image in test):
         raise ValueError(f"{config.test_split} has no objects to find: give another --test-split")
     return train, test

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import Frozen
-from trainer.evaluate.stored_features import StoredFeatures, store_features
-from trainer.settings import Settings
-from weightserver.common.atomic_files import atomic_write
+from trainer.evaluate.paper.settings import PartitionConfig
+from trainer.evaluate.stored_features import StoredFeatures, store_features, write_array
 from weightserver.core.arrays import Float32Array, Int64Array
-
-_GROUP_BYTES = 1 << 30
-"""Features of classes that are clustered in one pass over the stored features, in float16."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionConfig(Settings):
-    """Settings of the partition."""
-
-    classes: tuple[int, ...] = ()
-    """Numbers of classes of the partitions to make, at least that of the labelled classes and at most that of the
-    images, as --classes 2000 4000 16000. Each is written as partition-NUMBER.npy, for the trainer's --labels."""
-    seed: int = 0
-    """Seed of k-means."""
-
-    def check(self) -> None:
-        if not self.classes or min(self.classes) < 1:
-            raise ValueError(f"--classes is {self.classes}: give one or more numbers of classes")
 
 
 def partition(evaluation: Evaluation, config: PartitionConfig) -> Outcome:
     """Writes a class for each training image: images of different labelled classes never share one.
 
     Each labelled class is divided in proportion to its images, by k-means of its features of length 1 (Euclidean
-    distance). Memory for features is bounded; the stored ones are read once for about 1 GiB of them.
+    distance); the features of one are in memory at a time.
 
     Raises:
         ValueError: images without labels, or a number of classes out of range.
@@ -84,11 +61,14 @@ def _write_partition(
     first = np.cumsum(parts) - parts  # the first new class of each labelled one
     assigned = np.empty(len(labels), np.int32 if num_classes < 2**31 else np.int64)
     with evaluation.progress(f"{num_classes} classes", len(labels)) as advance:
-        for label, images, values in _classes(features, labels):
-            assigned[images] = first[label] + divided(values, int(parts[label]), config.seed)
-            advance(len(images))
+        order = np.argsort(labels, kind="stable")
+        for images in np.split(order, np.cumsum(images_of_class)[:-1]):
+            if len(images):
+                label, values = labels[images[0]], features.take(torch.from_numpy(images)).float().numpy()
+                assigned[images] = first[label] + divided(values, int(parts[label]), config.seed)
+                advance(len(images))
     file = evaluation.state.parent / f"partition-{num_classes}.npy"
-    atomic_write(file, lambda path: _save(path, assigned))
+    write_array(file, assigned)
     sizes = np.bincount(assigned)
     return {
         "classes": num_classes,
@@ -96,11 +76,6 @@ def _write_partition(
         "largest": int(sizes.max()),
         "labels": str(file),
     }
-
-
-def _save(path: Path, array: npt.NDArray[Any]) -> None:
-    with path.open("wb") as file:  # np.save would add a suffix to the name
-        np.save(file, array)
 
 
 def proportional_parts(images_of_class: Int64Array, num_classes: int) -> Int64Array:
@@ -116,23 +91,6 @@ def proportional_parts(images_of_class: Int64Array, num_classes: int) -> Int64Ar
     parts[rounded_up] += 1
     result: Int64Array = parts + (images_of_class > 0)
     return result
-
-
-def _classes(features: StoredFeatures, labels: Int64Array) -> Iterator[tuple[int, Int64Array, Float32Array]]:
-    """Each labelled class: its label, its images int64 [n] and their features float32 [n, d]."""
-    order = np.argsort(labels, kind="stable")
-    starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
-    ends = np.append(starts[1:], len(order))
-    rows = max(1, _GROUP_BYTES // (2 * features[:1].shape[1]))
-    group = 0
-    while group < len(starts):
-        stop = max(group + 1, int(np.searchsorted(ends, starts[group] + rows, side="right")))
-        images = order[starts[group] : ends[stop - 1]]
-        values = features.take(torch.from_numpy(images))
-        for number in range(group, stop):
-            part = slice(starts[number] - starts[group], ends[number] - starts[group])
-            yield int(labels[images[part.start]]), images[part], values[part].float().numpy()
-        group = stop
 
 
 def divided(values: Float32Array, num_clusters: int, seed: int) -> Int64Array:

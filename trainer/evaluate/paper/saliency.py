@@ -7,8 +7,6 @@ maps is the sum over locations of the smaller of the two values: 1 for equal map
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,41 +15,19 @@ from torch import Tensor
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import normalise
-from trainer.evaluate.evaluation import Evaluation, Outcome, Subject
+from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import centres
-from trainer.evaluate.knn import VOTE_TEMPERATURE
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.paper.saliency_figures import Picture, draw_maps, draw_similarities
 from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
+from trainer.evaluate.paper.settings import SaliencyConfig
+from trainer.evaluate.settings import VOTE_TEMPERATURE
+from trainer.evaluate.subjects import Subject
 from trainer.model import load_encoder
-from trainer.settings import Settings, check_at_least
 from weightserver.torch import gathered
 
 MAPS_FILE, SIMILARITY_FILE = "saliency-maps.png", "saliency-similarity.png"
 _BATCH_SIZE = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaliencyConfig(Settings):
-    """Settings of the saliency maps."""
-
-    other: Path | None = None
-    """Encoder file whose maps are compared, from this trainer or `pic export import`."""
-    num_pictures: int = 6
-    """Test images to draw with their maps, chosen by --seed."""
-    pictures: tuple[int, ...] = ()
-    """Numbers of the test images to draw instead, from 0."""
-    bins: int = 20
-    """Bins of similarity between 0 and 1, for the histogram and for the accuracy."""
-    k: int = 20
-    """Neighbours by which an image is classified, to compare accuracy with similarity."""
-    num_neighbour_images: int = 50_000
-    """Training images to search for neighbours, chosen by --seed; all if there are fewer."""
-    seed: int = 0
-    """Seed of the images to draw, the images to search and the random maps."""
-
-    def check(self) -> None:
-        check_at_least(self, 1, "num_pictures", "bins", "k", "num_neighbour_images")
 
 
 def saliency(evaluation: Evaluation, config: SaliencyConfig) -> Outcome:
@@ -116,12 +92,7 @@ class _Mapper:
         encoder, config = subject.require_encoder("saliency")
         dataset = evaluation.load()
         self._side = dataset.evaluated_side or dataset.test_images.shape[-1]
-        channels = dataset.test_images.shape[1]
-        if (config.in_channels, config.image_size) != (channels, self._side):
-            raise ValueError(
-                f"{subject.name} is for {config.in_channels}-channel {config.image_size} px images, but "
-                f"the data set has {channels}-channel {self._side} px ones: choose another data set"
-            )
+        subject.check_images(dataset.test_images.shape[1], self._side)
         self.name, self._pixels, self._evaluation = subject.name, config.pixels, evaluation
         self._encoder = encoder.to(evaluation.ranks.device).eval()
 

@@ -6,7 +6,6 @@ All layers are trained, from the encoder's weights. Validation images are segmen
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,43 +25,10 @@ from trainer.evaluate.paper.cityscapes import (
 from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
 from trainer.evaluate.paper.fcn import FCN, upsample
 from trainer.evaluate.paper.resnet import resnet_stages
-from trainer.evaluate.training import Training, cosine
-from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
+from trainer.evaluate.paper.settings import SegmentConfig
+from trainer.evaluate.training import Training, check_batch, cosine
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import to_device
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentConfig(Settings):
-    """Settings of the segmentation protocol; the defaults are the paper's (appendix, Experimental Settings)."""
-
-    iterations: int = 60_000
-    """Updates of the network."""
-    batch_size: int = 8
-    """Crops in each update, on all ranks together."""
-    crop_size: int = 769
-    """Side of a training crop, in pixels."""
-    min_scale: float = 0.5
-    """Smallest factor by which a training image is scaled."""
-    max_scale: float = 2.0
-    """Largest factor by which a training image is scaled."""
-    learning_rate: float = 0.01
-    """Initial learning rate; it falls to 0 by a cosine."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 1e-4
-    """Weight decay, on all parameters."""
-    seed: int = 0
-    """Seed of the initial head, the order of images and their crops."""
-    checkpoint_every: int = 1_000
-    """Iterations after which the state is saved, so that an interrupted evaluation resumes there."""
-
-    def check(self) -> None:
-        check_at_least(self, 1, "iterations", "batch_size", "crop_size", "checkpoint_every")
-        check_positive(self, "min_scale", "max_scale", "learning_rate")
-        check_not_negative(self, "momentum", "weight_decay")
-        if self.min_scale > self.max_scale:
-            raise ValueError(f"--min-scale {self.min_scale} is above --max-scale {self.max_scale}: exchange them")
 
 
 def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
@@ -81,8 +47,7 @@ def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
     ranks, pixels = evaluation.ranks, encoder_config.pixels
     stages = resnet_stages(encoder, encoder_config)
     train_images, val_images = list_split(directory, "train"), list_split(directory, "val")
-    if config.batch_size < ranks.world_size:
-        raise ValueError(f"--batch-size {config.batch_size} leaves some of {ranks.world_size} ranks without images")
+    check_batch(config.batch_size, config.batch_size, ranks)  # images may repeat in a batch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = FCN(stages, NUM_CLASSES).to(ranks.device)

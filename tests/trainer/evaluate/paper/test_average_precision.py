@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainer.evaluate.paper.average_precision import (
-    THRESHOLDS,
-    Detections,
-    Objects,
-    average_precision,
-    eleven_points,
-)
+from trainer.evaluate.paper.average_precision import THRESHOLDS, Detections, Objects, average_precision, eleven_points
 
 Rows = list[tuple[float, ...]]
 

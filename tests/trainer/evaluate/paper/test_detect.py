@@ -26,8 +26,8 @@ from trainer.evaluate.paper.detect import (
     learning_rate_factor,
     read_splits,
 )
-from trainer.evaluate.paper.detect_config import DetectConfig
 from trainer.evaluate.paper.detector import build_detector, greedy_nms
+from trainer.evaluate.paper.settings import DetectConfig
 from trainer.evaluate.paper.voc import CLASSES
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_schemas import import_module
@@ -201,7 +201,10 @@ def test_rejects_settings(settings: dict[str, Any], message: str) -> None:
         replace(CONFIG, **settings).check()
 
 
-def test_rejects_fewer_images_than_ranks(devkit: Path, tmp_path: Path) -> None:
+def test_rejects_what_makes_no_batch(devkit: Path, tmp_path: Path) -> None:
+    alone = made_evaluation(small_resnet(), tmp_path, config=RESNET, data_dir=devkit)
+    with pytest.raises(ValueError, match="18 training images make no batch of 19: give a smaller --batch-size"):
+        detect(alone, replace(CONFIG, batch_size=19))
     evaluation = made_evaluation(small_resnet(), tmp_path, ranks=Ranks(world_size=4), config=RESNET, data_dir=devkit)
     with pytest.raises(ValueError, match="--batch-size 2 leaves some of 4 ranks without images"):
         detect(evaluation, CONFIG)

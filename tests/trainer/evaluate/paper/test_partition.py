@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.evaluations import NUM_CLASSES, SeesRows, evaluate, made_dataset, made_evaluation
 from trainer.evaluate import stored_features
-from trainer.evaluate.paper import partition as partition_module
-from trainer.evaluate.paper.partition import PartitionConfig, divided, partition, proportional_parts
+from trainer.evaluate.paper.partition import divided, partition, proportional_parts
+from trainer.evaluate.paper.settings import PartitionConfig
 from weightserver.torch import ClassOrder, read_labels
 
 
@@ -49,9 +49,8 @@ def test_clusters_that_are_there_are_found() -> None:
 
 
 def test_partitions_refine_the_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several passes over the stored features; partitions are the trainer's class maps."""
+    """Of features in several files; partitions are the trainer's class maps."""
     monkeypatch.setattr(stored_features, "BLOCK_ROWS", 64)
-    monkeypatch.setattr(partition_module, "_GROUP_BYTES", 2 * 16 * 100)
     dataset = made_dataset()
     labels = dataset.train_labels.numpy()
     config = PartitionConfig(classes=(NUM_CLASSES, 13, 320))
@@ -76,7 +75,7 @@ def test_numbers_of_classes_out_of_range_are_refused(classes: int, tmp_path: Pat
 def test_the_command_writes_class_maps_beside_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.evaluate.command.load_dataset", lambda *_, **__: made_dataset(60))
+    monkeypatch.setattr("trainer.evaluate.run.load_dataset", lambda *_, **__: made_dataset(60))
     arguments = ["partition", "--pixels", "--dataset", "idx", "--output", str(tmp_path), "--device", "cpu"]
     assert evaluate([*arguments, "--classes", "8,16"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.helpers.evaluations import made_dataset, made_evaluation
 from trainer.data import Dataset
 from trainer.evaluate.evaluation import Outcome
-from trainer.evaluate.paper.saliency import MAPS_FILE, SIMILARITY_FILE, SaliencyConfig, by_similarity, saliency
+from trainer.evaluate.paper.saliency import MAPS_FILE, SIMILARITY_FILE, by_similarity, saliency
 from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity
+from trainer.evaluate.paper.settings import SaliencyConfig
 from trainer.model import EncoderConfig, build_encoder, build_model, save_encoder
 from weightserver.torch import Ranks
 

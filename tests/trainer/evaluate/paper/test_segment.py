@@ -20,7 +20,8 @@ from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, class_name
 from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
 from trainer.evaluate.paper.fcn import FCN, upsample
 from trainer.evaluate.paper.resnet import resnet_stages
-from trainer.evaluate.paper.segment import SegmentConfig, intersection_over_union, segment
+from trainer.evaluate.paper.segment import intersection_over_union, segment
+from trainer.evaluate.paper.settings import SegmentConfig
 from trainer.model import EncoderConfig, build_encoder
 from trainer.torchvision_schemas import import_module
 from weightserver.core.arrays import Float32Array

@@ -1,8 +1,11 @@
-"""Semi-supervised classification: fine-tuning on a few labels (paper, appendix, Experimental Settings)."""
+"""Classification by training: linear on a frozen encoder, and fine-tuned with all labels or a few of them.
+
+Of the paper: section 4 for the linear protocol (He et al., 1911.05722), whose encoder stays in eval mode, and the
+appendix, Experimental Settings, for semi-supervised classification on ImageNet and for iNaturalist 2018.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,48 +14,60 @@ from torch import Tensor
 
 from trainer.data import Dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.evaluate.classifiers import ClassifierConfig, Classifiers, check_learning_rates
+from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.settings import Settings, check_at_least, check_not_negative
+from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.protocol import split_held_out
+from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
 
 _HELD_OUT_SHARE = 0.2
 _EPOCHS_OF_ONE_PERCENT, _EPOCHS = 10, 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class SemiSupervisedConfig(Settings):
-    """Settings of semi-supervised classification; the defaults are the paper's."""
+def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
+    """Trains linear heads on the encoder's features of the training images and tests the best on centre crops.
 
-    labels: float = 0.01
-    """Share of each class's training images whose labels are used: 0.01 and 0.1 in the paper. Chosen by --seed."""
-    split_file: Path | None = None
-    """A file with the names of the labelled images, one a line, as the public 1percent.txt and 10percent.txt; instead
-    of --labels. Needs --dataset folder."""
-    epochs: int | None = None
-    """Passes over the labelled images. Default: 10 for about 1 % of the training images (at most 1.5), 20 for more."""
-    batch_size: int = 256
-    """Images in a step, of all ranks together."""
-    learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
-    """Initial learning rates, which the paper does not give. Of several, a fifth of the labelled images chooses; then
-    all of them are used for training."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 3e-5
-    """Weight decay of SGD."""
-    seed: int = 0
-    """Seed of the labelled images, the crops, the order of images and the classifier's initial weights."""
+    Every learning rate trains a head of its own on the same features, so that several cost little more than one.
 
-    def check(self) -> None:
-        if not 0 < self.labels <= 1:
-            raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
-        check_learning_rates(self.learning_rates)
-        check_at_least(self, 1, "epochs", "batch_size")
-        check_not_negative(self, "momentum", "weight_decay")
+    Raises:
+        ValueError: images without labels, or fewer of them than a batch.
+    """
+    dataset, subject, rates = evaluation.load(), evaluation.subject, config.learning_rates
+    dataset.check_labelled(tested=True)
+    fitted, held_out = torch.arange(len(dataset.train_images)), None
+    if len(rates) > 1:
+        fitted, held_out = split_held_out(len(dataset.train_images))
+    frozen = Frozen(subject.network, subject.pixels, evaluation.ranks.device, bfloat16=evaluation.bfloat16)
+    heads = Classifiers(evaluation, fitted, config, rates, epochs=config.epochs, frozen=frozen)
+    heads.train("linear")
+    best, chosen = 0, {}
+    if held_out is not None:
+        shares = [top1 for top1, _ in heads.held_out(held_out)]
+        best = max(range(len(shares)), key=lambda head: shares[head])  # the first of equals
+        chosen = {
+            "learning_rate": rates[best],
+            "held_out_top1": shares[best],
+            "on": f"{len(held_out)} training images that no head was trained on",
+        }
+    top1, top5 = heads.tested()[best]
+    frozen.check()
+    return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen)
 
 
-def default_epochs(num_labelled: int, num_images: int) -> int:
-    """The paper's 10 passes for 1 % of the images and 20 for 10 %; splits of classes are not exactly 1 %."""
-    return _EPOCHS_OF_ONE_PERCENT if num_labelled <= 0.015 * num_images else _EPOCHS
+def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
+    """Trains encoder and cosine classifier on all training images, and tests them on centre crops.
+
+    Raises:
+        ValueError: images without labels, fewer of them than a batch, or no encoder.
+    """
+    evaluation.subject.require_encoder("fine-tune")
+    dataset = evaluation.load()
+    dataset.check_labelled(tested=True)
+    every, rates = torch.arange(len(dataset.train_images)), (config.learning_rate,)
+    classifier = Classifiers(evaluation, every, config, rates, epochs=config.epochs, temperature=config.temperature)
+    classifier.train("fine-tune")
+    ((top1, top5),) = classifier.tested()
+    return Outcome(results={"top1": top1, "top5": top5})
 
 
 def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Outcome:
@@ -67,16 +82,8 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     labelled = labelled_images(dataset, config)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
 
-    settings = ClassifierConfig(
-        epochs=epochs,
-        batch_size=config.batch_size,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        seed=config.seed,
-    )
-
     def trained(ids: Tensor, rate: float, name: str) -> Classifiers:
-        classifier = Classifiers(evaluation, ids, settings, (rate,))
+        classifier = Classifiers(evaluation, ids, config, (rate,), epochs=epochs)
         classifier.train(f"{name}, learning rate {rate!r}")
         return classifier
 
@@ -94,6 +101,11 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     ((top1, top5),) = trained(labelled, rate, "all").tested()
     details = {"labelled_images": len(labelled), "epochs": epochs}
     return Outcome(results={"top1": top1, "top5": top5}, chosen=chosen, details=details)
+
+
+def default_epochs(num_labelled: int, num_images: int) -> int:
+    """The paper's 10 passes for 1 % of the images and 20 for 10 %; splits of classes are not exactly 1 %."""
+    return _EPOCHS_OF_ONE_PERCENT if num_labelled <= 0.015 * num_images else _EPOCHS
 
 
 def labelled_images(dataset: Dataset, config: SemiSupervisedConfig) -> Tensor:

@@ -1,8 +1,9 @@
-"""Settings of detection."""
+"""Settings of the protocols that reproduce the paper's further results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, flag
 
@@ -71,3 +72,74 @@ class DetectConfig(Settings):
             raise ValueError(f"--learning-rate-drops must be steps in ascending order, got {drops}")
         if not self.train_splits:
             raise ValueError("--train-splits must name at least one split, such as voc_2007_trainval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentConfig(Settings):
+    """Settings of the segmentation protocol; the defaults are the paper's (appendix, Experimental Settings)."""
+
+    iterations: int = 60_000
+    """Updates of the network."""
+    batch_size: int = 8
+    """Crops in each update, on all ranks together."""
+    crop_size: int = 769
+    """Side of a training crop, in pixels."""
+    min_scale: float = 0.5
+    """Smallest factor by which a training image is scaled."""
+    max_scale: float = 2.0
+    """Largest factor by which a training image is scaled."""
+    learning_rate: float = 0.01
+    """Initial learning rate; it falls to 0 by a cosine."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    weight_decay: float = 1e-4
+    """Weight decay, on all parameters."""
+    seed: int = 0
+    """Seed of the initial head, the order of images and their crops."""
+    checkpoint_every: int = 1_000
+    """Iterations after which the state is saved, so that an interrupted evaluation resumes there."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "iterations", "batch_size", "crop_size", "checkpoint_every")
+        check_positive(self, "min_scale", "max_scale", "learning_rate")
+        check_not_negative(self, "momentum", "weight_decay")
+        if self.min_scale > self.max_scale:
+            raise ValueError(f"--min-scale {self.min_scale} is above --max-scale {self.max_scale}: exchange them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaliencyConfig(Settings):
+    """Settings of the saliency maps."""
+
+    other: Path | None = None
+    """Encoder file whose maps are compared, from this trainer or `pic export import`."""
+    num_pictures: int = 6
+    """Test images to draw with their maps, chosen by --seed."""
+    pictures: tuple[int, ...] = ()
+    """Numbers of the test images to draw instead, from 0."""
+    bins: int = 20
+    """Bins of similarity between 0 and 1, for the histogram and for the accuracy."""
+    k: int = 20
+    """Neighbours by which an image is classified, to compare accuracy with similarity."""
+    num_neighbour_images: int = 50_000
+    """Training images to search for neighbours, chosen by --seed; all if there are fewer."""
+    seed: int = 0
+    """Seed of the images to draw, the images to search and the random maps."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "num_pictures", "bins", "k", "num_neighbour_images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig(Settings):
+    """Settings of the partition."""
+
+    classes: tuple[int, ...] = ()
+    """Numbers of classes of the partitions to make, at least that of the labelled classes and at most that of the
+    images, as --classes 2000 4000 16000. Each is written as partition-NUMBER.npy, for the trainer's --labels."""
+    seed: int = 0
+    """Seed of k-means."""
+
+    def check(self) -> None:
+        if not self.classes or min(self.classes) < 1:
+            raise ValueError(f"--classes is {self.classes}: give one or more numbers of classes")

@@ -1,0 +1,119 @@
+"""Runs a parsed command: its encoder and images are loaded, and rank 0 writes the protocol's result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.compute import ComputeConfig
+from trainer.data import DATASETS, DECODED, Dataset, load_dataset
+from trainer.display import stage
+from trainer.distributed import process_group
+from trainer.evaluate.command import Command
+from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
+from trainer.evaluate.options import EvaluationOptions
+from trainer.evaluate.protocol import check_classes
+from trainer.evaluate.protocols import PROTOCOLS, function_of
+from trainer.evaluate.subjects import Subject, load_subject
+from weightserver.common.logs import Remark, say
+
+DIRECTORY = "evaluation"
+"""Folder of results, in the run's directory."""
+_WAIT_SECONDS = 6 * 3600.0
+"""Time for which ranks wait for each other, for example while rank 0 fits a probe."""
+
+
+def run(command: Command) -> dict[str, Any] | None:
+    """Runs an evaluation; returns the result that rank 0 wrote, None on other ranks.
+
+    Raises:
+        ValueError: subject, images and settings do not fit each other.
+        OSError: the result cannot be written.
+    """
+    options, protocol = command.options, PROTOCOLS[command.name]
+    device = ComputeConfig(device=options.device).torch_device()
+    with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
+        with stage("loading the encoder"):
+            subject = load_subject(command.subject, ranks)
+        for note in subject.notes if ranks.is_first else ():
+            say(Remark(note))
+        if not protocol.pixels:
+            subject.require_encoder(command.name)
+        with stage("loading the images"):
+            images, load = _images(command, subject)
+        directory = options.output or subject.directory / DIRECTORY
+        name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
+        identity = {
+            "protocol": command.name,
+            "settings": asdict(command.settings),
+            "bfloat16": options.bfloat16,
+            "weights": subject.digest,
+            "encoder": subject.config and asdict(subject.config),
+            "images": images,
+        }
+        evaluation = Evaluation(
+            subject=subject,
+            load=load,
+            images=images,
+            data_dir=options.data_dir,
+            ranks=ranks,
+            bfloat16=options.bfloat16,
+            state=state_directory(directory, name, identity),
+        )
+        with stage(command.name):
+            run_protocol = function_of(command.name)
+            result = evaluate(evaluation, command.name, run_protocol, command.settings, directory / f"{name}.json")
+    return result if ranks.is_first else None
+
+
+def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callable[[], Dataset]]:
+    """What identifies the images, and how labelled images of no own format are loaded.
+
+    Raises:
+        ValueError: images that do not fit the encoder or have no labels.
+    """
+    options, own_format = command.options, PROTOCOLS[command.name].images
+    if own_format:
+        if options.dataset is not None:
+            raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
+        return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
+    name, directory = subject.data(options.dataset, options.data_dir)
+    background = subject.background if options.background is None else options.background
+    dataset = _load(subject, name, directory, options, background)
+    if PROTOCOLS[command.name].labelled:
+        check_classes(dataset)
+    digest = hashlib.sha256()
+    for labels in (dataset.train_labels, dataset.test_labels):
+        digest.update(labels.numpy().tobytes())
+    digest.update(json.dumps([dataset.digests, dataset.test_digests]).encode())
+    images = {
+        "dataset": name,
+        "data_dir": directory and str(directory),
+        "train_images": len(dataset.train_images),
+        "test_images": len(dataset.test_images),
+        "classes": len(torch.unique(dataset.train_labels)),
+        "images_digest": digest.hexdigest(),
+    } | ({"background": background} if name in DECODED else {})
+    return images, lambda: dataset
+
+
+def _no_labelled_images() -> Dataset:
+    raise NotImplementedError("the protocol reads images of its own format")
+
+
+def _load(subject: Subject, name: str, directory: Path | None, options: EvaluationOptions, background: str) -> Dataset:
+    """The labelled images, of the encoder's size; a broken test image is an error."""
+    if name not in (known := sorted([*DATASETS, *DECODED])):
+        raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
+    size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
+    dataset = load_dataset(name, directory, decode_threads=options.decode_threads, background=background, **size)
+    dataset = dataset.strict()
+    if subject.config is not None:
+        subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])
+    return dataset

@@ -1,0 +1,131 @@
+"""Settings of the protocols that every user runs; importing them loads no library, so that --help is quick."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
+
+K_CHOICES = (1, 5, 10, 20, 50, 100, 200)
+"""Candidates for the number of neighbours."""
+VOTE_TEMPERATURE = 0.07
+"""A neighbour with cosine similarity s has exp(s / 0.07) votes."""
+
+
+def check_positive_numbers(name: str, numbers: tuple[float, ...]) -> None:
+    """Raises ValueError for no numbers, or one that is not positive and finite."""
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise ValueError(f"{name} is {numbers}: give one or more numbers, positive and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnnConfig(Settings):
+    """Settings of the kNN protocol."""
+
+    k: tuple[int, ...] | None = None
+    """Numbers of neighbours; each gives a result, as --k 10 20 100 200 for DINO's table. Default: one of 1, 5, 10, 20,
+    50, 100 and 200 is chosen on held-out training images."""
+    temperature: tuple[float, ...] = (VOTE_TEMPERATURE,)
+    """A neighbour with cosine similarity s has exp(s / temperature) votes. Of several, held-out training images choose
+    (without --k), or each gives a result (with --k)."""
+
+    def check(self) -> None:
+        if self.k is not None and (not self.k or min(self.k) < 1):
+            raise ValueError(f"--k is {self.k}: give one or more numbers, at least 1")
+        check_positive_numbers("--temperature", self.temperature)
+
+    @property
+    def choices(self) -> list[tuple[int, float]]:
+        """Each k with each temperature."""
+        return list(itertools.product(self.k or K_CHOICES, self.temperature))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCachedConfig(Settings):
+    """Settings of the protocol on features computed once: how λ is chosen."""
+
+    folds: int | None = None
+    """Choose λ by cross-validation: the training images are divided into so many parts, each held out in turn. Default:
+    5,000 images are held out, a tenth if that is fewer. With less than 50,000, five folds choose better, and take up to
+    five times as long."""
+
+    def check(self) -> None:
+        check_at_least(self, 2, "folds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig(Settings):
+    """How classifiers are trained by SGD, and their encoder unless it is frozen; a cosine takes learning rates to 0."""
+
+    batch_size: int = 256
+    """Images in a step, of all ranks together."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    weight_decay: float = 0.0
+    """Weight decay of SGD."""
+    seed: int = 0
+    """Seed of the crops, the order of images and the classifiers' initial weights."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "epochs", "batch_size")
+        check_not_negative(self, "momentum", "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(ClassifierConfig):
+    """Settings of the linear protocol; the defaults are the paper's."""
+
+    epochs: int = 100
+    """Passes over the training images."""
+    learning_rates: tuple[float, ...] = (30.0,)
+    """One head is trained for each. Of several, held-out training images choose."""
+
+    def check(self) -> None:
+        check_positive_numbers("--learning-rates", self.learning_rates)
+        super().check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuneConfig(ClassifierConfig):
+    """Settings of fine-tuning; the defaults are the paper's for iNaturalist 2018."""
+
+    epochs: int = 100
+    """Passes over the training images."""
+    learning_rate: float = 0.2
+    """Initial learning rate of encoder and classifier; a cosine takes it to 0, without a warm-up."""
+    weight_decay: float = 1e-4
+    """Weight decay of SGD."""
+    temperature: float = 0.03
+    """τ of the cosine classifier."""
+
+    def check(self) -> None:
+        check_positive(self, "learning_rate", "temperature")
+        super().check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SemiSupervisedConfig(ClassifierConfig):
+    """Settings of semi-supervised classification; the defaults are the paper's. The seed also chooses the labelled
+    images."""
+
+    labels: float = 0.01
+    """Share of each class's training images whose labels are used: 0.01 and 0.1 in the paper. Chosen by --seed."""
+    split_file: Path | None = None
+    """A file with the names of the labelled images, one a line, as the public 1percent.txt and 10percent.txt; instead
+    of --labels. Needs --dataset folder."""
+    epochs: int | None = None
+    """Passes over the labelled images. Default: 10 for about 1 % of the training images (at most 1.5), 20 for more."""
+    learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
+    """Initial learning rates, which the paper does not give. Of several, a fifth of the labelled images chooses; then
+    all of them are used for training."""
+    weight_decay: float = 3e-5
+    """Weight decay of SGD."""
+
+    def check(self) -> None:
+        if not 0 < self.labels <= 1:
+            raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
+        check_positive_numbers("--learning-rates", self.learning_rates)
+        super().check()
