@@ -11,8 +11,7 @@ from typing import Any
 
 from experiments.cells import LESS, Cell, Table
 from experiments.files import CPU_FILE, EVALUATIONS, RESULT_FILE
-from trainer.run.directory import METRICS_FILE
-from trainer.run.plot import read_metrics
+from trainer.run.directory import METRICS_FILE, read_metrics
 from weightserver.common.atomic_files import atomic_write
 
 Run = Mapping[str, Any]

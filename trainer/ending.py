@@ -33,9 +33,10 @@ from trainer.run.directory import (
     METRICS_FILE,
     PLOT_FILE,
     SUMMARY_FILE,
+    read_metrics,
     read_summary,
 )
-from trainer.run.plot import draw_training, read_metrics
+from trainer.run.plot import draw_training
 from trainer.run.totals import Totals
 from trainer.stopping import Interrupted
 from weightserver.common.atomic_files import atomic_write
@@ -106,13 +107,13 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
     with shown(wanted=config.report.log_format == "text"), _results_can_wait(config):
         compared = _compared(result, others)
         with stage("drawing the training"):
-            draw_training(
+            plot = draw_training(
                 output / METRICS_FILE,
-                output / PLOT_FILE,
                 chance_loss=math.log(config.rows.num_negatives),
                 references={name: row["knn"].top1 for name, row in compared.items() if name not in others},
                 others={name: other / METRICS_FILE for name, other in others.items()},
             )
+            atomic_write(output / PLOT_FILE, lambda path: path.write_bytes(plot))
     if config.report.log_format != "text":  # every line is JSON then
         for warning in warnings_of(result):
             _log.warning("%(line)s", warning.fields())

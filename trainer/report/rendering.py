@@ -1,6 +1,6 @@
 """Renders a run's report as one self-contained HTML page.
 
-It shows curves of metrics.jsonl, results and settings, and for a dozen training images their nearest neighbours by
+It shows the curves of training.png, results and settings, and for a dozen training images their nearest neighbours by
 cosine of the features; which classes are confused; and near-duplicates, if `pic duplicates` found them.
 For a run that has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads
 nothing from elsewhere; its content security policy forbids it.
@@ -8,6 +8,8 @@ nothing from elsewhere; its content security policy forbids it.
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,12 +18,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.data import Dataset, load_dataset
-from trainer.report.charts import charts
 from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
-from trainer.run.directory import ENCODER_FILE, flat, number, read_config, read_encoder, read_summary
-from trainer.run.plot import read_metrics
+from trainer.run.directory import (
+    ENCODER_FILE,
+    METRICS_FILE,
+    PLOT_FILE,
+    flat,
+    number,
+    read_config,
+    read_encoder,
+    read_metrics,
+    read_summary,
+)
+from trainer.run.plot import draw_training
 
 _NUM_PAIRS = 24
 """Number of near-duplicates that are shown."""
@@ -41,7 +52,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         ValueError: no run, one without a single record, or a broken file.
     """
     config, summary = read_config(run), read_summary(run)
-    records = [record for record in read_metrics(run / "metrics.jsonl") if "step" in record and "loss" in record]
+    records = [record for record in read_metrics(run / METRICS_FILE) if "step" in record and "loss" in record]
     if not records:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
     load = cache(lambda: _dataset(config, data_dir))
@@ -57,7 +68,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         state="finished" if summary else f"not finished, {done:,} steps so far",
         dataset=config.get("dataset", "?"),
         encoder=(config.get("encoder") or {}).get("name", "?"),
-        charts=charts(records, config),
+        curves=_curves(run, config),
         results={key: number(value) for key, value in results.items()},
         settings={key: number(value) for key, value in flat(config).items() if value is not None},
         inspection=inspection,
@@ -67,6 +78,17 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         pairs=pairs,
         pairs_reason=pairs_reason,
     )
+
+
+def _curves(run: Path, config: dict[str, Any]) -> str:
+    """The run's training.png, or that of what there is of it, to embed in the page."""
+    plot = run / PLOT_FILE
+    content = (
+        plot.read_bytes()
+        if plot.exists()
+        else draw_training(run / METRICS_FILE, chance_loss=math.log(config["num_negatives"]))
+    )
+    return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 def _pairs(duplicates: Duplicates | None, load: Callable[[], Dataset]) -> tuple[list[Pair], str]:

@@ -1,8 +1,8 @@
-"""Draws a run's loss, accuracy and returning rows during training as a PNG, from its metrics.jsonl."""
+"""Draws a run's loss, accuracy and returning rows during training, from its metrics.jsonl."""
 
+import io
 import itertools
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +13,25 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-ACCURACY_KEY = "knn_top1"
-INITIAL_ACCURACY_KEY = "initial_knn_top1"
+from trainer.run.directory import read_metrics
+
+_ACCURACY = "knn_top1"
+_INITIAL_ACCURACY = "initial_knn_top1"
 """The first record's kNN top-1 of the encoder before its first update."""
-LATE_RISE = (
-    "The loss rises at the end because the learning rate falls to 0: rows that enter the window then hardly move\n"
-    "from where they begin. The encoder, which kNN measures, does not suffer from it."
-)
-FEWEST_TO_SMOOTH = 100
+_FEWEST_TO_SMOOTH = 100
 """A loss of fewer records is drawn as it is: a smoothed one would hide it."""
 _DASHES = ((6, 2), (2, 2), (8, 2, 2, 2))
 """Lengths of dashes and gaps of the reference lines."""
-_FEWEST_RECORDS = 20
-_RISE = 0.1
-"""A rise of the loss is explained if it is more than this part of its fall before."""
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, in order; a last line that a crash cut off is ignored.
-
-    Raises:
-        ValueError: the file is missing, or a line is not a JSON object.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}): give a run's metrics.jsonl") from error
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
-        if not isinstance(records[-1], dict):
-            raise ValueError(f"{path}, line {number} is not a record: give a run's metrics.jsonl")
-    return records
 
 
 def draw_training(
     metrics: Path,
-    output: Path,
     *,
     chance_loss: float | None = None,
-    references: dict[str, float] | None = None,
-    others: dict[str, Path] | None = None,
-) -> None:
-    """Draws loss, kNN top-1 in percent, and the rows that came back, by step, into the PNG `output`.
+    references: Mapping[str, float] | None = None,
+    others: Mapping[str, Path] | None = None,
+) -> bytes:
+    """Draws loss, kNN top-1 in percent, and the rows that came back, by step, as a PNG.
 
     `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` (log K) and
     `references` (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the
@@ -70,7 +41,7 @@ def draw_training(
     """
     records = _records(metrics)
     runs = {name: _records(path) for name, path in (others or {}).items()}
-    with_accuracy = bool(references) or any(ACCURACY_KEY in record for record in records)
+    with_accuracy = bool(references) or any(_ACCURACY in record for record in records)
     with_gaps = any(record.get("corrected_rows") for record in records)
     heights = [3.0, *[3.0] * with_accuracy, *[2.0] * with_gaps]
     figure = Figure(figsize=(8, 1 + sum(heights)), layout="constrained")
@@ -82,11 +53,9 @@ def draw_training(
         _draw_gaps(axes := next(panels), records)
     axes.set_xlim(left=0)
     axes.set_xlabel("step")
-    if rises_late(records):
-        figure.suptitle(LATE_RISE, fontsize="small", x=0.01, ha="left", wrap=True)
-    partial = output.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=150)
-    partial.replace(output)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
 
 
 def _records(metrics: Path) -> list[dict[str, Any]]:
@@ -97,14 +66,14 @@ def _draw_loss(
     axes: Axes, records: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]], chance: float | None
 ) -> None:
     steps, losses = _columns([(record["step"], record["loss"]) for record in records])
-    if len(losses) < FEWEST_TO_SMOOTH:
+    if len(losses) < _FEWEST_TO_SMOOTH:
         axes.plot(steps, losses, color="tab:blue", linewidth=1.6, label="loss")
     else:
         axes.plot(steps, losses, color="tab:blue", linewidth=0.6, alpha=0.5, label="loss")
-        axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=2, label="loss, smoothed")
+        axes.plot(steps, _smoothed(losses), color="tab:blue", linewidth=2, label="loss, smoothed")
     for (name, found), dashes in zip(others.items(), itertools.cycle(_DASHES)):
         steps, losses = _columns([(record["step"], record["loss"]) for record in found])
-        axes.plot(steps, smoothed(losses), color="tab:red", linestyle=(0, dashes), linewidth=2, label=name)
+        axes.plot(steps, _smoothed(losses), color="tab:red", linestyle=(0, dashes), linewidth=2, label=name)
     if chance is not None:
         axes.axhline(chance, color="tab:blue", linestyle=":", linewidth=1.2, label="loss by chance, log K")
     axes.set_ylabel("loss (nats)")
@@ -115,7 +84,7 @@ def _draw_accuracy(
     axes: Axes,
     records: list[dict[str, Any]],
     others: dict[str, list[dict[str, Any]]],
-    references: dict[str, float],
+    references: Mapping[str, float],
 ) -> None:
     if points := _accuracies(records):
         axes.plot(*_columns(points), color="tab:orange", linestyle="-", marker="o", label="during training")
@@ -130,18 +99,16 @@ def _draw_accuracy(
 
 def _accuracies(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Steps and kNN top-1 of training images, from before the first step on where that was measured."""
-    before = [(0.0, record[INITIAL_ACCURACY_KEY]) for record in records if INITIAL_ACCURACY_KEY in record]
-    return before + [
-        (record["step"], record[ACCURACY_KEY]) for record in records if record.get(ACCURACY_KEY) is not None
-    ]
+    before = [(0.0, record[_INITIAL_ACCURACY]) for record in records if _INITIAL_ACCURACY in record]
+    return before + [(record["step"], record[_ACCURACY]) for record in records if record.get(_ACCURACY) is not None]
 
 
 def _draw_gaps(axes: Axes, records: list[dict[str, Any]]) -> None:
     """The steps that returning rows had missed, and the number of these rows."""
     counted = [record for record in records if "corrected_rows" in record]
     steps, corrected = _columns([(record["step"], record["corrected_rows"]) for record in counted])
-    missed = smoothed([record["missed_steps"] for record in counted])
-    gaps = [number / max(rows, 1e-9) for number, rows in zip(missed, smoothed(corrected), strict=True)]
+    missed = _smoothed([record["missed_steps"] for record in counted])
+    gaps = [number / max(rows, 1e-9) for number, rows in zip(missed, _smoothed(corrected), strict=True)]
     largest = [record["largest_gap"] for record in counted]
     axes.plot(steps, gaps, color="tab:green", linewidth=1.6, label="mean gap of rows that return")
     axes.plot(steps, largest, color="tab:green", linestyle="--", linewidth=1.3, label="largest gap so far")
@@ -171,18 +138,7 @@ def _legend_above(axes: Axes, drawn: list[Axes]) -> None:
     )
 
 
-def rises_late(records: Sequence[dict[str, Any]]) -> bool:
-    """Whether the smoothed loss ends well above its minimum, while the learning rate falls to its end."""
-    losses = smoothed([record["loss"] for record in records])
-    if len(losses) < _FEWEST_RECORDS or not {"learning_rate"} <= records[-1].keys():
-        return False
-    rates = [record.get("learning_rate", 0.0) for record in records]
-    lowest = min(range(len(losses)), key=losses.__getitem__)
-    rise, fall = losses[-1] - losses[lowest], max(losses[: lowest + 1]) - losses[lowest]
-    return rise > _RISE * fall > 0 and rates[-1] < rates[lowest]
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
+def _smoothed(values: Sequence[float]) -> list[float]:
     """The mean of the twentieth of all values around each one.
 
     At the start it covers equally many on both sides, so that a curve begins at its first value; the end has fewer.

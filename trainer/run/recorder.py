@@ -18,8 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.config import TrainConfig
 from trainer.display import following, notify
 from trainer.display import stage as shown_stage
-from trainer.run.directory import METRICS_FILE
-from trainer.run.plot import read_metrics
+from trainer.run.directory import METRICS_FILE, read_metrics
 from trainer.run.progress import TrainingProgress
 from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics
 from trainer.run.weights_and_biases import weights_and_biases
