@@ -1,6 +1,6 @@
 """The head with lightly's transforms and modules: two views of each image, whose rows are the class.
 
-python examples/lightly_head.py [OUTPUT] [EPOCHS]      pip install 'pic-weightserver[examples]'
+python examples/lightly_head.py [OUTPUT] [EPOCHS]      pip install '.[examples]'
 """
 
 import sys

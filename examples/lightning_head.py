@@ -1,6 +1,6 @@
 """The head in a LightningModule: lightning's own checkpoints restore its rows.
 
-python examples/lightning_head.py [OUTPUT] [EPOCHS]      pip install 'pic-weightserver[examples]'
+python examples/lightning_head.py [OUTPUT] [EPOCHS]      pip install '.[examples]'
 """
 
 import sys

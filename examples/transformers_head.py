@@ -1,6 +1,6 @@
 """The head in a HuggingFace Trainer: the trainer's own checkpoints (safetensors) restore its rows.
 
-python examples/transformers_head.py [OUTPUT] [EPOCHS]      pip install 'pic-weightserver[examples]'
+python examples/transformers_head.py [OUTPUT] [EPOCHS]      pip install '.[examples]'
 """
 
 import sys

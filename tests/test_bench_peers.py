@@ -13,6 +13,7 @@ from benchmarks.peers.ours import MAX_WRITES
 from benchmarks.peers.peer import keys_of, missing_of, rows_of, values_of
 from benchmarks.peers.report import Measured
 from benchmarks.peers.worker import OPERATIONS, PATTERNS, Case, Worker
+from weightserver.common.installing import install_command
 
 TINY = ["--rows", "2048", "--fetches", "64", "--writes", "32", "--case-seconds", "0.1"]
 CASES = [
@@ -54,7 +55,7 @@ def test_times_are_quartiles() -> None:
 
 def test_what_lacks_is_named() -> None:
     assert missing_of(modules=["json"], program="sh", package="dash") is None
-    assert missing_of(modules=["json", "no_such"]) == "no module no_such (pip install 'pic-weightserver[peers]')"
+    assert missing_of(modules=["json", "no_such"]) == f"no module no_such ({install_command('peers')})"
     assert missing_of(program="no-such-server", package="some") == "no program no-such-server (apt-get install some)"
 
 

@@ -28,11 +28,14 @@ import trainer.report.duplicates
 import weightserver.cli
 from benchmarks.figures import FILES, TABLES, updated
 from benchmarks.readme_figure import figures
+from docs.install_commands import FILES as FILES_WITH_COMMANDS
+from docs.install_commands import updated as install_commands
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
 from trainer.config import PRESETS, parse_config
 from trainer.evaluate.command import parse as parse_evaluation
 from trainer.evaluate.protocols import PROTOCOLS
+from weightserver.common.installing import install_command
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,6 +101,16 @@ def test_make_targets_in_documents_exist() -> None:
 @pytest.mark.parametrize(("document", "arguments"), EVALUATED)
 def test_evaluations_in_documents_can_be_parsed(document: str, arguments: str) -> None:
     parse_evaluation(shlex.split(arguments, comments=True))
+
+
+def test_pages_say_how_the_package_can_be_installed_now() -> None:
+    texts = [file.read_text() for file in FILES_WITH_COMMANDS]
+    assert [install_commands(text) for text in texts] == texts, "python -m docs.install_commands"
+    text, command = (
+        "Run `pip install\n'pic-weightserver[faiss]'`, or `pip install '.[faiss]'`.",
+        install_command("faiss"),
+    )
+    assert install_commands(text).replace("\n", " ") == f"Run `{command}`, or `{command}`."
 
 
 def test_every_protocol_is_documented() -> None:
@@ -200,7 +213,7 @@ LAYOUT = block("README.md", "weightserver/")
 START_MAKE = block("docs/start-here.md", "make demo")
 START_TABLE = block("docs/start-here.md", "Top-1 on the test images")
 START_LOOK = block("docs/start-here.md", "ls runs/demo-1")
-OWN_INSTALL = block("docs/own-loop.md", "pip install 'pic-weightserver[torch]'")
+OWN_INSTALL = block("docs/own-loop.md", install_command("torch"))
 OWN_LOOPS = [
     block("docs/own-loop.md", beginning)
     for beginning in (

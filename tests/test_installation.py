@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from trainer.loading import NEEDED
+from weightserver.common.installing import install_advice
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -146,12 +147,14 @@ def check_weight_server(programs: Path, elsewhere: Path) -> None:
     assert Path(used.strip()).is_relative_to(programs.parent), used
     assert "serve" in run(programs / "weightserver", "--help", cwd=elsewhere).stdout
     *_, last = run(programs / "python", "-c", "import weightserver.torch", ok=False, cwd=elsewhere).stderr.splitlines()
-    assert last == "ModuleNotFoundError: weightserver.torch needs torch: pip install 'pic-weightserver[torch]'"
-    message = "pip install 'pic-weightserver[trainer]'"
-    commands: list[list[object]] = [[programs / name] for name in ("pic-train", "pic-evaluate", "pic-data")]
+    assert last == f"ModuleNotFoundError: weightserver.torch needs torch: {install_advice('torch')}"
+    message = install_advice("trainer")
+    assert "weightserver" in run(programs / "pic", "serve", "--help-all", cwd=elsewhere).stdout
+    commands: list[list[object]] = [[programs / "pic", "train", "x"]]
+    commands += [[programs / name] for name in ("pic-train", "pic-evaluate", "pic-data")]
     commands += [[programs / "python", "-m", name] for name in ("trainer", "trainer.evaluate", "trainer.data")]
     for command in commands:
-        (line,) = run(*command, "--help", ok=False, cwd=elsewhere).stderr.splitlines()
+        (line,) = run(*command, "--help-all", ok=False, cwd=elsewhere).stderr.splitlines()
         assert "the trainer needs" in line, line
         assert message in line, line
 

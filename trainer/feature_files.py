@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightserver.common.atomic_files import atomic_write
+from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array
 
 
@@ -97,7 +98,7 @@ def _pyarrow() -> tuple[Any, Any]:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ValueError(
-            "a Parquet file needs pyarrow: pip install 'pic-weightserver[parquet]', or give --output NAME.npz or .csv"
+            f"a Parquet file needs pyarrow: {install_advice('parquet')}, or give --output NAME.npz or .csv"
         ) from None
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from weightserver.common.installing import install_advice
 from weightserver.common.processes import end_at_sigterm
 
 NEEDED = (
@@ -45,7 +46,7 @@ def loading_libraries(command: str) -> Iterator[None]:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         sys.exit(
             f"{command}: the trainer needs {', '.join(missing)}, which a weight server does not: install the extra "
-            "too, pip install 'pic-weightserver[trainer]'"
+            f"too, {install_advice('trainer')}"
         )
     _set_up_process()
     try:

@@ -3,7 +3,7 @@
 python -m benchmarks.peers [--quick] [--rows 1000000] [--peers redis lmdb ...] [--output benchmarks/results]
 
 Redis, RocksDB, LMDB (embedded, and behind a minimal gRPC service), torch.distributed.rpc and PostgreSQL, each for real.
-They are no dependencies of this project: one whose package (pip install 'pic-weightserver[peers]') or server (apt-get
+They are no dependencies of this project: one whose package (pip install '.[peers]') or server (apt-get
 install redis-server postgresql) is missing is left out. Servers listen on loopback, keep their data in a temporary
 folder and end with the benchmark.
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from weightserver.common.installing import install_command
 from weightserver.common.processes import end_process
 from weightserver.core.arrays import Float32Array, Int64Array
 
@@ -115,7 +116,7 @@ def missing_of(*, modules: Sequence[str] = (), program: str | None = None, packa
     """Names what lacks of Python's modules (of the extra `peers`) and of Debian's `package`, which has `program`."""
     lacking = [module for module in modules if find_spec(module) is None]
     if lacking:
-        return f"no module {' or '.join(lacking)} (pip install 'pic-weightserver[peers]')"
+        return f"no module {' or '.join(lacking)} ({install_command('peers')})"
     return f"no program {program} (apt-get install {package})" if program and not shutil.which(program) else None
 
 

@@ -25,6 +25,7 @@ from trainer.embed import main
 from trainer.evaluate.features import encode
 from trainer.export.encoders import export_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
+from weightserver.common.installing import install_advice
 
 CONFIG = EncoderConfig(
     in_channels=3, image_size=28, width=8, stem_stride=2, blocks=(1,), pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
@@ -118,7 +119,7 @@ def test_bad_input_is_one_line_before_anything_is_computed(
     cases = {
         "features.pt": "has no known suffix: give a file of .parquet, .npz, .csv",
         "there.csv": "exists: give another --output",
-        "features.parquet": "pip install 'pic-weightserver[parquet]', or give --output NAME.npz or .csv",
+        "features.parquet": f"{install_advice('parquet')}, or give --output NAME.npz or .csv",
     }
     for name, message in cases.items():
         assert embed(run, tree, "--output", tmp_path / name) == 1

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive, resumable
+from weightserver.common.installing import install_advice
 from weightserver.common.logs import LogFormat
 
 Resume = bool | Literal["auto"]
@@ -95,9 +96,7 @@ class ReportConfig(Settings):
     def check(self) -> None:
         check_at_least(self, 1, "log_every")
         if self.wandb_project is not None and find_spec("wandb") is None:
-            raise SettingError(
-                "--wandb-project needs the package wandb: pip install 'pic-weightserver[wandb]'", "wandb_project"
-            )
+            raise SettingError(f"--wandb-project needs the package wandb: {install_advice('wandb')}", "wandb_project")
         check_not_negative(self, "knn_every")
         check_positive(self, "knn_fraction")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own

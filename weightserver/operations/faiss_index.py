@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 
 from weightserver.common.atomic_files import atomic_write
+from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array, Int64Array
 
 
@@ -17,7 +18,7 @@ def import_faiss() -> ModuleType:
     try:
         import faiss
     except ImportError:
-        raise ValueError("--faiss needs faiss: pip install 'pic-weightserver[faiss]'") from None
+        raise ValueError(f"--faiss needs faiss: {install_advice('faiss')}") from None
     module: ModuleType = faiss
     return module
 

@@ -7,8 +7,10 @@ It may import: `common`, `core`, and the public names of the package above it.
 
 from importlib.util import find_spec
 
+from weightserver.common.installing import install_advice
+
 if find_spec("torch") is None:
-    raise ModuleNotFoundError("weightserver.torch needs torch: pip install 'pic-weightserver[torch]'", name=__name__)
+    raise ModuleNotFoundError(f"weightserver.torch needs torch: {install_advice('torch')}", name=__name__)
 
 from weightserver.torch.beginnings import beginning_norm
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
