@@ -73,9 +73,8 @@ def _settings(arguments: list[str]) -> TrainConfig:
     arguments = with_config_file(arguments)
     only_prints = "--print-config" in arguments
     arguments = [argument for argument in arguments if argument != "--print-config"]
-    if arguments[:1] != ["images"] or not {"-h", "--help"}.isdisjoint(arguments):
-        config = parse_config(arguments)  # without torch, which takes seconds to import
-    else:
+    config = parse_config(arguments)  # without torch, which takes seconds to import
+    if arguments[:1] == ["images"]:
         with shown(), stage("loading libraries"):
             from trainer.own_images import images_config
         config = images_config(arguments[1:], choose_only=only_prints)

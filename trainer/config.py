@@ -297,9 +297,6 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
 }
 
-FLAGS = tuple(map(flag, TrainConfig().settings()))
-"""All options of a run; --no-… of those that are switches come with them."""
-
 _DESCRIPTION = """Train an encoder by instance classification.
 
 Instead of a preset:
@@ -339,7 +336,7 @@ def parse_config(
     def parse(options: list[str]) -> TrainConfig:
         return tyro.extras.overridable_config_cli(PRESETS, prog="pic train", description=_DESCRIPTION, args=options)
 
-    return parsed_or_exit(parse, arguments, command="trainer", flags=FLAGS)
+    return parsed_or_exit(parse, arguments, command="trainer")
 
 
 def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -356,7 +353,7 @@ def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> Trai
             config=(tyro.conf.AvoidSubcommands,),
         )
 
-    return parsed_or_exit(parse, arguments, command="trainer", flags=FLAGS)
+    return parsed_or_exit(parse, arguments, command="trainer")
 
 
 def _is_there(config: TrainConfig) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FLAGS, PRESETS, TrainConfig, parse_config
-from trainer.wrong_arguments import without_refused
-from weightserver.common.logs import print_error
+from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.wrong_arguments import parsed
+from weightserver.common.logs import logs_json, print_error
 
 _OF_ONE_START = ("resume", "resume_step", "extend")
 """Settings that concern one start of a run, not the run: only the command line gives them."""
@@ -60,9 +60,10 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
-        _, problems = without_refused(lambda options: parse_config([preset, *options]), settings, FLAGS)
-        if problems:
-            raise ValueError("; ".join(problems))
+        if logs_json():  # an event says what is refused
+            parse_config([preset, *settings])
+        else:
+            parsed(parse_config, [preset, *settings])
     except (ValueError, OSError) as error:
         print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
         sys.exit(2)

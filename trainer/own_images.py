@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from trainer.choosing import Choice, Machine, choose
 from trainer.classes import classes_of
-from trainer.config import FLAGS, PRESETS, TrainConfig, parse_config
+from trainer.config import PRESETS, TrainConfig, parse_config
 from trainer.cores import usable_cores, usable_memory
 from trainer.data import DECODED, Dataset, load_dataset
 from trainer.data.decoded_images import named
@@ -30,8 +29,7 @@ from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.settings import flag
-from trainer.wrong_arguments import without_refused
-from weightserver.common.logs import logs_json, print_error
+from weightserver.common.logs import logs_json
 
 _log = logging.getLogger(__name__)
 PRESET = "images"
@@ -47,22 +45,6 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
     """
-    left, wrong = without_refused(lambda options: parse_config([PRESET, *options]), arguments, FLAGS)
-    if not wrong:
-        return _config(arguments, checks_only=choose_only)
-    try:
-        _config(left, checks_only=True)
-    except ValueError as error:
-        print_error("trainer: " + "\n".join([*wrong, str(error)]))
-        sys.exit(2)
-    if len(wrong) > 1:
-        print_error("trainer: " + "\n".join(wrong))
-        sys.exit(2)
-    return parse_config([PRESET, *arguments])  # which says more about a single one
-
-
-def _config(arguments: Sequence[str], *, checks_only: bool = False) -> TrainConfig:
-    """As `images_config`, for arguments that can be parsed. With `checks_only` nothing is printed or packed."""
     given = _given(arguments)
     config = parse_config([PRESET, *arguments])
     output, problem = _output(config, given)
@@ -88,7 +70,7 @@ def _config(arguments: Sequence[str], *, checks_only: bool = False) -> TrainConf
     problems += problems_with(config, dataset)
     if problems:
         raise ValueError("\n".join(problems))
-    if checks_only:
+    if choose_only:
         return config
     if int(os.environ.get("RANK", "0")) == 0:
         _print_choices(config, dataset, images, machine, choices, values)

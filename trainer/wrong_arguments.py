@@ -1,13 +1,11 @@
-"""Finds all options that a parser refuses, which by itself ends with the first and says it in a drawn box."""
+"""Says in one line what a parser refuses, which by itself draws a box."""
 
 from __future__ import annotations
 
-import difflib
 import io
-import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from typing import TypeVar
 
 from weightserver.common.logs import logs_json, print_error
@@ -17,62 +15,29 @@ Parse = Callable[[list[str]], Parsed]
 """Parses options; raises SystemExit if it refuses one."""
 
 
-def without_refused(
-    parse: Parse[object], arguments: Sequence[str], flags: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """The options that the parser accepts, and a line for each that it refuses, tried one by one.
-
-    Args:
-        flags: all that there are, to name the nearest one to a mistyped one.
-    """
-    if _accepts(parse, arguments):
-        return list(arguments), []
-    left, problems = list[str](), list[str]()
-    for option in _options(arguments):
-        if _accepts(parse, option):
-            left += option
-        else:
-            problems.append(f"{shlex.join(option)} is not understood: {_hint(option[0], flags)}")
-    return left, problems
+class RefusedError(ValueError):
+    """What a parser says about the options that it refuses, in one line."""
 
 
-def parsed_or_exit(
-    parse: Parse[Parsed], arguments: Sequence[str], *, command: str, flags: Collection[str] = ()
-) -> Parsed:
-    """Parses; if the log is JSON, an event says which options are wrong, instead of the parser's box."""
+def parsed(parse: Parse[Parsed], arguments: Sequence[str]) -> Parsed:
+    """Parses; raises RefusedError where the parser would print a box and end the process."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return parse(list(arguments))
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            raise
+    inside = [line.strip(" │─") for line in box.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
+    raise RefusedError(" ".join(" ".join(inside).partition("For full helptext")[0].split()))
+
+
+def parsed_or_exit(parse: Parse[Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+    """Parses; ends the process for refused options. If the log is JSON, an event says which, instead of a box."""
     if not logs_json():
         return parse(list(arguments))
-    with redirect_stderr(io.StringIO()):
-        try:
-            return parse(list(arguments))
-        except SystemExit as ended:
-            status = ended.code
-    if status:
-        _, problems = without_refused(parse, arguments, flags)
-        print_error(f"{command}: {'; '.join(problems) or 'wrong arguments: see --help'}")
-    sys.exit(status)
-
-
-def _hint(option: str, flags: Collection[str]) -> str:
-    name = option.partition("=")[0].replace("_", "-")
-    near = [] if name in flags else difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
-    return f"did you mean {near[0]}?" if near else "--help lists the options and their values"
-
-
-def _options(arguments: Sequence[str]) -> list[list[str]]:
-    """Each option with its values; what precedes the first one by itself."""
-    found = list[list[str]]()
-    for argument in arguments:
-        if argument.startswith("--") or not found:
-            found.append([])
-        found[-1].append(argument)
-    return found
-
-
-def _accepts(parse: Parse[object], options: Sequence[str]) -> bool:
-    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-        try:
-            parse(list(options))
-        except SystemExit as ended:
-            return not ended.code
-    return True
+    try:
+        return parsed(parse, arguments)
+    except RefusedError as error:
+        print_error(f"{command}: {error}")
+        sys.exit(2)

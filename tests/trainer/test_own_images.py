@@ -80,42 +80,6 @@ def test_all_problems_are_reported_together(pictures: Path) -> None:
         images_config(["--data-dir", "pictures/nothing"])
 
 
-def test_arguments_that_cannot_be_parsed_are_reported_with_all_other_problems(
-    pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--data-dir", "pictures", "--epochs", "x", "--num-negatives", "9999", "--no-such", "3", "--steps", "3"]
-    with pytest.raises(SystemExit) as ended:
-        images_config([*arguments, "--precision=half", "stray", "--window_siz", "8"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    epochs, unknown, precision, mistyped, *others = said.removeprefix("trainer: ").splitlines()
-    why = "is not understood: --help lists the options and their values"
-    assert (epochs, unknown, precision) == (f"--epochs x {why}", f"--no-such 3 {why}", f"--precision=half stray {why}")
-    assert mistyped == "--window_siz 8 is not understood: did you mean --window-size?"
-    assert others
-    assert all("--num-negatives" in line for line in others)
-    with pytest.raises(SystemExit):
-        images_config(["--data-dir", "pictures", "--epochs", "x"])
-    alone = capsys.readouterr().err
-    assert "pic train images --help" in alone, "the parser says it, with its hints"
-    with pytest.raises(SystemExit) as ended:
-        images_config(["--epochs", "x"])
-    assert "a folder of images is needed: pic train FOLDER" in capsys.readouterr().err
-
-
-def test_a_wrong_argument_makes_no_right_one_wrong(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The value of an unknown option, which another option has too; a value after an option without one."""
-    arguments = ["--data-dir", "pictures", "--steps", "3"]
-    with pytest.raises(SystemExit):
-        images_config([*arguments, "--augmentation.blur-sigma", "0.1", "2", "--no-such", "2"])
-    said = capsys.readouterr().err
-    assert "--no-such" in said
-    assert "blur-sigma" not in said
-    with pytest.raises(SystemExit):
-        images_config([*arguments, "--evaluate", "5"])
-    assert "needs a folder" not in capsys.readouterr().err
-
-
 def test_a_run_gets_its_own_directory_and_an_existing_one_is_not_overwritten(pictures: Path) -> None:
     command = ["--data-dir", "pictures", "--device", "cpu"]
     for number in ("", "-2", "-3"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import tyro
@@ -13,7 +12,7 @@ import tyro
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.settings import ClassifierConfig
-from trainer.settings import Settings, flag, set_help_texts
+from trainer.settings import Settings, set_help_texts
 from trainer.wrong_arguments import parsed_or_exit
 
 
@@ -51,9 +50,7 @@ def parse(arguments: Sequence[str]) -> Command:
         )
         return parsed
 
-    parts = (SubjectOptions, EvaluationOptions, *(PROTOCOLS[name].settings for _ in (1,) if name in PROTOCOLS))
-    flags = [flag(one.name) for part in parts for one in fields(part)]
-    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate", flags=flags)
+    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate")
     for part in (parsed.subject, parsed.options, parsed.settings):
         part.check()
     return parsed
