@@ -81,6 +81,7 @@ def dataset_of(config: TrainConfig) -> Dataset:
         seed=config.sampling.seed,
         decode_threads=config.data.decode_threads,
         background=config.data.background,
+        options=config.data,
     )
 
 

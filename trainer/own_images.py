@@ -77,7 +77,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     if config.data.dataset == "packed" and not images.packed:
         assert config.data.data_dir is not None, "otherwise there are problems"
         config = config.with_settings(
-            data_dir=packed_beside(config.data.data_dir, config.run.output, config.sampling.order_seed)
+            data_dir=packed_beside(config.data.data_dir, config.run.output, config.sampling.order_seed, config.data)
         )
     return config
 
@@ -174,7 +174,7 @@ def _resumed(config: TrainConfig) -> TrainConfig:
         stored = read_settings(config.run.output)
         if stored.get("dataset") == "packed":
             packed = Path(stored["data_dir"])
-            check_same_source(config.data.data_dir, packed)
+            check_same_source(config.data.data_dir, packed, config.data)
             return config.with_settings(dataset="packed", data_dir=packed)
     return config
 
@@ -192,7 +192,8 @@ def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[D
         if config.data.data_dir.is_dir() and not is_packed(config.data.data_dir) and kind == "packed":
             kind = "folder"  # to be packed
         with shown(), stage("listing images"):
-            dataset = load_dataset(kind, config.data.data_dir, image_size=32)  # only headers are read
+            # only headers are read
+            dataset = load_dataset(kind, config.data.data_dir, image_size=32, options=config.data)
             return dataset, survey(dataset, packed=kind == "packed")
     except (ValueError, OSError) as error:
         problems.append(str(error))
@@ -225,7 +226,7 @@ def _print_choices(
     given: dict[str, Any],
 ) -> None:
     if logs_json():
-        _log_choices(config, images, choices, given)
+        _log_choices(config, dataset, images, choices, given)
         return
     console = Console(stderr=True, highlight=False)
     labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
@@ -233,6 +234,8 @@ def _print_choices(
     console.print(
         f"{config.data.data_dir}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
     )
+    for line in dataset.reading.lines() if dataset.reading else ():
+        console.print(f"  {line}", markup=False, soft_wrap=True)
     if dataset.untested and images.num_classes and not images.num_tests:
         console.print(f"  {dataset.untested}", markup=False)
     for line in _broken_lines(images):
@@ -241,7 +244,9 @@ def _print_choices(
         console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)
 
 
-def _log_choices(config: TrainConfig, images: ImagesSurvey, choices: dict[str, Choice], given: dict[str, Any]) -> None:
+def _log_choices(
+    config: TrainConfig, dataset: Dataset, images: ImagesSurvey, choices: dict[str, Choice], given: dict[str, Any]
+) -> None:
     """The same as one event, with values in fields."""
     named(images.unreadable)
     fields = {
@@ -251,6 +256,7 @@ def _log_choices(config: TrainConfig, images: ImagesSurvey, choices: dict[str, C
         "classes": images.num_classes,
         "test_images": images.num_tests,
         "shorter_side": images.shorter_side,
+        "reading": dataset.reading.lines() if dataset.reading else [],
         "broken": list(images.unreadable),
         "settings": {name: choice.value for name, choice in choices.items()},
         "reasons": {name: choice.reason for name, choice in choices.items()},

@@ -150,6 +150,9 @@ def check_choice(settings: Settings, name: str, *choices: object) -> None:
 
 def set_help_texts(settings: type) -> None:
     """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
+    for base in settings.__bases__:
+        if is_dataclass(base):
+            set_help_texts(base)
     try:
         (definition,) = ast.parse(inspect.getsource(settings)).body
     except OSError:  # installed without sources

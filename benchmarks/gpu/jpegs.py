@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.augment import picture
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.reading import read_source
 from trainer.schedule import visit_uniforms
 
 _BATCH_SIZE = 128
@@ -43,7 +43,7 @@ def _write(directory: Path, number: int) -> None:
 
 def rate(directory: Path, side: int, seconds: float, threads: int) -> float:
     """Images per second that a number of threads decode and crop for training."""
-    listing = Listing(b"".join(listing_lines(ImageSource(directory).entries())), directory)
+    listing = read_source(directory).train.listing
     images, augment = DecodedImages(listing, side, threads=threads), Augmentation(AugmentationConfig(), side)
     batch = np.arange(min(_BATCH_SIZE, len(listing)))
     uniforms = visit_uniforms(0, batch[None], Augmentation.num_uniforms)

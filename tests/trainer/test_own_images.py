@@ -17,6 +17,7 @@ from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import once_within
 from trainer.config import PRESETS
 from trainer.data import load_dataset
+from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.own_images import images_config, problems_with
 from trainer.own_packs import check_same_source
@@ -136,7 +137,7 @@ def test_images_that_exceed_the_memory_are_packed(
     monkeypatch.setattr("trainer.own_images.usable_memory", lambda: 40_000)
     config = images_config(["--data-dir", "pictures", "--device", "cpu"])
     assert (config.data.dataset, config.data.data_dir) == ("packed", Path("runs/pictures-packed"))
-    assert "packing pictures/train into runs/pictures-packed" in capsys.readouterr().err
+    assert "packing pictures into runs/pictures-packed" in capsys.readouterr().err
     assert Manifest.load(tmp_path / "runs/pictures-packed").complete
     assert Manifest.load(tmp_path / "runs/pictures-packed/test").num_images == 24
     assert config.report.evaluate, "it has test images with labels"
@@ -168,8 +169,8 @@ def test_a_pack_of_other_or_changed_images_is_not_used(
     assert packed_of(first) == (one, 12, added)
     assert packed_of(first) == (one, 12, "")
     with pytest.raises(ValueError, match=r"the run's images are packed from .*/p1/pics.2024 in R/pics"):
-        check_same_source(second, Path(one))
-    check_same_source(first, Path(one))
+        check_same_source(second, Path(one), SourceOptions())
+    check_same_source(first, Path(one), SourceOptions())
     (first / "a/0000.jpg").unlink()
     config = images_config(["--data-dir", str(first), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from trainer.command_line import parsed
 from trainer.cores import usable_cores
 from trainer.data.changes import changes_since
+from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, verify
 from trainer.data.pack_progress import pack_with_progress
 from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
+from trainer.data.reading import read_source
 from trainer.display import shown, stage
+from trainer.settings import flag, set_help_texts
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser, Parser
@@ -58,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum number of broken images (default 1 %%, at least 100)",
     )
 
+    _add_source_options(packing)
+
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_path)
 
@@ -75,6 +81,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_source_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `SourceOptions`, as a run has them."""
+    set_help_texts(SourceOptions)
+    choices: dict[str, Any] = get_type_hints(SourceOptions)
+    for one in fields(SourceOptions):
+        parser.add_argument(
+            flag(one.name),
+            default=one.default,
+            choices=get_args(choices[one.name]) if get_origin(choices[one.name]) is Literal else None,
+            metavar=None if get_origin(choices[one.name]) is Literal else "NAME",
+            help=one.metadata.get("help"),
+        )
+
+
+def _of_source(options: argparse.Namespace) -> SourceOptions:
+    return SourceOptions(**{one.name: getattr(options, one.name) for one in fields(SourceOptions)})
+
+
 def _mib(text: str) -> int:
     """Converts MiB to bytes."""
     try:
@@ -84,6 +108,7 @@ def _mib(text: str) -> int:
 
 
 def _pack(options: argparse.Namespace) -> list[str]:
+    of_source = _of_source(options)
     manifest = pack_with_progress(
         options.source,
         options.output,
@@ -94,6 +119,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
             extend=options.extend,
             threads=options.threads,
             max_broken=options.max_broken,
+            source=of_source,
         ),
     )
     broken = sum(len(shard.substitutes) for shard in manifest.shards)
@@ -106,7 +132,9 @@ def _pack(options: argparse.Namespace) -> list[str]:
     if not options.source.exists():
         return [packed]
     with stage("comparing the source with the pack"):
-        return [packed, *changes_since(options.source, options.output).lines()]
+        reading = read_source(options.source.resolve(), of_source)
+        changed = [changes_since(split, part).lines() for split, part in reading.to_pack(options.output)]
+    return [packed, *(line for lines in changed for line in lines)]
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

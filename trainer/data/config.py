@@ -5,21 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import SettingError, Settings, check_at_least, flag, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_choice, flag, resumable
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
 
+TRAINING = ("train", "training")
+TESTS = ("test", "testing", "val", "validation", "valid", "dev")
+"""Lower-case names of folders that are splits where all folders beside them are; of several tests, the first counts."""
+SPLITS = dict.fromkeys((*TRAINING, *TESTS))
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Settings):
+class SourceOptions(Settings):
+    """How a folder, archive or list of images is to be read where it can be read in several ways."""
+
+    split: str = "auto"
+    """Which folders of --data-dir are splits, if their names do not say it: TRAIN or TRAIN:TEST, names of folders, or
+    none if all folders are classes."""
+    stray: Literal["auto", "use", "ignore"] = "auto"
+    """Images that lie beside class folders: use keeps them without a label, ignore leaves them out. auto leaves few of
+    them out, and takes a folder with many of them for images without labels."""
+    tars: Literal["auto", "classes", "shards"] = "auto"
+    """What the tars of a folder are: a class each, as ImageNet's synsets, or shards of samples (webdataset)."""
+    label_key: str | None = None
+    """Where a sample of a shard has its label: the suffix of a member (default cls), or a field of its .json."""
+    image_column: str | None = None
+    """Column of a list or table that has the images' paths, or the images."""
+    label_column: str | None = None
+    """Column of a list or table that has the labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(SourceOptions):
     """The data set."""
 
     dataset: str = "fashion-mnist"
@@ -38,6 +62,8 @@ class DataConfig(Settings):
 
     def check(self) -> None:
         check_at_least(self, 1, "decode_threads")
+        check_choice(self, "stray", "auto", "use", "ignore")
+        check_choice(self, "tars", "auto", "classes", "shards")
         try:
             background_colour(self.background)
         except ValueError as error:

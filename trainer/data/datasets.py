@@ -1,7 +1,6 @@
 """Data sets by name, and the places where the trainer looks for each."""
 
 import hashlib
-import io
 import itertools
 import os
 import socket
@@ -14,17 +13,18 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
+from trainer.data.config import SourceOptions
 from trainer.data.decode import Colour, background_colour, decoded_side
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
-from trainer.data.listing import ImageSource, Listing, listing_lines
+from trainer.data.listing import Listing
 from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
+from trainer.data.reading import Reading, Split, read_source
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
-from trainer.data.tree import LeftOut
 from trainer.torchvision_schemas import import_module
 from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
@@ -95,6 +95,8 @@ class Dataset:
     """Side of the centre square that evaluation uses; None for the whole image."""
     untested: str = NO_TEST_IMAGES
     """The reason why there are no test images."""
+    reading: Reading | None = None
+    """What the images' source was read as; None for a pack and for a data set by name."""
     whole: "Dataset | None" = None
     """The data set whose first images are trained on; None if all are."""
 
@@ -185,6 +187,7 @@ def load_dataset(
     seed: int = 0,
     decode_threads: int | None = None,
     background: str = "white",
+    options: SourceOptions | None = None,
 ) -> Dataset:
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
@@ -216,9 +219,7 @@ def load_dataset(
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
         decoding = _Decoding(decode_threads, background_colour(background))
-        if name == FOLDER:
-            return _load_folder(directory, image_size, decoding)
-        return DECODED[name](directory, image_size, decoding)
+        return DECODED[name](directory, image_size, decoding, options or SourceOptions())
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -253,15 +254,16 @@ class _Decoding(NamedTuple):
     background: Colour | None
 
 
-def _load_folder(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
+def _load_folder(directory: Path, image_size: int, decoding: _Decoding, options: SourceOptions) -> Dataset:
     if is_packed(directory):
         raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
     side = decoded_side(image_size)
-    train = directory / "train" if (directory / "train").is_dir() else directory
-    test = next((path for name in ("test", "val") if train != directory and (path := directory / name).is_dir()), None)
-    test_images = _listed(test, side, decoding) if test else None
-    train_images = _listed(train, side, decoding)
-    return _decoded(train_images, test_images, test, evaluated_side=image_size)
+    reading = read_source(directory, options)
+    reading.left_out.log(directory)
+    test = _read(reading.test, side, decoding) if reading.test else None
+    where = Path(reading.test.source) if reading.test else None
+    train = _read(reading.train, side, decoding)
+    return _decoded(train, test, where, evaluated_side=image_size, reading=reading)
 
 
 _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
@@ -276,22 +278,14 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-def _listed(source: Path, side: int, decoding: _Decoding) -> _Stored:
-    found = ImageSource(source)
-    lines, left_out = io.BytesIO(), LeftOut()
-    lines.writelines(listing_lines(found.entries(left_out), left_out))
-    if not (content := lines.getvalue()):
-        why = f" ({line})" if (line := left_out.line(source)) else ""
-        raise DataNotFoundError(f"no images in {source}{why}: give --data-dir with a folder or a list of images")
-    left_out.log(source)
-    listing = Listing(content, found.root)
-    labels = _labels_of(listing, found.labelled)
-    return _Stored(
-        DecodedImages(listing, side, **decoding._asdict()), labels, tuple(found.classes), (_digest(content),)
-    )
+def _read(split: Split, side: int, decoding: _Decoding) -> _Stored:
+    listing = split.listing
+    labels = _labels_of(listing, split.labelled)
+    images = DecodedImages(listing, side, **decoding._asdict())
+    return _Stored(images, labels, split.classes, (_digest(bytes(listing.content)),))
 
 
-def _load_packed(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
+def _load_packed(directory: Path, image_size: int, decoding: _Decoding, _: SourceOptions) -> Dataset:
     side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
     return _decoded(
         _packed(packed, side, decoding),
@@ -421,7 +415,7 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_
 """Labelled data sets that are loaded into memory."""
 
 
-def _load_inaturalist(directory: Path, image_size: int, decoding: _Decoding) -> Dataset:
+def _load_inaturalist(directory: Path, image_size: int, decoding: _Decoding, _: SourceOptions) -> Dataset:
     """iNaturalist 2018 as it is distributed: train2018.json, val2018.json and the images that they name."""
     side = decoded_side(image_size)
     train, test = (_of_split(directory / f"{name}2018.json", side, decoding) for name in ("train", "val"))
@@ -430,9 +424,7 @@ def _load_inaturalist(directory: Path, image_size: int, decoding: _Decoding) -> 
 
 def _of_split(file: Path, side: int, decoding: _Decoding) -> _Stored:
     split = read_split(file)
-    left_out = LeftOut()
-    content = b"".join(listing_lines(split.entries, left_out))
-    left_out.log(file)
+    content = b"".join(entry.line() for entry in split.entries)
     listing = Listing(content, file.parent)
     return _Stored(
         DecodedImages(listing, side, **decoding._asdict()),
@@ -442,7 +434,7 @@ def _of_split(file: Path, side: int, decoding: _Decoding) -> _Stored:
     )
 
 
-DECODED: dict[str, Callable[[Path, int, _Decoding], Dataset]] = {
+DECODED: dict[str, Callable[[Path, int, _Decoding, SourceOptions], Dataset]] = {
     FOLDER: _load_folder,
     "packed": _load_packed,
     "inaturalist-2018": _load_inaturalist,

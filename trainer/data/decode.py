@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,23 @@ _SUFFIX_OF_FORMAT = {
     "BMP": "bmp",
     "TIFF": "tif",
     "PPM": "ppm",
+    "AVIF": "avif",
+    "JPEG2000": "jp2",
+    "QOI": "qoi",
+    "DDS": "dds",
+    "ICO": "ico",
 }
 """The supported formats, with the suffixes by which webdataset's decoders know them; no other format is opened."""
+with suppress(ImportError):  # the extra `heic`
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    _SUFFIX_OF_FORMAT["HEIF"] = "heic"
 _OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
 )
-"""Lower-case suffixes of the files that count as images."""
+"""Lower-case suffixes of the files that count as images without a look at their content."""
 Colour = tuple[int, int, int]
 """Red, green and blue, 0..255 each."""
 DEFAULT_BACKGROUND: Colour = (255, 255, 255)
@@ -132,6 +142,17 @@ def decode(
         ImageOps.exif_transpose(image, in_place=True)
         pixels = _rgb(image, background)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
+
+
+def is_picture(file: BinaryIO) -> bool:
+    """Whether a file begins as an image of a supported format, whatever its name."""
+    try:
+        with Image.open(file, formats=_OPENED):
+            return True
+    except Image.DecompressionBombError:
+        return True
+    except Exception:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
+        return False
 
 
 def header_size(content: bytes) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.cores import usable_cores
+from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, check, max_broken, why
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
@@ -34,11 +35,13 @@ from trainer.data.manifest import (
     Substitute,
     add_shard,
     index_path,
+    is_packed,
     listing_path,
     tar_path,
 )
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
+from trainer.data.reading import Split, read_source
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark
 from weightserver.torch import RangesOrder
@@ -59,6 +62,8 @@ class PackOptions:
     """Maximum size of a tar, unless it holds a single image. Default: that of the pack so far, or 256 MiB."""
     labelled: bool = True
     """Whether to keep the source's labels, if any."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """How to read the source where it can be read in several ways."""
     extend: bool = False
     """Whether to add those of the source's images that are not packed yet."""
     threads: int = field(default_factory=usable_cores)
@@ -91,8 +96,9 @@ class _Sample:
 def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     """Packs the images of `source` into the directory `output`, or continues an earlier call that was interrupted.
 
-    The images are listed once: images that are added to `source` later are included by `extend`, which gives new ids to
-    images whose paths are new. Packing a complete pack does nothing.
+    Test images of a source with splits are packed into `output`/test. The images are listed once: images that are added
+    to `source` later are included by `extend`, which gives new ids to images whose paths are new. Packing a complete
+    pack does nothing. Returns the manifest of the training images.
 
     Raises:
         ValueError: a source without images, a directory that holds another pack, too many broken images.
@@ -100,17 +106,36 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
-    if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{output} lies in {source}, whose folders may be classes: give a directory outside it")
+    source = source.resolve()
+    if is_packed(source):
+        raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
+    if output.resolve() == source:
+        raise ValueError(f"{output} is the source itself: give another directory")
     missing = [directory for directory in (output, *output.parents) if not directory.exists()]
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output), _removed_if_empty(missing):
-        manifest = planned(source, output, options)
-        part = manifest.ranges[-1]
-        listing = Listing.open(listing_path(output, part.first), Path(part.root))
-        packed = _Packer(output, manifest, listing, options).run()
-        PackedImages(output)  # finds indexes that are missing or cut off
-        return packed
+        if is_packed(output) and not source.exists():
+            return _pack_split(None, str(source), output, options)
+        classes = Manifest.load(output, substitutes=False).classes if is_packed(output) else ()
+        reading = read_source(source, options.source, labelled=options.labelled, classes=classes)
+        if options.extend or not is_packed(output):
+            for line in filter(None, (reading.left_out.line(source), *map(Remark, reading.notes))):
+                options.on_broken(line)
+        packed = []
+        for split, directory in reading.to_pack(output):
+            directory.mkdir(exist_ok=True)
+            extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
+            packed.append(_pack_split(split, split.source, directory, extended))
+        return packed[0]
+
+
+def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions) -> Manifest:
+    manifest = planned(split, source, output, options)
+    part = manifest.ranges[-1]
+    listing = Listing.open(listing_path(output, part.first), Path(part.root))
+    packed = _Packer(output, manifest, listing, options).run()
+    PackedImages(output)  # finds indexes that are missing or cut off
+    return packed
 
 
 def verify(directory: Path) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from trainer.data.listing import ImageSource, Listing, image_hash, kind_of_labels, listing_lines
+from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
-from trainer.data.tree import LeftOut
+from trainer.data.reading import Split, kind_of_labels
 from weightserver.common.atomic_files import atomic_write
-from weightserver.common.logs import Remark
 
 _SHARD_BYTES = 1 << 28
 
@@ -31,19 +29,15 @@ class PackRequest(Protocol):
     @property
     def extend(self) -> bool: ...
 
-    @property
-    def on_broken(self) -> Callable[[Remark], None]: ...
 
-
-def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
+def planned(split: Split | None, source: str, output: Path, request: PackRequest) -> Manifest:
     """The manifest to pack by: the existing one, with a new range if images are added.
+
+    `split` is what `source` names; None if it does not exist any more.
 
     Raises:
         ValueError: a source without images, or a directory whose content contradicts `request`.
     """
-    source = source.resolve()
-    if is_packed(source):
-        raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if not is_packed(output):
         if request.extend:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
@@ -51,7 +45,7 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
             raise ValueError(f"{output} holds other files: give an empty or new directory")
         size = _SHARD_BYTES if request.shard_bytes is None else request.shard_bytes
         empty = Manifest(order_seed=request.order_seed or 0, shard_bytes=size, classes=(), ranges=())
-        return _with_new_range(empty, source, output, request)
+        return _with_new_range(empty, split, source, output)
     manifest = Manifest.load(output)
     if request.order_seed not in (None, manifest.order_seed):
         raise ValueError(
@@ -64,55 +58,49 @@ def planned(source: Path, output: Path, request: PackRequest) -> Manifest:
             "omit --shard-mib, or give another directory"
         )
     last = manifest.ranges[-1]
-    if last.source != str(source) and (not manifest.complete or not request.extend):
+    if last.source != source and (not manifest.complete or not request.extend):
         do = "give --extend to add these" if manifest.complete else "finish packing those first"
         raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
     if not request.labelled and manifest.labelled:
         raise ValueError(f"{output} keeps labels: omit --no-labels, or give another directory")
-    if request.labelled and not last.labelled and source.exists() and ImageSource(source).labelled:
+    if request.labelled and not last.labelled and split and split.labelled:
         raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
     if manifest.complete and request.extend:
-        return _with_new_range(manifest, source, output, request)
+        return _with_new_range(manifest, split, source, output)
     return manifest
 
 
-def _with_new_range(manifest: Manifest, source: Path, output: Path, request: PackRequest) -> Manifest:
+def _with_new_range(manifest: Manifest, split: Split | None, source: str, output: Path) -> Manifest:
     """Adds a range of the source's images that are in no range yet; without any, returns the manifest unchanged."""
-    found = ImageSource(source, labelled=request.labelled, classes=manifest.classes)
+    if split is None:
+        raise ValueError(f"no such folder or list of images: {source}")
     kind = kind_of_labels(manifest.labelled, manifest.classes)
-    if manifest.ranges and found.kind != kind:
+    if manifest.ranges and split.kind_of_labels != kind:
         raise ValueError(
-            f"{source} has {found.kind}, {output} {kind}: add images of the same kind, or pack them separately"
+            f"{source} has {split.kind_of_labels}, {output} {kind}: add images of the same kind, or pack them "
+            "separately"
         )
-    known = _known(manifest, output)
-    first, count, left_out = manifest.num_images, 0, LeftOut()
+    listing, known = split.listing, _known(manifest, output)
+    new = [entry for key, entry in zip(listing.hashes(), listing.entries(), strict=True) if key not in known]
+    if not new:
+        return manifest
+    first = manifest.num_images
 
     def write(path: Path) -> None:
-        nonlocal count
         with path.open("wb") as file:
-            entries = found.entries(left_out)
-            new = (entry for entry in entries if image_hash(found.root / entry.path, entry.member) not in known)
-            for count, line in enumerate(listing_lines(new, left_out), 1):  # noqa: B007 - their number is used below
-                file.write(line)
+            file.writelines(entry.line() for entry in new)
 
     atomic_write(listing_path(output, first), write)
-    if line := left_out.line(source):
-        request.on_broken(line)
-    if count == 0:
-        listing_path(output, first).unlink()
-        if manifest.ranges:
-            return manifest
-        raise ValueError(f"no images in {source}: give a folder or a list of images")
-    part = Range(first=first, count=count, source=str(source), root=str(found.root), labelled=found.labelled, shards=())
-    manifest = replace(manifest, classes=tuple(found.classes), ranges=(*manifest.ranges, part))
+    root = str(listing.root)
+    part = Range(first=first, count=len(new), source=source, root=root, labelled=split.labelled, shards=())
+    manifest = replace(manifest, classes=split.classes, ranges=(*manifest.ranges, part))
     manifest.save(output)
     return manifest
 
 
 def _known(manifest: Manifest, output: Path) -> set[int]:
     """Hashes of all images that have ids."""
-    known = set()
+    known = set[int]()
     for part in manifest.ranges:
-        listing = Listing.open(listing_path(output, part.first), Path(part.root))
-        known |= {image_hash(Path(part.root) / entry.path, entry.member) for entry in listing.entries()}
+        known.update(Listing.open(listing_path(output, part.first), Path(part.root)).hashes())
     return known

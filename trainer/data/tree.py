@@ -1,106 +1,142 @@
-"""Walks the images of a folder, each real file once, and counts what it leaves out."""
+"""Walks a source's folders and archives, each real file once, and keeps its images in the order of their names."""
 
 from __future__ import annotations
 
 import errno
-import logging
+import json
 import os
 import stat
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 
-from trainer.data.decode import IMAGE_SUFFIXES
-from weightserver.common.logs import Remark
-
-_log = logging.getLogger(__name__)
-_logged: set[str] = set()
-"""Lines that this process has logged: it may list the same images several times."""
+from trainer.data.archives import are_shards, images_in, members, prefix_of, samples_in
+from trainer.data.config import SPLITS, SourceOptions
+from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
 
 
-class Reason(Enum):
-    """A reason why a file is no image of its source, for one file and for several."""
+class Folder:
+    """The images at and below a folder or in an archive, in order: lines of a listing whose labels are still texts."""
 
-    LINKED = "link to what is listed anyway", "links to what is listed anyway"
-    MISSING = "link to a missing file", "links to missing files"
-    EMPTY = "empty file", "empty files"
-    SPECIAL = "name that is no file", "names that are no files"
-    SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
+    def __init__(self, name: str, left_out: LeftOut) -> None:
+        self.name, self._left_out = name, left_out
+        self.loose = 0
+        """Number of images that lie in no folder below."""
+        self._parts: list[bytearray | Folder] = []
+
+    def folders(self) -> list[Folder]:
+        """The folders with images."""
+        return [part for part in self._parts if isinstance(part, Folder) and part.count()]
+
+    def count(self) -> int:
+        """Number of images, with those of all folders below."""
+        return self.loose + sum(folder.count() for folder in self._parts if isinstance(folder, Folder))
+
+    def folder(self, name: str) -> Folder:
+        """The folder of that name, which is added if there is none."""
+        last = self._parts[-1] if self._parts else None
+        if not (isinstance(last, Folder) and last.name == name):
+            last = next((part for part in self._parts if isinstance(part, Folder) and part.name == name), None)
+        if last is None:
+            self.add_folder(last := Folder(name, self._left_out))
+        return last
+
+    def add_folder(self, folder: Folder) -> None:
+        self._parts.append(folder)
+
+    def add(self, path: str, member: str = "", *, offset: int = -1, length: int = -1, label: str = "") -> None:
+        """Adds an image; offset and length are those in an archive."""
+        if any(mark in path or mark in member for mark in "\t\n\r"):
+            self._left_out.add(Reason.SEPARATOR, f"{path}:{member}" if member else path)
+            return
+        if not self._parts or isinstance(self._parts[-1], Folder):
+            self._parts.append(bytearray())
+        last = self._parts[-1]
+        assert isinstance(last, bytearray)
+        last += os.fsencode(f"{label}\t{offset}\t{length}\t{path}\t{member}\n")
+        self.loose += 1
+
+    def lines(self) -> Iterator[tuple[str, str, bytes]]:
+        """For each image, in order: the folder of this one that it lies in (empty for none), its label as a text, and
+        the rest of its line."""
+        for part in self._parts:
+            if isinstance(part, Folder):
+                for _, label, rest in part.lines():
+                    yield part.name, label, rest
+            else:
+                for line in bytes(part).split(b"\n")[:-1]:
+                    text, _, fields = line.partition(b"\t")
+                    yield "", os.fsdecode(text), fields
 
 
-class LeftOut:
-    """Files that a listing leaves out, counted by reason."""
+class Walk:
+    """One walk over a folder.
 
-    def __init__(self) -> None:
-        self._counts: dict[Reason, int] = {}
-        self._firsts: dict[Reason, str] = {}
-
-    def add(self, reason: Reason, name: str) -> None:
-        self._counts[reason] = self._counts.get(reason, 0) + 1
-        self._firsts.setdefault(reason, name if name.isprintable() else repr(name))
-
-    def line(self, source: Path) -> Remark:
-        """One line with the count and the first name for each reason; empty if nothing is left out."""
-        parts = [
-            f"{count:,} {reason.value[count > 1]} ({'first ' * (count > 1)}{self._firsts[reason]})"
-            for reason, count in self._counts.items()
-        ]
-        counts = {reason.name.lower(): count for reason, count in self._counts.items()}
-        return Remark(f"left out of {source}: {', '.join(parts)}" if parts else "", left_out=counts)
-
-    def log(self, source: Path) -> None:
-        """Logs the line, once in the life of the process and on the first rank only."""
-        line = self.line(source)
-        if line and line not in _logged and int(os.environ.get("RANK", "0")) == 0:
-            _logged.add(line)
-            _log.warning("%(line)s", line.fields())
-
-
-class Tree:
-    """One walk over a folder of images.
-
-    Links are followed, except to what the walk lists itself: folders and images in the walked folders that are not
-    hidden. No folder is walked twice, so that memory grows with the number of folders, not of files.
+    Links are followed, except to what the walk comes to by itself: folders and files in the walked folders that are
+    not hidden. No folder is walked twice. Directories of runs and packs are never walked.
     """
 
-    def __init__(self, root: Path, left_out: LeftOut) -> None:
-        self._root, self._left_out = root, left_out
-        self._real_root = os.path.realpath(root)
-        self._real_roots = {self._real_root}
+    def __init__(self, root: Path, left_out: LeftOut, options: SourceOptions) -> None:
+        self._root, self._left_out, self._options = root, left_out, options
+        self._real_roots = {os.path.realpath(root)}
         status = root.stat()
         self._walked = {(status.st_dev, status.st_ino)}
+        self.num_shards = self.num_tars = 0
 
-    def children(self) -> list[os.DirEntry[str]]:
-        """What the folder contains, in order."""
-        return in_order(self._root)
+    def folder(self, path: str = "", name: str = "") -> Folder:
+        """The images at and below a folder; without a path, of the source."""
+        here = Folder(name, self._left_out)
+        with os.scandir(path or self._root) as found:
+            children = sorted(found, key=lambda child: child.name)
+        shown = [child for child in children if not child.name.startswith(".")]
+        tars = [child for child in shown if _is_tar(child)]
+        shards = bool(tars) and self._are_shards(tars)
+        prefixes = {prefix_of(tar.name) for tar in tars} if shards else set()
+        apart = len(prefixes) > 1 and prefixes <= SPLITS.keys()
+        alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
+        for child in children:
+            if child.name.startswith("."):
+                self._leave_out(Reason.HIDDEN, child)
+            elif is_folder(child):
+                if self._enters(child):
+                    here.add_folder(self.folder(child.path, child.name))
+            elif child in tars:
+                if self._keeps_file(child):
+                    into = here.folder(prefix_of(child.name)) if apart else here
+                    self._add_tar(into, child, shard=shards, tree=alone)
+            elif self._keeps_file(child):
+                reason = reason_against(child.name, lambda child=child: open(child.path, "rb"))  # type: ignore[misc]  # noqa: SIM115
+                if reason:
+                    self._leave_out(reason, child)
+                else:
+                    here.add(self._relative(child))
+        return here
 
-    def images(self, child: os.DirEntry[str]) -> Iterator[str]:
-        """Paths of the images at and below `child`."""
-        if not _is_folder(child):
-            if is_image(child.name) and self._keeps_file(child):
-                yield child.path
-            return
+    def _are_shards(self, tars: list[os.DirEntry[str]]) -> bool:
+        if self._options.tars == "auto":
+            return are_shards([Path(tar.path) for tar in tars])
+        return self._options.tars == "shards"
+
+    def _add_tar(self, here: Folder, child: os.DirEntry[str], *, shard: bool, tree: bool) -> None:
+        self.num_tars += not shard
+        self.num_shards += shard
+        if not shard and not tree:
+            here.add_folder(here := Folder(child.name.removesuffix(".tar"), self._left_out))
+        kept = self._options if shard else None
+        add_archive(here, Path(child.path), self._relative(child), self._left_out, kept, tree=tree)
+
+    def _enters(self, child: os.DirEntry[str]) -> bool:
         status = child.stat()
         here = (status.st_dev, status.st_ino)
         real = os.path.realpath(child.path) if child.is_symlink() else ""
         if here in self._walked or (real and self._walks(real)):
             self._leave_out(Reason.LINKED, child)
-            return
+            return False
+        if is_output(Path(child.path)):
+            self._leave_out(Reason.OUTPUT, child)
+            return False
         self._walked.add(here)
         if real:
             self._real_roots.add(real)
-        for grandchild in in_order(child.path):
-            yield from self.images(grandchild)
-
-    def is_tar(self, child: os.DirEntry[str]) -> bool:
-        """Whether a child of the folder itself is a tar to list."""
-        if not child.name.endswith(".tar") or _is_folder(child) or not child.is_file():
-            return False
-        if child.is_symlink():
-            real = os.path.realpath(child.path)
-            if os.path.dirname(real) == self._real_root and real.endswith(".tar"):
-                self._leave_out(Reason.LINKED, child)
-                return False
         return True
 
     def _keeps_file(self, child: os.DirEntry[str]) -> bool:
@@ -116,9 +152,8 @@ class Tree:
             reason = Reason.SPECIAL  # reading a pipe would wait for ever
         elif status.st_size == 0:
             reason = Reason.EMPTY
-        elif child.is_symlink():
-            real = os.path.realpath(child.path)
-            reason = Reason.LINKED if is_image(real) and self._walks(real) else None
+        elif child.is_symlink() and self._walks(os.path.realpath(child.path)):
+            reason = Reason.LINKED
         if reason:
             self._leave_out(reason, child)
         return reason is None
@@ -132,21 +167,52 @@ class Tree:
             real = above
         return True
 
+    def _relative(self, child: os.DirEntry[str]) -> str:
+        return os.path.relpath(child.path, self._root)
+
     def _leave_out(self, reason: Reason, child: os.DirEntry[str]) -> None:
-        self._left_out.add(reason, os.path.relpath(child.path, self._root))
+        self._left_out.add(reason, self._relative(child))
 
 
-def is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+def add_archive(
+    here: Folder, path: Path, shown: str, left_out: LeftOut, samples: SourceOptions | None, *, tree: bool
+) -> None:
+    """Adds an archive's images: samples of a shard, or with `tree` in the folders that the members' names have.
+
+    Raises:
+        ValueError: not a complete archive.
+    """
+    found = members(path, shown, left_out)
+    if samples:
+        for member, label in samples_in(path, shown, found, left_out, samples.label_key):
+            here.add(shown, member.name, offset=member.offset, length=member.length, label=label)
+        return
+    if tree:
+        found.sort(key=lambda member: member.name.split("/"))
+    for member in images_in(path, shown, found, left_out):
+        into = here
+        for part in member.name.split("/")[:-1] if tree else ():
+            into = into.folder(part) if part != "." else into
+        into.add(shown, member.name, offset=member.offset, length=member.length)
 
 
-def in_order(folder: str | Path) -> list[os.DirEntry[str]]:
-    """What a folder contains, without hidden names, by the code points of the names."""
-    with os.scandir(folder) as children:
-        return sorted((child for child in children if not child.name.startswith(".")), key=lambda child: child.name)
+def is_output(folder: Path) -> bool:
+    """Whether a folder is a run's directory or a pack, which hold pictures of their own."""
+    for name in ("config.json", "manifest.json"):
+        try:
+            content = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and isinstance(content.get("format"), int):
+            return True
+    return False
 
 
-def _is_folder(child: os.DirEntry[str]) -> bool:
+def _is_tar(child: os.DirEntry[str]) -> bool:
+    return child.name.endswith(".tar") and not is_folder(child)
+
+
+def is_folder(child: os.DirEntry[str]) -> bool:
     try:
         return child.is_dir()
     except OSError as error:

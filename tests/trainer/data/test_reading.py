@@ -1,0 +1,472 @@
+"""Listing a source: its images, their order and labels."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
+from trainer.data.changes import changes_since
+from trainer.data.config import SourceOptions
+from trainer.data.datasets import load_dataset
+from trainer.data.decoded_images import DecodedImages
+from trainer.data.left_out import Reason
+from trainer.data.listing import Listing
+from trainer.data.pack import PackOptions, pack
+from trainer.data.packed import PackedImages
+from trainer.data.reading import Split, read_source
+
+
+def listed(
+    source: Path, *, labelled: bool = True, classes: Sequence[str] = (), **options: Any
+) -> tuple[Listing, Split]:
+    """The training images of a source, all of whose files are accounted for."""
+    reading = read_source(source, SourceOptions(**options), labelled=labelled, classes=classes)
+    if source.is_dir() and not any(source.rglob("*.tar")) and not any(path.is_symlink() for path in source.rglob("*")):
+        files = sum(not path.is_dir() for path in source.rglob("*"))
+        used = sum(len(split.listing) for split in reading.splits)
+        assert used + sum(reading.left_out.counts.values()) == files, reading.lines()
+    return reading.train.listing, reading.train
+
+
+def paths(listing: Listing) -> list[str]:
+    return [entry.path for entry in listing.entries()]
+
+
+def jpeg(number: int) -> bytes:
+    return encoded(piece(number))
+
+
+def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_a_tree_of_classes(tmp_path: Path) -> None:
+    listing, found = listed(odd_tree(tmp_path, num_images=9))
+    expected = sorted(
+        str(path.relative_to(tmp_path))
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.suffix != ".txt" and not path.name.startswith(".")
+    )
+    assert paths(listing) == expected
+    assert found.classes == ("a", "b", "c")
+    assert listing.labels().tolist() == ["abc".index(path[0]) for path in expected]
+    assert [listing.read(i) for i in range(len(listing))] == [(tmp_path / path).read_bytes() for path in expected]
+
+
+def test_a_few_images_beside_class_folders_lose_no_label(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 12)
+    for name in ("a.png", "at the root.JPEG"):
+        (tmp_path / name).write_bytes(b"x")
+    for stray in ("auto", "ignore"):
+        listing, found = listed(tmp_path, stray=stray)
+        assert (len(listing), found.classes) == (12, ("a", "b", "c"))
+    listing, found = listed(tmp_path, stray="use")
+    assert (found.counts[-1], found.classes) == (2, ("a", "b", "c"))
+    assert paths(listing)[4:6] == ["a.png", "at the root.JPEG"], "among the folders, by name"
+    (line,) = [line for line in read_source(tmp_path).lines() if "--stray use keeps" in line]
+    assert line.startswith("2 images beside 3 folders, left out")
+    for number in range(5):
+        (tmp_path / f"{number}.jpg").write_bytes(b"x")
+    reading = read_source(tmp_path)
+    assert (len(reading.train.listing), reading.train.labelled) == (19, False), "more than a class has"
+    assert any("read as images without labels: --stray ignore" in line for line in reading.lines())
+
+
+def test_one_folder_only_is_looked_into(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "set/set", 6)
+    listing, found = listed(tmp_path)
+    assert (found.classes, paths(listing)[0]) == (("a", "b", "c"), "set/set/a/0000.jpg")
+    assert "set/set/ is the only folder: its own folders are read" in read_source(tmp_path).lines()
+
+
+def test_splits_are_read_where_all_folders_are_splits(tmp_path: Path) -> None:
+    for name in ("Test", "training", "val"):
+        plain_tree(tmp_path / "set" / name, 6)
+    reading = read_source(tmp_path / "set")
+    assert [split.name for split in reading.splits] == ["training", "Test", "val"]
+    assert [split.source for split in reading.splits] == [
+        f"{tmp_path}/set/{name}" for name in ("training", "Test", "val")
+    ]
+    assert {split.classes for split in reading.splits} == {("a", "b", "c")}
+    assert "Test/, training/, val/ are splits: --split none reads them as classes" in reading.lines()
+    assert listed(tmp_path / "set", split="none")[1].classes == ("Test", "training", "val")
+    chosen = read_source(tmp_path / "set", SourceOptions(split="val:Test"))
+    assert [split.name for split in chosen.splits] == ["val", "Test"]
+    assert "1 images of other splits" not in chosen.left_out.line(tmp_path)
+    with pytest.raises(ValueError, match="--split dev: there is no folder dev with images, but Test, training, val"):
+        read_source(tmp_path / "set", SourceOptions(split="dev"))
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("bus", "car", "train"):
+        (plain_tree(tmp_path / "made", 3) / "a").rename(tmp_path / name) if not (tmp_path / name).exists() else None
+        shutil.rmtree(tmp_path / "made")
+    listing, found = listed(tmp_path)
+    assert (len(listing), found.classes) == (3, ("bus", "car", "train"))
+    assert any(
+        "read as a class: --split train reads it as the training" in line for line in read_source(tmp_path).lines()
+    )
+
+
+def test_a_test_split_may_lack_a_class_and_keeps_the_numbers(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "train", 6)
+    plain_tree(tmp_path / "test", 6)
+    shutil.rmtree(tmp_path / "test/a")
+    dataset = load_dataset("folder", tmp_path)
+    assert dataset.test_labels.tolist() == [1, 1, 2, 2]
+
+
+def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
+    for shard in range(3):
+        members: dict[str, bytes] = {}
+        for key in range(4 * shard, 4 * shard + 4):
+            members |= {
+                f"{key:06d}.jpg": jpeg(key),
+                f"{key:06d}.cls": b"%d\n" % (key % 2),
+                f"{key:06d}.json": b'{"kind": "k%d"}' % key,
+            }
+        write_tar(tmp_path / f"train-{shard:06d}.tar", members)
+    listing, found = listed(tmp_path)
+    assert (listing.labels().tolist(), found.classes) == ([0, 1] * 6, ())
+    assert [listing.read(image) for image in range(12)] == [jpeg(image) for image in range(12)]
+    assert sorted(listed(tmp_path, label_key="kind")[1].classes) == sorted(f"k{key}" for key in range(12))
+    assert len(listed(tmp_path, tars="classes")[1].classes) == 3
+    assert listed(tmp_path / "train-{000001..000002}.tar")[0].labels().tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match=r"1 of its 3 files are missing, first .*train-000003.tar"):
+        listed(tmp_path / "train-{000001..000003}.tar")
+    assert read_source(tmp_path).left_out.counts == {Reason.LABEL: 12, Reason.SIDECAR: 12}
+    with tarfile.open(tmp_path / "train-000000.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo("no label.jpg"))
+        info = tarfile.TarInfo("100.jpg")
+        info.size = len(jpeg(0))
+        tar.addfile(info, io.BytesIO(jpeg(0)))
+    reading = read_source(tmp_path)
+    assert reading.train.counts == {0: 6, 1: 6, -1: 1}
+    assert "1 images have no label: training uses them, evaluations and probes do not" in reading.lines()
+
+
+def test_images_with_texts_have_no_labels(tmp_path: Path) -> None:
+    for shard in range(2):
+        write_tar(
+            tmp_path / f"{shard:05d}.tar",
+            {f"{shard}{key}.{end}": jpeg(int(key)) for key in "01" for end in ("jpg", "txt")},
+        )
+    reading = read_source(tmp_path)
+    assert (reading.train.labelled, len(reading.train.listing)) == (False, 4)
+    assert reading.kind == "2 shards of samples (webdataset)"
+
+
+def test_members_of_tars_obey_the_rules_of_folders(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "._1.jpg": b"x", "notes.txt": b"x", "bare": jpeg(2), "0.jpg": b""})
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        for kind, name, target in (
+            (tarfile.LNKTYPE, "hard.jpg", "1.jpg"),
+            (tarfile.SYMTYPE, "soft.jpg", "1.jpg"),
+            (tarfile.SYMTYPE, "gone.jpg", "nothing"),
+        ):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, target
+            tar.addfile(link)
+        again = tarfile.TarInfo("1.jpg")
+        again.size = len(jpeg(3))
+        tar.addfile(again, io.BytesIO(jpeg(3)))
+    write_tar(tmp_path / "b.tar", {"1.jpg": jpeg(4)})
+    listing, found = listed(tmp_path)
+    assert [entry.member for entry in listing.entries()] == ["1.jpg", "bare", "hard.jpg", "1.jpg"]
+    assert [listing.read(image) for image in range(4)] == [jpeg(3), jpeg(2), jpeg(1), jpeg(4)]
+    assert found.classes == ("a", "b")
+    assert read_source(tmp_path).left_out.counts == dict.fromkeys(
+        (Reason.HIDDEN, Reason.NO_IMAGE, Reason.EMPTY, Reason.LINKED, Reason.MISSING, Reason.REPEATED), 1
+    )
+
+
+@pytest.mark.parametrize("suffix", ["tar", "zip"])
+def test_a_single_archive_is_like_its_folder(suffix: str, tmp_path: Path) -> None:
+    tree = odd_tree(tmp_path / "tree", 9)
+    archive = Path(shutil.make_archive(str(tmp_path / "archive"), suffix, tree))
+    (plain, a), (packed, b) = listed(tree), listed(archive)
+    assert a.classes == b.classes
+    assert [packed.read(i) for i in range(len(packed))] == [plain.read(i) for i in range(len(plain))]
+    assert packed.labels().tolist() == plain.labels().tolist()
+    pack(archive, tmp_path / "packed", PackOptions())
+    assert changes_since(read_source(archive).train, tmp_path / "packed").lines() == []
+
+
+def test_a_compressed_tar_says_what_to_do(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 3)
+    archive = shutil.make_archive(str(tmp_path / "archive"), "gztar", tree)
+    shutil.copy(archive, tmp_path / "named.tar")
+    for path in (Path(archive), tmp_path / "named.tar"):
+        with pytest.raises(ValueError, match=r"is a compressed archive.*: unpack it"):
+            read_source(path)
+    shutil.copy(archive, tree / "download.tar.gz")
+    assert read_source(tree).left_out.counts == {Reason.COMPRESSED: 1}
+
+
+def test_images_are_known_by_their_content(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 3)
+    for number, (name, kind) in enumerate(
+        (("x.jfif", "JPEG"), ("x.avif", "AVIF"), ("1f3a9c", "PNG"), ("x.dat", "WEBP"))
+    ):
+        (tmp_path / "a" / name).write_bytes(encoded(piece(number), kind))
+    for number in range(5):
+        (tmp_path / f"b/{number}.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(200))
+    listing, _ = listed(tmp_path)
+    assert paths(listing)[:5] == ["a/0000.jpg", "a/1f3a9c", "a/x.avif", "a/x.dat", "a/x.jfif"]
+    assert read_source(tmp_path).left_out.counts == {Reason.HEIC: 5}
+    assert "pip install 'pic-weightserver[heic]'" in read_source(tmp_path).left_out.line(tmp_path)
+    pack(tmp_path, tmp_path / "packed", PackOptions())
+    assert len(PackedImages(tmp_path / "packed")) == 7
+
+
+def test_directories_of_runs_and_packs_are_no_source(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 6)
+    before = paths(listed(tmp_path)[0])
+    pack(tmp_path, tmp_path / "runs/pictures-packed", PackOptions())
+    (tmp_path / "runs/pictures").mkdir()
+    (tmp_path / "runs/pictures/config.json").write_text('{"format": 3}')
+    (tmp_path / "runs/pictures/training.png").write_bytes(jpeg(1))
+    assert paths(read_source(tmp_path).train.listing) == before
+    assert read_source(tmp_path).left_out.counts == {Reason.OUTPUT: 2}
+
+
+ORDERS = {
+    "class folders": (["b/2.jpg", "a/10.jpg", "a/9.jpg", "B/1.jpg"], ["B/1.jpg", "a/10.jpg", "a/9.jpg", "b/2.jpg"]),
+    "files among folders": (["a.jpg", "a/1.jpg", "a/0/9.jpg", "z.png"], ["a/0/9.jpg", "a/1.jpg", "a.jpg", "z.png"]),
+    "accents and digits": (
+        ["é.jpg", "e.jpg", "10.jpg", "1.jpg", "Z.jpg"],
+        ["1.jpg", "10.jpg", "Z.jpg", "e.jpg", "é.jpg"],
+    ),
+}
+
+
+@pytest.mark.parametrize("names", ORDERS)
+def test_ids_follow_the_names_whatever_the_order_of_writing(names: str, tmp_path: Path) -> None:
+    """Packs and checkpoints hold these ids: the table is that of version 0.2."""
+    written, expected = ORDERS[names]
+    for number, order in enumerate((written, written[::-1])):
+        for name in order:
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg(1))
+        assert paths(read_source(tmp_path / str(number), SourceOptions(stray="use")).train.listing) == expected
+
+
+def test_labels_can_be_discarded(tmp_path: Path) -> None:
+    _, found = listed(plain_tree(tmp_path, 4), labelled=False)
+    assert (found.labelled, found.classes) == (False, ())
+
+
+def test_known_classes_keep_their_numbers(tmp_path: Path) -> None:
+    listing, found = listed(plain_tree(tmp_path, 3), classes=["z", "b"])
+    assert found.classes == ("z", "b", "a", "c")
+    assert listing.labels().tolist() == [2, 1, 3]
+
+
+def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
+    tree, tars = plain_tree(tmp_path / "tree", 9), tmp_path / "tars"
+    tars.mkdir()
+    for folder in sorted(tree.iterdir()):
+        with tarfile.open(tars / f"{folder.name}.tar", "w") as tar:
+            for path in sorted(folder.iterdir()):
+                tar.add(path, arcname=path.name)
+    (plain, a), (packed, b) = listed(tree), listed(tars)
+    assert a.classes == b.classes
+    assert np.array_equal(plain.labels(), packed.labels())
+    assert [plain.read(i) for i in range(9)] == [packed.read(i) for i in range(9)]
+    assert packed.name(0) == f"{tars}/a.tar:0000.jpg"
+
+
+def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
+    (tmp_path / "n01440764.tar").write_bytes(b"half a tar" * 200)
+    with pytest.raises(ValueError, match=r"n01440764.tar is not a complete tar"):
+        listed(tmp_path)
+
+
+def test_lists(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 3)
+    text = tmp_path / "list.txt"
+    text.write_text(f"tree/b/0001.jpg 4\n\n{tree}/a/0000.jpg\t0\n")
+    listing, found = listed(text)
+    assert found.labelled
+    assert listing.labels().tolist() == [4, 0]
+    assert listing.read(0) == (tree / "b/0001.jpg").read_bytes()
+    assert listing.read(1) == (tree / "a/0000.jpg").read_bytes()
+    text.write_text("tree/b/0001.jpg\ntree/a/with blanks.jpg\n")
+    listing, found = listed(text)
+    assert not found.labelled
+    assert paths(listing) == ["tree/b/0001.jpg", "tree/a/with blanks.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a.jpg", "no label: give all images a label"),
+        ("a.jpg\tcat", "give all images a number"),
+        ("a.jpg\t-2", "give all images a number"),
+        (f"a.jpg {'9' * 20}", "give labels of at most 18 digits"),
+        (f"a.jpg {'9' * 5_000}", "give labels of at most 18 digits"),
+        ("# a.jpg 1", "comments are not supported"),
+    ],
+)
+def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "list.txt").write_text(f"b.jpg 1\n{line}\n")
+    with pytest.raises(ValueError, match=f"list.txt, line 2: .*{message}") as caught:
+        listed(tmp_path / "list.txt")
+    assert len(str(caught.value)) < len(str(tmp_path)) + 120
+
+
+def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jpg").write_bytes(jpeg(1))
+    (tmp_path / "list.txt").write_text("\ufeffa.jpg 3\nb.jpg 4\n./a.jpg 3\na.jpg 3\n")
+    listing, _ = listed(tmp_path / "list.txt")
+    assert paths(listing) == ["a.jpg", "b.jpg"]
+    assert listing.labels().tolist() == [3, 4]
+
+
+def left_out_of(source: Path) -> str:
+    return read_source(source).left_out.line(source).removeprefix(f"left out of {source}: ")
+
+
+def test_links_double_no_image(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    once = paths(listed(tree)[0])
+    (tree / "a/loop").symlink_to("..")
+    (tree / "0 linked folder").symlink_to("b")  # listed before what it leads to
+    (tree / "c/linked file.jpg").symlink_to("../a/0000.jpg")
+    (tree / "self").symlink_to("self")
+    listing, found = listed(tree)
+    assert (paths(listing), found.classes) == (once, ("a", "b", "c"))
+    assert (
+        left_out_of(tree) == "3 links to what is listed anyway (first 0 linked folder), 1 link to a missing file (self)"
+    )
+
+
+def test_linked_folders_outside_are_listed_once(tmp_path: Path) -> None:
+    tree, outside = plain_tree(tmp_path / "tree", 3), plain_tree(tmp_path / "outside", 3, first=3)
+    (outside / ".hidden").mkdir()
+    (outside / ".hidden/x.jpg").write_bytes(b"x")
+    (outside / "a/back").symlink_to(tree)
+    (tree / "d").symlink_to(outside / "a")
+    (tree / "e").symlink_to(outside)
+    (tree / "f").symlink_to(outside / "b")
+    (tree / "c/kept.jpg").symlink_to(outside / ".hidden/x.jpg")
+    listing, found = listed(tree)
+    files = ["d/0003.jpg", "e/b/0004.jpg", "e/c/0005.jpg"]
+    assert paths(listing) == ["a/0000.jpg", "b/0001.jpg", "c/0002.jpg", "c/kept.jpg", *files]
+    assert found.classes == ("a", "b", "c", "d", "e")
+    assert left_out_of(tree) == "3 links to what is listed anyway (first d/back), 1 hidden name (e/.hidden)"
+
+
+def test_missing_and_empty_files_are_left_out_and_reported_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    once, size = paths(listed(tree)[0]), len(listed(tree)[0])
+    for number in range(5):
+        (tree / f"a/tab\t{number}.jpg").write_bytes(b"x")
+    (tree / "stray.jpg").write_bytes(b"")  # no image beside the folders, which stay classes
+    (tree / "c/zero.png").write_bytes(b"")
+    (tree / "b/gone.jpg").symlink_to("nothing")
+    os.mkfifo(tree / "b/pipe.jpg")
+    (tree / "empty class").mkdir()
+    (tree / "empty class/zero.jpg").write_bytes(b"")
+    for _ in range(2):  # as an `images` run, which lists them before and when it begins
+        dataset = load_dataset("folder", tree)
+        assert (len(dataset.train_images), dataset.class_names) == (size, ("a", "b", "c"))
+    assert paths(listed(tree)[0]) == once
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"left out of {tree}: 5 names with a tab or a line break (first 'a/tab\\t0.jpg'), 1 link to a missing file "
+        "(b/gone.jpg), 1 name that is no file (b/pipe.jpg), 3 empty files (first c/zero.png)"
+    )
+    lines: list[str] = []
+    pack(tree, tmp_path / "packed", PackOptions(on_broken=lines.append))
+    assert lines == [record.getMessage()]
+    for path in tree.rglob("0*.jpg"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no images in .*/tree \(left out of .*: .* empty files"):
+        load_dataset("folder", tree)
+
+
+def test_names_of_any_bytes(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9 \xf0\x9f\x98\x80.jpg")
+    (tmp_path / name).write_bytes(b"x")
+    listing, _ = listed(tmp_path)
+    assert listing.read(0) == b"x"
+    (tmp_path / "two\nlines.jpg").write_bytes(b"x")
+    for other in ("a\ttab.jpg", "y.jpg"):
+        (tmp_path / other).write_bytes(b"x")
+    assert paths(listed(tmp_path)[0]) == [name, "y.jpg"]
+    assert left_out_of(tmp_path) == "2 names with a tab or a line break (first 'a\\ttab.jpg')"
+
+
+def test_broken_files_are_named_once_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tree = plain_tree(tmp_path / "tree", 6)
+    (tree / "b/text.jpg").write_bytes(b"no image")
+    (tree / "c/cut.jpg").write_bytes((tree / "c/0002.jpg").read_bytes()[:400])
+    (tree / "a/gone.jpg").symlink_to("nothing")
+    (tmp_path / "list.txt").write_text("\n".join(sorted(str(path) for path in tree.rglob("*.jpg"))))
+    dataset = load_dataset("folder", tmp_path / "list.txt", image_size=28)
+    images = dataset.train_images
+    assert isinstance(images, DecodedImages)
+    gone, kinds = f"{tree}/a/gone.jpg", "a link to nothing, a text and half an image"
+    assert images.intact(np.arange(len(images)))[2][0] == f"{gone} (link to a missing file)", kinds
+    for again in (images, images.to(torch.device("cpu"))):
+        again[:]
+    named = [record.getMessage() for record in caplog.records]
+    assert len(named) == 3, "however often each is read"
+    assert f"broken image: {gone} (link to a missing file)" in {line.partition(": the next")[0] for line in named}
+    assert sum("the next intact one is shown" in line for line in named) == 1
+    assert all(line.count(str(tmp_path)) == 1 for line in named)
+
+
+def test_listing_rejects_other_sources(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder or list"):
+        read_source(tmp_path / "absent")
+    for content in (b"", b"0\t-1\t-1\tcut off"):
+        with pytest.raises(ValueError, match="empty or cut off"):
+            Listing(content, tmp_path)
+
+
+def test_folders_without_images_are_no_classes(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path, 3)
+    (tree / "aa/deep").mkdir(parents=True)
+    (tree / "aa/deep/notes.txt").write_text("no image")
+    listing, found = listed(tree)
+    assert found.classes == ("a", "b", "c")
+    assert listing.labels().tolist() == [0, 1, 2]
+
+
+def test_labels_of_a_list_may_be_names(tmp_path: Path) -> None:
+    text = tmp_path / "list.txt"
+    (tmp_path / "2.jpg").write_bytes(jpeg(1))
+    text.write_text("a b.jpg grey cat.png dog\n1.jpg\tgrey cat\n2.jpg dog\n")
+    listing, found = listed(text)
+    assert found.classes == ("dog", "grey cat")
+    assert found.kind_of_labels == "labels by name"
+    assert listing.labels().tolist() == [0, 1, 0]
+    assert paths(listing) == ["a b.jpg grey cat.png", "1.jpg", "2.jpg"]
+    listing, found = listed(text, classes=["zebra", "dog"])
+    assert found.classes == ("zebra", "dog", "grey cat")
+    assert listing.labels().tolist() == [1, 2, 1]
+    listing, found = listed(text, labelled=False)
+    assert found.classes == ()
+    assert listing.labels().tolist() == [-1, -1, -1]

@@ -1,0 +1,202 @@
+"""Reads the directory of tars and zip files: their members, and samples of shards in webdataset's form.
+
+A sample is the members whose names are the same up to the first dot of the last part: an image, and what belongs to it,
+as its class in KEY.cls. Source: https://github.com/webdataset/webdataset, "The WebDataset Format".
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import posixpath
+import re
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
+
+_PEEKED = 100
+"""Members of a tar that tell shards of samples from classes."""
+_ZIP_MAGIC, _ZIP_HEADER = b"PK\x03\x04", struct.Struct("<4s2xHH16xHH")
+"""Of a member: magic, flags, method, lengths of its name and extra field. Source: PKWARE's APPNOTE, section 4.3.7."""
+_NUMBERED = re.compile(r"(.*?)[-_.]?(\d{4,})")
+
+
+class Member(NamedTuple):
+    """A file in an archive, and the place of its bytes: of a zip's member, from its header on."""
+
+    name: str
+    offset: int
+    length: int
+
+
+def members(path: Path, shown: str, left_out: LeftOut) -> list[Member]:
+    """The files of an archive that are not hidden, in its order; of several with one name, the last one counts.
+
+    Raises:
+        ValueError: not a complete tar or zip file.
+    """
+    found: dict[str, Member] = {}
+    for name, member in _stored(path, shown, left_out):
+        if any(part.startswith(".") for part in name.split("/")):
+            left_out.add(Reason.HIDDEN, f"{shown}:{member.name}")
+        elif member.length == 0:
+            left_out.add(Reason.EMPTY, f"{shown}:{member.name}")
+        else:
+            if name in found:
+                left_out.add(Reason.REPEATED, f"{shown}:{member.name}")
+            found[name] = member
+    return list(found.values())
+
+
+def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
+    """Plain name and place of each file; links lead to what they name."""
+    try:
+        yield from _of_zip(path, shown, left_out) if zipfile.is_zipfile(path) else _of_tar(path, shown, left_out)
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:
+            is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
+        if is_compressed:
+            raise ValueError(f"{path} is a compressed archive, which cannot be read in any order: unpack it") from None
+        raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
+
+
+def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
+    places: dict[str, tarfile.TarInfo] = {}
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            name = posixpath.normpath(member.name).lstrip("/")
+            target = places.get(posixpath.normpath(member.linkname).lstrip("/")) if member.islnk() else member
+            if target is not None and target.isreg() and not target.issparse():
+                places[name] = target
+                yield name, Member(member.name, target.offset_data, target.size)
+            elif member.issym() or member.islnk():
+                linked = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
+                left_out.add(Reason.LINKED if linked in places else Reason.MISSING, f"{shown}:{member.name}")
+            elif not member.isdir():
+                left_out.add(Reason.SPECIAL, f"{shown}:{member.name}")
+
+
+def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            header = file.read(_ZIP_HEADER.size)
+            if info.is_dir():
+                continue
+            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                left_out.add(Reason.SPECIAL, f"{shown}:{info.filename}")
+                continue
+            *_, name, extra = _ZIP_HEADER.unpack(header)
+            length = _ZIP_HEADER.size + name + extra + info.compress_size
+            member = Member(info.filename, info.header_offset, length if info.file_size else 0)
+            yield posixpath.normpath(info.filename), member
+
+
+def content_of(stored: bytes) -> bytes:
+    """A member's bytes, of what is stored in its place: a zip's member begins with its header, and may be compressed.
+
+    Raises:
+        OSError: damaged.
+    """
+    if not stored.startswith(_ZIP_MAGIC):
+        return stored
+    _, _, method, name, extra = _ZIP_HEADER.unpack_from(stored)
+    packed = stored[_ZIP_HEADER.size + name + extra :]
+    try:
+        return zlib.decompress(packed, -zlib.MAX_WBITS) if method else packed
+    except zlib.error as error:
+        raise OSError(f"damaged in its zip file ({error})") from None
+
+
+def read_member(path: Path, member: Member) -> bytes:
+    with path.open("rb") as file:
+        file.seek(member.offset)
+        return content_of(file.read(member.length))
+
+
+def images_in(path: Path, shown: str, found: Iterable[Member], left_out: LeftOut) -> Iterator[Member]:
+    """The members that are images, by suffix or content."""
+    for member in found:
+        if reason := reason_against(member.name, partial(_opened, path, member)):
+            left_out.add(reason, f"{shown}:{member.name}")
+        else:
+            yield member
+
+
+def samples_in(
+    path: Path, shown: str, found: Iterable[Member], left_out: LeftOut, label_key: str | None
+) -> Iterator[tuple[Member, str]]:
+    """The images of a shard's samples, each with its label as a text: empty without one."""
+    samples: dict[str, list[Member]] = {}
+    for member in found:
+        samples.setdefault(_key(member.name)[0], []).append(member)
+    for sample in samples.values():
+        images = [member for member in sample if is_image(member.name)]
+        beside = {_key(member.name)[1]: member for member in sample if member not in images}
+        if not images:
+            images = list(images_in(path, shown, beside.values(), left_out))
+            beside = {}
+        for member in images[1:]:
+            left_out.add(Reason.SECOND, f"{shown}:{member.name}")
+        label, used = _label(path, beside, label_key) if images else ("", "")
+        for suffix, member in beside.items():
+            left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
+        if images:
+            yield images[0], label
+
+
+def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> tuple[str, str]:
+    """The label of a sample, and the suffix of the member that has it; empty without one."""
+    key = label_key or "cls"
+    if key in beside:
+        return " ".join(read_member(path, beside[key]).decode(errors="replace").split()), key
+    if label_key and "json" in beside:
+        with suppress(ValueError):
+            fields = json.loads(read_member(path, beside["json"]))
+            if isinstance(fields, dict) and fields.get(label_key) is not None:
+                return " ".join(str(fields[label_key]).split()), "json"
+    return "", ""
+
+
+def are_shards(tars: Sequence[Path]) -> bool:
+    """Whether tars hold samples: the first one has other files beside images, or they are numbered 00000, 00001, …"""
+    kinds: dict[str, set[bool]] = {}
+    try:
+        with tarfile.open(tars[0], "r:") as tar:
+            for member, _ in zip(tar, range(_PEEKED), strict=False):
+                key, _ = _key(member.name)
+                if member.isfile() and not posixpath.basename(key).startswith("."):
+                    kinds.setdefault(key, set()).add(is_image(member.name))
+    except (tarfile.TarError, OSError):
+        return False  # it is named when it is read
+    if any(len(kind) == 2 for kind in kinds.values()):
+        return True
+    numbered = [_NUMBERED.fullmatch(path.stem) for path in tars]
+    numbers: dict[str, list[int]] = {}
+    for found in filter(None, numbered):
+        numbers.setdefault(found[1], []).append(int(found[2]))
+    return all(numbered) and all(sorted(found) == list(range(len(found))) for found in numbers.values())
+
+
+def prefix_of(shard: str) -> str:
+    """The name of a numbered shard without its number: train of train-000000.tar."""
+    found = _NUMBERED.fullmatch(shard.removesuffix(".tar"))
+    return found[1] if found else ""
+
+
+def _key(name: str) -> tuple[str, str]:
+    folder, _, last = name.rpartition("/")
+    key, _, suffix = last.partition(".")
+    return f"{folder}/{key}", suffix.lower()
+
+
+def _opened(path: Path, member: Member) -> io.BytesIO:
+    return io.BytesIO(read_member(path, member))

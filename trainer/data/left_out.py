@@ -1,0 +1,102 @@
+"""Files that a source leaves out, counted by reason, so that every file that was found is accounted for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.data.decode import IMAGE_SUFFIXES, is_picture
+from weightserver.common.logs import Remark
+
+_log = logging.getLogger(__name__)
+_logged: set[str] = set()
+"""Lines that this process has logged: it may read the same source several times."""
+_TEXTS = frozenset(
+    (".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".md", ".html", ".yaml", ".yml", ".log", ".py", ".cls")
+)
+"""Suffixes of files that are not opened: there may be one for each image."""
+_PICTURES = frozenset(
+    (".heic", ".heif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr")
+)
+_ARCHIVES = frozenset((".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"))
+_HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
+"""Brands of the format, after "ftyp". Source: ISO/IEC 23008-12."""
+
+
+class Reason(Enum):
+    """A reason why a file is no image of its source, for one file and for several."""
+
+    LINKED = "link to what is listed anyway", "links to what is listed anyway"
+    MISSING = "link to a missing file", "links to missing files"
+    EMPTY = "empty file", "empty files"
+    SPECIAL = "name that is no file", "names that are no files"
+    SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
+    HIDDEN = "hidden name", "hidden names"
+    OUTPUT = "directory of a run or a pack", "directories of runs or packs"
+    COMPRESSED = "archive to be unpacked first", "archives to be unpacked first"
+    UNREAD = "picture in a format that is not read", "pictures in formats that are not read"
+    HEIC = (
+        "HEIC picture, which needs pip install 'pic-weightserver[heic]'",
+        "HEIC pictures, which need pip install 'pic-weightserver[heic]'",
+    )
+    NO_IMAGE = "file that is no image", "files that are no images"
+    REPEATED = "name that comes again", "names that come again"
+    SECOND = "further image of a sample", "further images of samples"
+    LABEL = "label of a sample, which is read", "labels of samples, which are read"
+    SIDECAR = "file beside a sample's image", "files beside samples' images"
+    STRAY = "image beside the class folders (--stray use keeps it)", "images beside the class folders (--stray use)"
+    OTHER_SPLIT = "image of another split", "images of other splits"
+
+
+class LeftOut:
+    """Files that a source leaves out, by reason, with the first name of each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Reason, int] = {}
+        self._firsts: dict[Reason, str] = {}
+
+    def add(self, reason: Reason, name: str, count: int = 1) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        self._firsts.setdefault(reason, name if name.isprintable() else repr(name))
+
+    def line(self, source: Path) -> Remark:
+        """One line with the count and the first name for each reason; empty if nothing is left out."""
+        parts = [
+            f"{count:,} {reason.value[count > 1]} ({'first ' * (count > 1)}{self._firsts[reason]})"
+            for reason, count in self.counts.items()
+        ]
+        counts = {reason.name.lower(): count for reason, count in self.counts.items()}
+        return Remark(f"left out of {source}: {', '.join(parts)}" if parts else "", left_out=counts)
+
+    def log(self, source: Path) -> None:
+        """Logs the line, once in the life of the process and on the first rank only."""
+        line = self.line(source)
+        if line and line not in _logged and int(os.environ.get("RANK", "0")) == 0:
+            _logged.add(line)
+            _log.warning("%(line)s", line.fields())
+
+
+def is_image(name: str) -> bool:
+    """Whether a name has the suffix of an image."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
+    """The reason why a file is no image; None for one by its suffix or, with another or none, by its content."""
+    if is_image(name):
+        return None
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix in _TEXTS:
+        return Reason.NO_IMAGE
+    with opened() as file:
+        if is_picture(file):
+            return None
+        file.seek(4)
+        kind = file.read(8)
+    if kind.startswith(b"ftyp") and kind[4:] in _HEIC:
+        return Reason.HEIC
+    return Reason.UNREAD if suffix in _PICTURES else Reason.COMPRESSED if suffix in _ARCHIVES else Reason.NO_IMAGE

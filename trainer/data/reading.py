@@ -1,0 +1,292 @@
+"""Reads a source of images: what kind it is, its splits, classes and order, and what became of every file in it.
+
+A source is a folder, an archive, numbered archives (shards), or a list. Everything that uses images reads them here.
+Ids follow the order of names: folders and files by the code points of their names, members of a class's tar or of a
+shard and lines of a list in their own order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.archives import are_shards
+from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
+from trainer.data.idx import DataNotFoundError
+from trainer.data.left_out import LeftOut, Reason
+from trainer.data.listing import NO_LABEL, Listing
+from trainer.data.lists import NO_LABEL_TEXTS, read_list
+from trainer.data.tree import Folder, Walk, add_archive
+
+_NAMED = 5
+"""Most classes that the reading names."""
+_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The images of a source, or of one of its splits."""
+
+    name: str
+    """Empty if the source has no splits."""
+    source: str
+    """The source that it is; of a split, its folder."""
+    listing: Listing
+    classes: tuple[str, ...]
+    """Names by number; empty without labels, or if labels are only numbers."""
+    counts: Counter[int]
+    """Number of images of each label; `NO_LABEL` for those without."""
+
+    @property
+    def labelled(self) -> bool:
+        """Whether any image has a label."""
+        return any(label != NO_LABEL for label in self.counts)
+
+    @property
+    def kind_of_labels(self) -> str:
+        return kind_of_labels(self.labelled, self.classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a source is read as."""
+
+    source: Path
+    kind: str
+    splits: tuple[Split, ...]
+    """The training images first, then the test images to evaluate on, if any, then splits that are not used."""
+    left_out: LeftOut
+    notes: tuple[str, ...]
+    """Lines that say what was decided, and by which option it is decided otherwise."""
+
+    @property
+    def train(self) -> Split:
+        return self.splits[0]
+
+    @property
+    def test(self) -> Split | None:
+        return self.splits[1] if len(self.splits) > 1 else None
+
+    def to_pack(self, output: Path) -> Iterator[tuple[Split, Path]]:
+        """The splits that a run uses, each with the directory of its pack."""
+        yield self.train, output
+        if self.test:
+            yield self.test, output / "test"
+
+    def lines(self) -> list[str]:
+        """The reading for people: kind, images and classes of each split, what is left out, and what was decided."""
+        lines = []
+        for number, split in enumerate(self.splits):
+            name = f"{split.name}/: " if split.name else f"{self.kind}: "
+            unused = ", not used" if number > 1 else ""
+            lines.append(f"{name}{_counted(split.counts.total(), 'image')}, {_labels(split)}{unused}")
+        if self.train.name:
+            lines.insert(0, f"{self.kind}, in {len(self.splits)} splits")
+        used, left = sum(split.counts.total() for split in self.splits), sum(self.left_out.counts.values())
+        if left:
+            lines.append(f"{used + left:,} files: {used:,} images, {left:,} left out")
+            lines.append(self.left_out.line(self.source))
+        return [*lines, *self.notes]
+
+
+def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
+    """The kind of labels, as messages name it."""
+    return ("labels by name" if classes else "labels by number") if labelled else "no labels"
+
+
+def read_source(
+    source: Path, options: SourceOptions | None = None, *, labelled: bool = True, classes: Sequence[str] = ()
+) -> Reading:
+    """Reads a source. `labelled` False discards labels; `classes` are known already, and keep their numbers.
+
+    Raises:
+        ValueError: no such source, or one that cannot be read.
+        DataNotFoundError: one without images.
+    """
+    options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
+    top, kind = _found(source, options, left_out, notes)
+    folders, above = _splits(top, options, left_out, notes)
+    found = list[Split]()
+    for name, folder in folders.items():
+        below = os.path.join(above, name)
+        is_source = bool(name) and (source / below).is_dir()  # otherwise its images lie in an archive, or in several
+        root = source / below if is_source else source if source.is_dir() else source.parent
+        listing = folder, root, os.path.join(below, "") if is_source else ""
+        known = found[0].classes if found else classes
+        own = _split(name, str(source / below), listing, options, left_out, notes, labelled=labelled, known=known)
+        found += [own] if own else []
+    if not found:
+        why = f" ({line})" if (line := left_out.line(source)) else ""
+        raise DataNotFoundError(f"no images in {source}{why}: give a folder, an archive or a list of images")
+    if found[0].labelled and (without := found[0].counts[NO_LABEL]):
+        notes.append(f"{without:,} images have no label: training uses them, evaluations and probes do not")
+    kind = kind or ("images in class folders" if found[0].classes else "images without labels")
+    return Reading(source=source, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
+
+
+def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[Folder, str]:
+    """All images of a source, and its kind if its folders do not tell it."""
+    if source.is_dir():
+        walk = Walk(source, left_out, options)
+        top = walk.folder()
+        if walk.num_shards:
+            notes.append("its tars are shards of samples: --tars classes takes each for a class")
+            return top, f"{_counted(walk.num_shards, 'shard')} of samples (webdataset)"
+        if walk.num_tars:
+            notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
+        return top, ""
+    top = Folder("", left_out)
+    if pattern := _PATTERN.search(source.name):
+        paths = [source.with_name(source.name.replace(pattern[0], number)) for number in _numbers(*pattern.groups())]
+        if missing := [path for path in paths if not path.is_file()]:
+            raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
+        for path in paths:
+            add_archive(top, path, path.name, left_out, options, tree=False)
+        return top, f"{_counted(len(paths), 'shard')} of samples (webdataset)"
+    if not source.is_file():
+        raise ValueError(f"no such folder or list of images: {source}")
+    if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
+        is_shard = options.tars == "shards" or (options.tars == "auto" and are_shards([source]))
+        add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
+        return top, "a shard of samples (webdataset)" if is_shard else ""
+    top, kind, said = read_list(source, options, left_out)
+    notes += said
+    return top, kind
+
+
+def _numbers(first: str, last: str) -> Iterator[str]:
+    for number in range(int(first), int(last) + 1):
+        yield f"{number:0{len(first)}d}"
+
+
+def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[dict[str, Folder], str]:
+    """The splits by name, or all images under an empty name; and the path of the folder that has them."""
+    above = ""
+    while True:
+        folders = {folder.name: folder for folder in top.folders()}
+        if wanted := _names_of_splits(list(folders), options, notes):
+            for name in folders.keys() - set(wanted):
+                left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
+            if top.loose:
+                left_out.add(Reason.STRAY, os.path.join(above, "…"), top.loose)
+            return {name: folders[name] for name in wanted}, above
+        only = next(iter(folders.values())) if len(folders) == 1 else None
+        if only is None or top.loose or only.loose:
+            return {"": top}, ""
+        above, top = os.path.join(above, only.name), only
+        notes.append(f"{above}/ is the only folder: its own folders are read")
+
+
+def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str]) -> list[str]:
+    """Which folders are splits: that of the training images, then tests; empty if none is."""
+    if options.split == "none":
+        return []
+    if options.split != "auto":
+        wanted = options.split.split(":")
+        if missing := [name for name in wanted if name not in folders]:
+            raise ValueError(
+                f"--split {options.split}: there is no folder {missing[0]} with images, but "
+                f"{', '.join(folders) or 'none'}"
+            )
+        return wanted
+    train = [name for name in folders if name.lower() in TRAINING]
+    if len(train) != 1:
+        return []
+    if others := [name for name in folders if name.lower() not in SPLITS]:
+        notes.append(
+            f"{train[0]}/ lies beside {others[0]}/ and is read as a class: --split {train[0]} reads it as the training "
+            "images"
+        )
+        return []
+    notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them as classes")
+    tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(name.lower()))
+    return [*train, *tests]
+
+
+def _split(
+    name: str,
+    source: str,
+    listing: tuple[Folder, Path, str],
+    options: SourceOptions,
+    left_out: LeftOut,
+    notes: list[str],
+    *,
+    labelled: bool,
+    known: Sequence[str],
+) -> Split | None:
+    """Numbers the labels of a split: by its class folders if it has any, otherwise by the images' own.
+
+    `listing`: its images, the folder to which their paths are to be relative, and what to cut off their paths.
+    """
+    folder, root, cut = listing
+    by_folder, strays = _class_folders(folder, options, notes)
+    labels, rests = [], list[bytes]()
+    for place, label, rest in folder.lines():
+        if by_folder and not place and not strays:
+            left_out.add(Reason.STRAY, _path_of(rest))
+            continue
+        labels.append((place if by_folder else label) if labelled else "")
+        rests.append(_relative(rest, os.fsencode(cut)))
+    texts = set(labels) - set(NO_LABEL_TEXTS)
+    names = sorted(texts) if by_folder or not all(map(str.isdecimal, texts)) else []
+    classes = [*known, *sorted(set(names) - set(known))] if names else []
+    numbers = {text: number for number, text in enumerate(classes)} if names else {text: int(text) for text in texts}
+    found = [numbers.get(label, NO_LABEL) for label in labels]
+    content = b"".join(b"%d\t%s\n" % pair for pair in zip(found, rests, strict=True))
+    if not content:
+        return None
+    return Split(
+        name=name, source=source, listing=Listing(content, root), classes=tuple(classes), counts=Counter(found)
+    )
+
+
+def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
+    """Whether the folders in a folder are classes, and whether images beside them are used."""
+    folders, loose = folder.folders(), folder.loose
+    if not folders or not loose:
+        return bool(folders), True
+    beside = f"{_counted(loose, 'image')} beside {_counted(len(folders), 'folder')}"
+    if options.stray == "auto" and (len(folders) == 1 or loose > sum(one.count() for one in folders) / len(folders)):
+        notes.append(f"{beside}: read as images without labels: --stray ignore or use takes the folders for classes")
+        return False, True
+    if options.stray == "use":
+        notes.append(f"{beside}, used without labels (--stray use)")
+        return True, True
+    notes.append(f"{beside}, left out: --stray use keeps them without labels")
+    return True, False
+
+
+def _relative(rest: bytes, cut: bytes) -> bytes:
+    """A line without its label, with the path cut."""
+    if not cut:
+        return rest
+    offset, length, path, member = rest.split(b"\t")
+    return b"\t".join((offset, length, path.removeprefix(cut), member))
+
+
+def _path_of(rest: bytes) -> str:
+    _, _, path, member = os.fsdecode(rest).split("\t")
+    return f"{path}:{member}" if member else path
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _labels(split: Split) -> str:
+    """The labels of a split for people."""
+    if not split.labelled:
+        return "no labels"
+    number = len(split.counts.keys() - {NO_LABEL})
+    if number == 1:
+        return "all of one class, which is no label"
+    names = [name for label, name in enumerate(split.classes) if label in split.counts]
+    shown = f" ({', '.join(names[:_NAMED])}{', …' * (number > _NAMED)})" if names else ""
+    without = f", {split.counts[NO_LABEL]:,} without a label" if split.counts[NO_LABEL] else ""
+    return f"{number:,} classes{shown}{without}"
