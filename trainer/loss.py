@@ -23,10 +23,11 @@ class LossConfig(Settings):
     final_temperature: float | None = None
     """τ in the last update, which it reaches from --temperature along half a cosine, step by step. Without it: always
     --temperature."""
-    margin: Literal["none", "cosface", "arcface"] = "none"
-    """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle."""
+    margin: Literal["none", "cosface", "arcface", "adaface"] = "none"
+    """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle;
+    adaface does either, by the norm of the embedding."""
     margin_size: float | None = None
-    """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface."""
+    """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface, 0.4 for adaface."""
     label_smoothing: float = 0.0
     """Share of an image's target that is spread evenly over all active classes, its own included, as in
     torch.nn.functional.cross_entropy. 0 to below 1."""
@@ -34,7 +35,7 @@ class LossConfig(Settings):
     def check(self) -> None:
         check_choice(self, "softmax", "cosine", "plain")
         check_positive(self, "temperature", *["final_temperature"] * (self.final_temperature is not None))
-        check_choice(self, "margin", "none", "cosface", "arcface")
+        check_choice(self, "margin", "none", "cosface", "arcface", "adaface")
         if self.margin != "none":
             from weightserver.torch import margin_of
 
@@ -48,7 +49,7 @@ class LossConfig(Settings):
             )
 
     def unused_settings(self) -> dict[str, str]:
-        needed = {} if self.margin != "none" else {"margin_size": "--margin cosface or --margin arcface"}
+        needed = {} if self.margin != "none" else {"margin_size": "--margin cosface, arcface or adaface"}
         if self.softmax == "plain":
             needed |= dict.fromkeys(("temperature", "final_temperature", "margin"), "--softmax cosine")
         return needed

@@ -143,7 +143,7 @@ def softmax_loss(
     own = np.zeros(products.value.shape, bool)
     for image, classes in enumerate(labels.reshape(len(labels), -1).tolist()):
         own[image, [label for label in classes if label >= 0]] = True
-    changed, slope_of_margin = _with_margin(products, margin)
+    changed, slope_of_margin = _with_margin(products, margin, norm_z)
     logits = changed.where(own, products) / tau
     shifted = logits - Rounded.exact(np.abs(logits.value).max(axis=1, keepdims=True), dtype)
     exponentials = shifted.apply(np.exp, np.exp)
@@ -167,19 +167,41 @@ def softmax_loss(
     return RoundedLoss(loss[0, 0], by_z, by_w)
 
 
-def _with_margin(cosines: Rounded, margin: Margin) -> tuple[Rounded, Rounded]:
-    """The cosines with a margin, and its slope; not where an angle is 0 or π, or becomes π."""
+def _with_margin(cosines: Rounded, margin: Margin, norms: Rounded) -> tuple[Rounded, Rounded]:
+    """The cosines with a margin, and its slope; not where an angle is 0 or π, or becomes π. Norms: (B, 1)."""
     one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
     if margin.kind == "none":
         return cosines, one
     if margin.kind == "cosface":
         return cosines - _constant(margin.size, cosines.unit), one
+    if margin.kind == "adaface":
+        return _with_adaptive_margin(cosines, margin.size, norms)
     cosine, sine = (_constant(function(margin.size), cosines.unit) for function in (math.cos, math.sin))
     sines = ((one - cosines) * (one + cosines)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
     beyond = cosines.value <= math.cos(math.pi - margin.size)
     subtracted = cosines - _constant(margin.size * math.sin(margin.size), cosines.unit)
     changed = subtracted.where(beyond, cosines * cosine - sines * sine)
     return changed, one.where(beyond, cosine + cosines / sines * sine)
+
+
+def _with_adaptive_margin(cosines: Rounded, size: float, norms: Rounded) -> tuple[Rounded, Rounded]:
+    """As `_with_margin`: Equation 15 of AdaFace, with the mean and deviation of the batch."""
+    one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
+    number, constant = len(norms.value), partial(_constant, unit=cosines.unit)
+    quality = Rounded(np.zeros_like(norms.value), np.zeros_like(norms.value), cosines.unit)
+    if number > 1:
+        centred = norms - norms.sum(axis=0) / constant(number)
+        deviation = ((centred * centred).sum(axis=0) / constant(number - 1)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
+        quality = centred / (deviation + constant(1e-3)) * constant(0.333)
+        assert (np.abs(quality.value) < 1).all(), "choose images without an outlier"
+    angles = quality * constant(-size)
+    cosine, sine = angles.apply(np.cos, np.sin), angles.apply(np.sin, np.cos)
+    sines = ((one - cosines) * (one + cosines)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
+    turned, slope, nothing = cosines * cosine - sines * sine, cosine + cosines / sines * sine, one - one
+    first = (angles.value < 0) & (cosines.value > cosine.value)
+    last = (angles.value > 0) & (cosines.value < -cosine.value)
+    turned = one.where(first, (nothing - one).where(last, turned))
+    return turned - (one + quality) * constant(size), nothing.where(first | last, slope)
 
 
 def _constant(number: float, unit: float) -> Rounded:

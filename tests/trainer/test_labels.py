@@ -156,7 +156,7 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--margin-size", "0.3"], "--margin-size 0.3 is for --margin cosface or --margin arcface: omit it"),
+        (["--margin-size", "0.3"], "--margin-size 0.3 is for --margin cosface, arcface or adaface: omit it"),
         (["--margin", "cosface", "--margin-size", "3"], "margin_size of cosface must lie between 0 and 1, got 3"),
         (["--softmax", "plain", "--margin", "arcface"], "--margin arcface is for --softmax cosine: omit it"),
         (["--recent-share", "0.7"], "--recent-share 0.7 is for --negatives both: omit it"),

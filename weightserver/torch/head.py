@@ -87,7 +87,7 @@ class ClassifierHead(nn.Module):
         negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
             whole blocks of rows, or "both"; see `NegativeSampler`.
         recent_share: with "both", the share of K that recent classes have; by default half.
-        margin: on the cosine of an image's own class: "none", "cosface" or "arcface"; see `Margin`.
+        margin: on the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`.
         margin_size: m; by default the usual one.
         label_smoothing: share of the target distribution that is spread evenly over all active classes, at least 0 and
             below 1; see `softmax_loss`.

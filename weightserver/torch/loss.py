@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightserver.torch.condensed import are_many, condensed
-from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, with_margin
+from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, quality_of, with_margin
 from weightserver.torch.ranks import Ranks
 
 DEFAULT_TEMPERATURE = 0.2
@@ -87,7 +87,7 @@ def cosine_softmax_loss(
     """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32.
 
     A margin changes the cosines of an image's own classes before they are divided by τ; papers about margins call
-    1/τ the scale s.
+    1/τ the scale s. The margin adaface depends on the norms of the features, which get no gradient through it.
     """
     return softmax_loss(
         features,
@@ -140,15 +140,18 @@ def softmax_loss(
     """
     with torch.autocast(features.device.type, enabled=False):
         own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
-        features = F.normalize(features) if cosines else features
         on_one_rank = ranks is None or ranks.world_size == 1
+        quality = None
+        if margin.kind == "adaface":
+            quality = quality_of(_norms_of_batch(features.detach(), len(labels), None if on_one_rank else ranks))
+        features = F.normalize(features) if cosines else features
         if not on_one_rank:
             features = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
         if are_many(features, weight):
             products, own = condensed(features, weight[:num_rows], own, temperature=temperature, cosines=cosines)
         else:
             products = _only_first(features @ (F.normalize(weight) if cosines else weight).T, num_rows)  # (B, K)
-        logits = with_margin(products, own, margin) / temperature
+        logits = with_margin(products, own, margin, quality) / temperature
         loss = _loss_of_logits(logits, own) if on_one_rank else _loss_over_ranks(logits, own, largest_logit)
         if label_smoothing:
             classes = weight[:num_rows]
@@ -196,6 +199,17 @@ def _loss_over_ranks(logits: Tensor, own: Tensor, largest_logit: float | None) -
     total, positive, count = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
     loss: Tensor = (total.log() - positive / count).mean()
     return loss
+
+
+def _norms_of_batch(features: Tensor, batch_size: int, ranks: Ranks | None) -> Tensor:
+    """The norms (B,) of the whole batch's features, of which this rank has its share (b, D)."""
+    norms: Tensor = features.norm(dim=1)
+    if ranks is None:
+        return norms
+    whole: Tensor = norms.new_zeros(batch_size)
+    whole[ranks.share(batch_size)] = norms
+    dist.all_reduce(whole)
+    return whole
 
 
 def _only_first(logits: Tensor, num_rows: int | None) -> Tensor:

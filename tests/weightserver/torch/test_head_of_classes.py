@@ -161,7 +161,7 @@ def test_classes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         head_of(rows="dense").sampler(batch_size=2, classes=np.array([0, 1, 2, 2]))
     with pytest.raises(ValueError, match="margin 'arcface' is for cosines"):
         head_of(softmax="plain", margin="arcface")
-    with pytest.raises(ValueError, match=r"margin_size 0\.3 is for margin cosface or arcface"):
+    with pytest.raises(ValueError, match=r"margin_size 0\.3 is for margin cosface, arcface, adaface"):
         head_of(margin_size=0.3)
     with pytest.raises(ValueError, match="negatives uniform would include classes that were not met"):
         head_of(negatives="uniform", init="embedding")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import statistics
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
 from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, condensed, cosine_softmax_loss, margin_of
-from weightserver.torch.margins import DEFAULT_SIZES
+from weightserver.torch.margins import DEFAULT_SIZES, quality_of
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
 SEVERAL = torch.tensor([[0, 4, 7], [8, -1, -1], [3, 3, -1], [-1, 5, 2], [5, -1, 5], [1, 0, 8]])  # some given twice
@@ -40,6 +41,8 @@ def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, 
     """The loss by angles, image by image and class by class."""
     cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2).tolist()
     size, losses = DEFAULT_SIZES[kind], []
+    norms = features.detach().norm(dim=1).tolist()
+    deviation = statistics.stdev(norms) + 1e-3
     for image, own in enumerate(labels.reshape(len(labels), -1).tolist()):
         classes = {label for label in own if label >= 0}
         logits = []
@@ -49,6 +52,9 @@ def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, 
                 value = cosine
             elif kind == "cosface":
                 value = cosine - size
+            elif kind == "adaface":
+                quality = max(-1.0, min(1.0, 0.333 * (norms[image] - statistics.fmean(norms)) / deviation))
+                value = math.cos(max(0.0, min(math.pi, angle - size * quality))) - size - size * quality
             elif angle + size < math.pi:
                 value = math.cos(angle + size)
             else:
@@ -62,12 +68,13 @@ def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, 
 @pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
 @pytest.mark.parametrize("temperature", [0.2, 1 / 30])
 def test_the_loss_equals_the_formula(kind: MarginKind, labels: Tensor, temperature: float) -> None:
-    """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ."""
+    """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ, AdaFace's by
+    less."""
     expected = formula(*inputs(), labels, kind, temperature)
     for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
         features, weight = inputs(dtype)
         loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, margin=margin_of(kind, None))
-        clamped = 1.6e-4 / temperature / len(labels) if kind == "arcface" else 0
+        clamped = 1.6e-4 / temperature / len(labels) if kind in ("arcface", "adaface") else 0
         assert abs(loss.item() - expected) <= relative * (expected + 1 / temperature) + clamped, dtype
 
 
@@ -78,7 +85,12 @@ def test_gradients_equal_finite_differences(kind: MarginKind, labels: Tensor) ->
         weight[8, 0] += 0.01
         weight[5, 0] += 0.01
     loss = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
-    assert torch.autograd.gradcheck(lambda z, w: loss(z, w), (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
+    norms = features.detach().norm(dim=1, keepdim=True)  # held: AdaFace's quality is a constant to the gradient
+
+    def of_directions(features: Tensor, weight: Tensor) -> Tensor:
+        return loss(torch.nn.functional.normalize(features) * norms, weight)
+
+    assert torch.autograd.gradcheck(of_directions, (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -107,14 +119,47 @@ def test_a_margin_decreases_with_the_angle_and_never_helps(kind: MarginKind) -> 
     assert with_margin.min() >= margin.lowest_cosine - 1e-12
 
 
+def test_adaface_lies_between_cosface_and_arcface() -> None:
+    """The average image has CosFace's margin, the worst one ArcFace's, and the best one turns towards its class."""
+    cosines = torch.linspace(-0.9, 0.9, 101, dtype=torch.float64)[:, None]
+    margin = margin_of("adaface", None)
+    for quality, expected in (
+        (0.0, cosines - 0.4),
+        (-1.0, Margin("arcface", 0.4).of(cosines)),
+        (1.0, (cosines.acos() - 0.4).cos() - 0.8),
+    ):
+        found = margin.of(cosines, torch.full((101,), quality, dtype=torch.float64))
+        inside = slice(10, 99)  # θ ± 0.4 is between 0 and π
+        assert torch.allclose(found[inside], expected[inside], rtol=0, atol=1e-12)
+    for quality in torch.linspace(-1, 1, 21, dtype=torch.float64).tolist():
+        ends = torch.linspace(1, -1, 20_001, dtype=torch.float64)[:, None]
+        found = margin.of(ends, torch.full((20_001,), quality, dtype=torch.float64))
+        assert (found.diff(dim=0) <= 1e-12).all()
+        assert (found <= ends + 2e-4).all()
+        assert found.min() >= margin.lowest_cosine - 2e-4
+
+
+def test_an_image_s_quality_is_that_of_the_whole_batch() -> None:
+    norms = torch.tensor([1.0, 2.0, 3.0, 1e9])
+    quality = quality_of(norms)
+    assert quality.argsort().tolist() == [0, 1, 2, 3]
+    assert abs(quality.sum()) < 1e-6
+    assert torch.equal(quality_of(norms[:1]), torch.zeros(1))
+    features, weight = inputs()
+    cosine_softmax_loss(features, weight, SINGLE, temperature=0.2, margin=margin_of("adaface", None)).backward()
+    assert features.grad is not None
+    along = (features.grad * features).sum(dim=1) / features.norm(dim=1)
+    assert along.abs().max() < 1e-10, "the loss has no slope along an embedding's norm"
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
         ("cosface", 1.5, "margin_size of cosface must lie between 0 and 1, got 1.5: the usual one is 0.35"),
         ("arcface", 0.0, r"margin_size of arcface must lie between 0 and 1.571, got 0: the usual one is 0.5"),
         ("arcface", math.nan, "got nan"),
-        ("none", 0.3, "margin_size 0.3 is for margin cosface or arcface: omit it"),
-        ("sphere", 0.3, "margin must be none, cosface or arcface, got sphere"),
+        ("none", 0.3, "margin_size 0.3 is for margin cosface, arcface, adaface: omit it"),
+        ("sphere", 0.3, "margin must be none, cosface, arcface or adaface, got sphere"),
     ],
 )
 def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: str) -> None:
@@ -197,4 +242,7 @@ def test_three_ranks_compute_what_one_does(tmp_path: Path) -> None:
             # of ArcFace's logit, sin(0.5) over the least sine of 3.2e-4.
             alone = slice(4, 5) if name.endswith("-features") else slice(1 + 5 * 5, 1 + 6 * 5)
             bounds[alone] += 4 * 2.0**-24 * math.sin(DEFAULT_SIZES["arcface"]) / 3.2e-4
+        if CASES[int(number)][0] == "adaface":  # images 1 and 4, whose own classes 8 and 5 are at the ends
+            at_ends = [1, 4] if name.endswith("-features") else [*range(1 + 5 * 5, 1 + 6 * 5), *range(1 + 8 * 5, 46)]
+            bounds[at_ends] += 4 * 2.0**-24 * math.sin(DEFAULT_SIZES["adaface"]) / 3.2e-4
         assert (np.abs(three[name] - expected) <= bounds * np.abs(expected).max()).all(), name
