@@ -51,25 +51,18 @@ class Display:
         self._notice = ""
         self._spinner = Spinner("dots")
         self.is_drawn = False
-        """Whether a terminal shows it, or did so until it was erased."""
-        self._live: Live | None = None
+        """Whether a terminal shows it."""
 
-    @contextmanager
-    def drawn(self, console: Console) -> Iterator[None]:
-        """Draws it on the terminal until the context ends, or until `erase`."""
+    def drawn(self, console: Console) -> Live:
+        """Draws it on the terminal while the context lasts."""
         self.is_drawn = True
-        with Live(
+        return Live(
             self,
             console=console,
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
-        ) as self._live:
-            yield
-
-    def erase(self) -> None:
-        if self._live is not None:
-            self._live.stop()
+        )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -130,8 +123,8 @@ def shown(*, wanted: bool = True) -> Iterator[None]:
     """Shows the stages inside on stderr, on the first rank only; one inside another adds nothing.
 
     Args:
-        wanted: whether a terminal shows them; otherwise, without a terminal and if the log is JSON, the log has a line
-            a minute.
+        wanted: whether a terminal shows them. Otherwise the log has a line a minute, as it has without a terminal, if
+            the log is JSON, and if several ranks share the terminal, whose messages lines that are redrawn would erase.
     """
     global _current
     if _current is not None or int(os.environ.get("RANK", "0")) > 0:
@@ -140,7 +133,8 @@ def shown(*, wanted: bool = True) -> Iterator[None]:
     display, console = Display(), Console(stderr=True)
     _current = display
     try:
-        drawn = wanted and console.is_terminal and not logs_json()
+        is_shared = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        drawn = wanted and console.is_terminal and not is_shared and not logs_json()
         with display.drawn(console) if drawn else _logged(display):
             yield
     finally:
@@ -172,12 +166,6 @@ def notify(notice: str) -> bool:
     if (display := _current) is not None:
         display.notify(notice)
     return display is not None and display.is_drawn
-
-
-def erase() -> None:
-    """Erases the display for good, from any thread: the run ends, and another process says why."""
-    if (display := _current) is not None:
-        display.erase()
 
 
 def duration(seconds: float) -> str:

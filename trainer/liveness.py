@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from trainer.rank_messages import leave_the_terminal
 from weightserver.common.logs import print_error
 
 GRACE_SECONDS = 15.0
@@ -147,7 +146,6 @@ class _Watch(threading.Thread):
     def _end(self) -> None:
         """Ends this process, unless it ends by itself."""
         self._hang_up()
-        leave_the_terminal()
         if not self._is_over.wait(GRACE_SECONDS):
             print_error(f"trainer: rank {self._rank} ends because another rank is lost: see that rank's last message")
             sys.stderr.flush()
