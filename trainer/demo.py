@@ -1,17 +1,111 @@
-"""The command `python -m trainer.demo`: trains on real images with local weight servers."""
+"""The demo: trains on real images with local weight servers, on a CPU.
+
+    pic demo [--epochs E] [--data-dir DIR] [--output DIR] [--resume]
+
+Starts two shard processes and trains on Fashion-MNIST, then trains again without weight update correction. Prints the
+accuracy of both encoders, of an untrained one and of raw pixels, and draws the training as OUTPUT/training.png.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.loading import loading_libraries
+from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser
+from weightserver.common.logs import asked_format, log_events
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
+
+_RUNS = Path("runs")
+_UNCORRECTED = "without correction"
+"""The second run's name in the table; its directory in the first one's has hyphens."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line: see `trainer.demonstration`."""
+    """Runs the command line. Exit status 0; if the demo fails, as `exit_on_error`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if asked_format(arguments) == "json" or not sys.stderr.isatty():
+        log_events(asked_format(arguments))  # a terminal shows the progress
+    options = _parser().parse_args(arguments)
     with loading_libraries("trainer.demo"):
-        from trainer.demonstration import run
-    run(arguments)
+        from trainer.ending import finish
+        from trainer.loop import train
+        from trainer.stopping import exit_on_error
+        from weightserver.common.malloc import keep_large_buffers
+    keep_large_buffers()
+    with exit_on_error("demo"):
+        config = demo_config(options)
+        result, other = train(config), without_correction(config)
+        train(other)
+        finish(result, {_UNCORRECTED: other.run.output})
+    sys.exit(0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="pic demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=float, help="length of the training in epochs (default: the demo's)")
+    parser.add_argument("--seed", type=int, help="seed of everything random (default 0)")
+    parser.add_argument(
+        "--data-dir", type=to_path, help="folder with Fashion-MNIST's files (default: search the usual places)"
+    )
+    parser.add_argument("--output", type=to_path, help="the run's directory (default: runs/demo-1, -2, ...)")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume the demo in --output (default: the last one in runs/)"
+    )
+    return parser
+
+
+def demo_config(options: argparse.Namespace) -> TrainConfig:
+    """The settings of the demo's run. One that is resumed keeps its length, seed and images unless others are given.
+
+    Raises ValueError for a wrong setting, or if there is no run to resume. A run with other settings is refused when
+    it is resumed.
+    """
+    from trainer.config import PRESETS
+    from trainer.run.directory import CONFIG_FILE
+    from trainer.run.resume import run_settings
+
+    _, preset = PRESETS["demo"]
+    begun, output = preset, options.output or _output(resume=options.resume)
+    if options.resume:
+        if not (output / CONFIG_FILE).exists():
+            raise ValueError(f"{output} holds no demo to resume: start one without --resume")
+        begun = run_settings(output)
+    seed = begun.sampling.seed if options.seed is None else options.seed
+    config = preset.with_settings(
+        epochs=begun.optimization.epochs if options.epochs is None else options.epochs,
+        seed=seed,
+        order_seed=seed,
+        data_dir=options.data_dir or begun.data.data_dir,
+        output=output,
+        resume=options.resume,
+        log_format=options.log_format,
+    )
+    config.check()  # before anything is derived from a wrong length
+    return config.with_settings(
+        knn_every=config.optimization.epochs / 10, knn_fraction=1.0
+    )  # a curve, whatever it takes
+
+
+def without_correction(config: TrainConfig) -> TrainConfig:
+    """The settings of the same run without weight update correction."""
+    output = config.run.output / _UNCORRECTED.replace(" ", "-")
+    return config.with_settings(correction="none", output=output, resume="auto" if config.run.resume else False)
+
+
+def _output(*, resume: bool) -> Path:
+    """The directory of the next demo, or of the last one that is to be resumed."""
+    numbers = [
+        int(match.group(1)) for path in _RUNS.glob("demo-*") if (match := re.fullmatch(r"demo-(\d+)", path.name))
+    ]
+    last = max(numbers, default=0)
+    return _RUNS / f"demo-{max(1, last) if resume else last + 1}"
 
 
 if __name__ == "__main__":

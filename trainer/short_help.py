@@ -167,8 +167,8 @@ weightserver --help lists the commands for those who operate servers."""
 _DEMO = """\
 usage: pic demo [OPTIONS]
 
-Trains on 10,000 images of Fashion-MNIST, beside the same run without weight
-update correction, and prints a table: seven minutes on two cores.
+Trains on 10,000 images of Fashion-MNIST, then again without weight update
+correction, and prints a table: about ten minutes on two cores.
 
 options:
   --epochs N         visits to each image (default: 32)
