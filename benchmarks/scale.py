@@ -35,8 +35,8 @@ CACHED_PART = 1 / 5
 WARM_UP = 5
 # The trainer refuses servers that hold rows of another run, as the prefilled ones do.
 TRAINER = (
-    "import trainer.run.opening as opening; "
-    "opening.open_new_run = lambda client, spec, run, **_: client.create_table(spec) and client.open_session(run); "
+    "from weightserver.torch.table import Table; "
+    "Table._begin = lambda table, client, _: (client.create_table(table.spec), client.open_session(table.run)); "
     "from trainer.__main__ import main; main()"
 )
 

@@ -214,6 +214,7 @@ START_MAKE = block("docs/start-here.md", "make demo")
 START_TABLE = block("docs/start-here.md", "Top-1 on the test images")
 START_LOOK = block("docs/start-here.md", "ls runs/demo-1")
 OWN_INSTALL = block("docs/own-loop.md", install_command("torch"))
+OWN_GROUPS = block("docs/own-loop.md", "from weightserver.torch import Loss")
 OWN_LOOPS = [
     block("docs/own-loop.md", beginning)
     for beginning in (
@@ -353,6 +354,14 @@ def test_your_own_servers(place: Path) -> None:
         for shard in range(2):
             looked = json.loads(run_in(place, f"weightserver inspect {place}/data/ws{shard}"))
             assert looked["checkpoints"], "the run did not write to these shards"
+
+
+def test_settings_are_the_same_in_groups() -> None:
+    made: dict[str, Any] = {"ClassifierHead": weightserver.torch.ClassifierHead}
+    exec(OWN_GROUPS, made)
+    flat, grouped = made["flat"], made["grouped"]
+    assert flat._settings == grouped._settings
+    assert flat._table.servers == grouped._table.servers
 
 
 def test_the_python_example() -> None:

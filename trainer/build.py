@@ -25,22 +25,21 @@ from trainer.model import PICModel, build_model, check_image_size, load_encoder
 from trainer.monitors import Monitors
 from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import load, probe_tensors, saved_steps
+from trainer.run.checkpoint_file import load, probe_tensors, saved_images, saved_steps
 from trainer.run.claim import DirectoryClaim
-from trainer.run.opening import OpenRows, open_rows
+from trainer.run.opening import head_of, open_head
 from trainer.run.recorder import Recorder
+from trainer.run.run_images import RunImages
 from trainer.run.totals import Totals, Usage, totals_at
 from trainer.schedule import visit_uniforms
 from trainer.stopping import stop_signals
-from weightserver import TableSpec
 from weightserver.common.background import computed_ahead
+from weightserver.core.arrays import Float32Array
 from weightserver.torch import (
     Announced,
     ClassifierHead,
-    LearningRates,
     Ranks,
     WindowSampler,
-    beginning_norm,
     to_device,
 )
 
@@ -61,7 +60,8 @@ class Run:
     """SGD of the encoder and its projection; the head applies an SGD of its own to the rows, with the same settings
     except --row-momentum."""
     head: ClassifierHead
-    rates: LearningRates
+    rates: Float32Array
+    """The learning rate of each update."""
     steps: range
     announcements: Iterator[Announced]
     """The classes of each step, announced to the head some steps ahead."""
@@ -93,53 +93,37 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     num_images = len(dataset.train_images)
     num_steps = config.optimization.num_steps(num_images)
     classes = classes_of(config.sampling, dataset)
-    spec = _table_spec(config, classes.number)
-    sampler = _sampler(config, classes, ranks)
-    negatives = config.negative_sampler(classes.number)
-    negatives.check(config.optimization.batch_size)
+    head = head_of(config, classes, ranks)
+    sampler = _sampler(config, classes, head)
     model = model_of(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimization.optimizer(model, ranks.device)
     probe = _online_probe(config, dataset, model, sampler, ranks)
 
-    claim = stack.enter_context(DirectoryClaim(config, is_first=ranks.is_first))
+    claim = stack.enter_context(DirectoryClaim(config, num_images, is_first=ranks.is_first))
     recorder = stack.enter_context(Recorder(config, num_images, ranks))
-    opened = stack.enter_context(
-        open_rows(
-            config,
-            spec,
-            dataset.ranges,
-            dataset.digests,
-            classes=classes.digest,
-            ranks=ranks,
-            device=ranks.device,
-        )
-    )
-    usage = _usage(config, opened, started, ranks)
-    checkpoints = _checkpoints(config, ranks, opened, claim, recorder, usage, probe)
-    start_step = _restore(config, opened, checkpoints, model, optimizer, probe)
+    images, saved_step = open_head(stack.enter_context(head), config, dataset, classes, ranks)
+    usage = Usage(_totals_before(config, saved_step, ranks), started, head.counters, ranks)
+
+    def on_saved() -> None:
+        claim.keep()
+        recorder.checkpoint_saved()
+
+    checkpoints = Checkpoints(config, ranks, head, images, usage, probe, on_saved=on_saved)
+    start_step = _restore(config, saved_step, images, checkpoints, model, optimizer, probe)
     claim.prepare(start_step, num_steps)
-    recorder.follow(opened.store.counters, start_step)
+    recorder.follow(head.counters, start_step)
+    rates = images.learning_rates(config.optimization)
     signals = stack.enter_context(stop_signals(recorder.note_signal))
     if ranks.is_first and start_step < num_steps:
         _warn_of_few_classes(config, num_images, classes.number)
         for warning in coverage_warnings(config, num_images):
             _log.warning("%(line)s", warning.fields())
+        _warn_of_a_long_warmup(config, images, num_steps)
         beginning = {"step": start_step, "num_steps": num_steps, "ranks": ranks.world_size, "rows": config.rows.rows}
-        _log.info("training begins", extra=beginning | {"session": opened.epoch})
+        _log.info("training begins", extra=beginning | {"session": head.epoch})
 
     steps = range(start_step, num_steps)
-    head = ClassifierHead.over(
-        opened.store,
-        spec,
-        opened.rates,
-        negatives=negatives,
-        loss=config.loss.loss_function(),
-        order=classes.rows,
-        ranks=ranks,
-        init_norm=beginning_norm(spec, None) if config.rows.init == "embedding" else None,
-        first_step=start_step,
-    )
     return Run(
         config=config,
         ranks=ranks,
@@ -148,7 +132,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         encoder=encoder,
         optimizer=optimizer,
         head=head,
-        rates=opened.rates,
+        rates=rates,
         steps=steps,
         announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
         views=views_of_steps(config, dataset, sampler, ranks, steps, stack),
@@ -160,7 +144,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         checkpoints=checkpoints,
         usage=usage,
         signals=signals,
-        leaves_checkpoints=opened.client is not None,
+        leaves_checkpoints=head.client is not None,
     )
 
 
@@ -180,57 +164,51 @@ def _warn_of_few_classes(config: TrainConfig, num_images: int, num_classes: int)
         )
 
 
-def _usage(config: TrainConfig, opened: OpenRows, started: float, ranks: Ranks) -> Usage:
-    """Counts what the run uses, from the totals of the checkpoint that it is resumed from."""
-    step = opened.checkpoint_step
-    before = Totals() if step is None or not ranks.is_first else totals_at(config.run.output, step)
-    return Usage(before, started, opened.store.counters, ranks)
+def _warn_of_a_long_warmup(config: TrainConfig, images: RunImages, num_steps: int) -> None:
+    """Warns if the run ends before its warm-up does."""
+    if (warmup_steps := config.optimization.warmup_steps(images.num_first, num_steps)) > num_steps:
+        _log.warning(
+            "the run's %(steps)d steps end within its warm-up of %(warmup_steps)d: give fewer --warmup-epochs to reach "
+            "--learning-rate %(learning_rate)g",
+            {"steps": num_steps, "warmup_steps": warmup_steps, "learning_rate": config.optimization.base_learning_rate},
+        )
 
 
-def _checkpoints(
-    config: TrainConfig,
-    ranks: Ranks,
-    opened: OpenRows,
-    claim: DirectoryClaim,
-    recorder: Recorder,
-    usage: Usage,
-    probe: OnlineProbe | None,
-) -> Checkpoints:
-    def on_saved() -> None:
-        claim.keep()
-        recorder.checkpoint_saved()
-
-    return Checkpoints(config, ranks, opened.store, opened.client, opened.history, usage, probe, on_saved=on_saved)
+def _totals_before(config: TrainConfig, saved_step: int | None, ranks: Ranks) -> Totals:
+    """What the run used up to the checkpoint that it is resumed from."""
+    return Totals() if saved_step is None or not ranks.is_first else totals_at(config.run.output, saved_step)
 
 
 def _restore(
     config: TrainConfig,
-    opened: OpenRows,
+    saved_step: int | None,
+    images: RunImages,
     checkpoints: Checkpoints,
     model: PICModel,
     optimizer: torch.optim.Optimizer,
     probe: OnlineProbe | None,
 ) -> int:
-    """Loads the checkpoint to resume from, or saves the first one; returns the first step."""
-    if opened.checkpoint_step is None:
-        checkpoints.save(0, model, optimizer)  # from now on the servers belong to this run
-        return 0
-    load(config.run.output / "checkpoints", opened.checkpoint_step, model, optimizer)
-    if probe is not None:
-        probe.restore(probe_tensors(config.run.output / "checkpoints", opened.checkpoint_step))
-    return opened.checkpoint_step
+    """Loads the checkpoint to resume from; returns the first step. A new run saves its first checkpoint, so that from
+    now on the servers belong to it, and one with more images the same with these."""
+    files = config.run.output / "checkpoints"
+    if saved_step is not None:
+        load(files, saved_step, model, optimizer)
+        if probe is not None:
+            probe.restore(probe_tensors(files, saved_step))
+    if saved_step is None or saved_images(files, saved_step) != images:
+        checkpoints.save(saved_step or 0, model, optimizer)
+    return saved_step or 0
 
 
-def _sampler(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> WindowSampler:
+def _sampler(config: TrainConfig, classes: RunClasses, head: ClassifierHead) -> WindowSampler:
     """The visits of a run; a batch of the sampler is one of the parts that --accumulate makes of the run's batch."""
-    return WindowSampler(
-        classes.order,
+    return head.sampler(
+        batch_size=config.optimization.part_size,
         window_size=config.sampling.window_size,
         window_stride=config.sampling.window_stride,
-        batch_size=config.optimization.part_size,
         batches_per_step=config.optimization.accumulate,
         seed=config.sampling.seed,
-        ranks=ranks,
+        classes=classes.shared,
     )
 
 
@@ -307,17 +285,3 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
     if config.compute.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
-
-
-def _table_spec(config: TrainConfig, num_classes: int) -> TableSpec:
-    return TableSpec(
-        num_rows=num_classes,
-        dim=config.model.dim,
-        momentum=config.optimization.momentum if config.rows.row_momentum is None else config.rows.row_momentum,
-        weight_decay=config.optimization.weight_decay,
-        init_std=config.rows.init_std,
-        seed=config.sampling.seed,
-        rows_per_block=config.rows.rows_per_block,
-        correction=config.rows.correction,
-        dtype=config.rows.row_precision,
-    )

@@ -27,6 +27,11 @@ class RunClasses:
     """Of the class map; empty if each image is its own class, in the order of a seed."""
 
     @property
+    def shared(self) -> ClassOrder | None:
+        """`order`, if images share classes."""
+        return self.order if isinstance(self.order, ClassOrder) else None
+
+    @property
     def number(self) -> int:
         return self.rows.num_rows
 

@@ -169,26 +169,6 @@ class TrainConfig:
             seed=self.sampling.seed,
         )
 
-    def resident_rows(self, num_images: int, num_classes: int | None = None) -> int:
-        """Number of rows to keep resident, on all ranks together. Without `num_classes` each image is its own class.
-
-        Raises:
-            ValueError: --capacity is too small for these steps.
-        """
-        rows = self.rows
-        num_rows = num_images if num_classes is None else num_classes
-        needed, default = self.negative_sampler(num_rows).resident_rows(
-            self.sampling.visit_schedule(num_images) if num_classes is None else None,
-            self.optimization.batch_size,
-            rows.prefetch_steps,
-        )
-        if rows.capacity is not None and rows.capacity < needed:
-            raise ValueError(
-                f"--capacity {rows.capacity} is too small for {rows.num_negatives} active rows and "
-                f"{rows.prefetch_steps} steps of prefetching: give at least {needed}, or fewer --prefetch-steps"
-            )
-        return min(num_rows, default if rows.capacity is None else rows.capacity)
-
     def to_json(self) -> str:
         """The text of the run's config.json: the settings of all parts by name."""
         settings = {"format": RUN_FORMAT} | {

@@ -163,10 +163,10 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
         embedded.append(embeddings.detach())
 
     weight, labels = run.head.active_rows().detach(), run.head.labels  # (K, D); (B,), own class among the K
+    run.optimizer.param_groups[0]["lr"] = rate = float(run.rates[step])
     with stage("rows"):
-        run.head.step()  # by the gradient (K, D) of the active rows
+        run.head.step(rate)  # by the gradient (K, D) of the active rows
     with stage("optimizer"):
-        run.optimizer.param_groups[0]["lr"] = run.rates.of_step(step)
         run.optimizer.step()
     first_views = embedded[:: len(run.parts) // run.config.optimization.accumulate]
     return Update(loss, torch.stack(first_views), weight, labels)
@@ -188,7 +188,7 @@ def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool
         monitored["temperature"] = temperature
     if run.probe is not None:
         monitored["online_top1"] = run.probe.take_top1()
-    record = run.recorder.measure(step, loss, run.rates.of_step(step), num_active, monitored)
+    record = run.recorder.measure(step, loss, float(run.rates[step]), num_active, monitored)
     if run.knn is not None:
         knn_steps = config.report.knn_every * len(run.dataset.train_images) / config.optimization.batch_size
         with run.recorder.paused("kNN evaluation"):

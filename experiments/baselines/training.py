@@ -96,7 +96,7 @@ def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConf
     started = time.perf_counter()
     ranks, dataset = Ranks(device=config.compute.torch_device()), dataset_of(config)
     config = with_pixel_scale(resolve_resume(config, ranks), dataset, ranks)
-    with DirectoryClaim(config, is_first=True) as claim:
+    with DirectoryClaim(config, len(dataset.train_images), is_first=True) as claim:
         steps = config.optimization.num_steps(len(dataset.train_images))  # the learning rates depend on it
         identity = {"method": method, "settings": settings, "digests": dataset.digests, "steps": steps}
         identify(config.run.output, identity)

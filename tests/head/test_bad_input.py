@@ -141,7 +141,9 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         trained(head, [head.announced(loaded(shuffled(0, 14)))])
     other = make_head(capacity=14)
     sampler = other.sampler(batch_size=4)
-    with pytest.raises(ValueError, match="capacity is 14, the steps that are prefetched need 40: raise it"):
+    with pytest.raises(
+        ValueError, match="capacity is 14, but the 8 steps that are requested in advance need 40: raise it"
+    ):
         next(other.announcements(sampler, range(4)))
 
 
@@ -227,7 +229,7 @@ def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> No
     trained(second, [loaded(shuffled(0, 14))], encoder=encoder)
     second.flush()
     with pytest.raises(
-        ValueError, match=r"hold the rows of run 'head' up to step 14: call load_state_dict\(\) with a s"
+        ValueError, match=r"hold the rows of run 'head' up to step 14: resume it \(a head by load_state_dict"
     ):
         make_head().rows([0])
     assert client.describe().clock == 14

@@ -149,8 +149,11 @@ def test_a_checkpoint_needs_a_finished_step(make_head: MakeHead) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (b"", r"the weight servers do not hold checkpoint 'step-.*' \(step 7\) of this state, only \[\]: give the"),
-        (b"\xff" * 40, "the head's state is damaged, or not one of a ClassifierHead"),
+        (
+            b"",
+            r"the weight servers hold no table, not that of checkpoint .step-.*. \(step 7\): give the servers or the",
+        ),
+        (b"\xff" * 40, "the head's state is damaged, of another version, or not one of a ClassifierHead"),
     ],
 )
 def test_states_that_do_not_fit(make_head: MakeHead, client: WeightClient, change: bytes, match: str) -> None:
@@ -216,7 +219,7 @@ def test_a_state_in_a_new_process(tmp_path: Path) -> None:
         continued(head, restored(at_half)).assert_same(undisturbed)
     with (
         ClassifierHead(NUM_CLASSES, 6, **settings) as head,
-        pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 14: call load_state_dict\(\) with a "),
+        pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 14: resume it \(a head by load_state"),
     ):
         head.rows([0])
 

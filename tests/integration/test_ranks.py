@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ import torch.multiprocessing
 
 from tests.helpers.gpus import Gpus
 from tests.helpers.small_run import losses
-from trainer.config import TrainConfig
 from trainer.distributed import process_group
-from trainer.run.opening import start_servers
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.sharding import Sharding
 from weightserver.torch import (
+    ClassifierHead,
     DenseRows,
     Ranks,
     RecentRows,
@@ -223,10 +221,10 @@ def test_gpus_train_like_a_cpu(
 
 
 def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> None:
-    config = TrainConfig().with_settings(output=tmp_path / "run", evaluate=False)
-    ranks = Ranks(world_size=2, local_world_size=1)
-    with ExitStack() as stack, pytest.raises(ValueError, match=r"several machines .* give --servers"):
-        start_servers(config, ranks, stack)
+    with ClassifierHead(NUM_ROWS, DIM, num_negatives=8, directory=tmp_path) as head:
+        head._known_ranks = Ranks(local_world_size=0)
+        with pytest.raises(ValueError, match=r"several machines .* give servers"):
+            head.connect()
 
 
 @pytest.mark.slow

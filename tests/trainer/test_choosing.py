@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.sizes import resident_rows
 from trainer.choosing import Machine, choose
 from trainer.config import PRESETS, TrainConfig
 from trainer.data.survey import ImagesSurvey
@@ -45,7 +46,7 @@ def check(config: TrainConfig, images: ImagesSurvey) -> None:
     config.negative_sampler(images.number).check(config.optimization.batch_size)
     num_steps = config.optimization.num_steps(images.number)
     assert config.optimization.warmup_steps(images.number, num_steps) <= num_steps
-    assert config.resident_rows(images.number) >= config.rows.num_negatives
+    assert resident_rows(config, images.number) >= config.rows.num_negatives
     assert len(config.augmentations()) == 1
     assert not config.report.evaluate or images.num_tests or images.can_hold_out
     assert not config.report.knn_every or images.num_classes

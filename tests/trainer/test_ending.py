@@ -25,7 +25,7 @@ from trainer.ending import TrainResult, finish, next_commands, warnings_of, writ
 from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
-from trainer.run.checkpoint_file import saved_history, saved_steps
+from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_encoder
 from trainer.run.totals import Totals
 from trainer.schedule import learning_rates
@@ -132,11 +132,8 @@ def test_a_run_is_made_longer(ended: Path, tmp_path: Path) -> None:
     summary, before = summary_of(output), summary_of(ended)
     assert (summary["steps"], summary["parts"], summary["fetched_rows"]) == (longer, 3, K * longer)
     assert summary["train_seconds"] > before["train_seconds"]
-    history = saved_history(output / "checkpoints", longer)
-    assert history is not None
-    assert history.lengths == ((0, 6.0, NUM_STEPS), (NUM_STEPS, 6.0, longer))
     assert json.loads((output / "config.json").read_text())["steps"] == longer
-    with pytest.raises(ValueError, match=rf"whose steps is {longer}, not {NUM_STEPS}: it can become longer"):
+    with pytest.raises(ValueError, match=rf"a length of {longer} updates, not {NUM_STEPS}: it can become longer"):
         train(remote(output, resume=True))
     again = shutil.copytree(output, tmp_path / "again")
     train(remote(again, resume=True, resume_step=4 * EVERY, steps=longer))

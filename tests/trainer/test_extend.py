@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer.run.checkpoint
 from tests.helpers import dying_run
 from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
 from tests.helpers.image_tree import plain_tree
@@ -25,9 +26,8 @@ from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.export.__main__ import main as export
 from trainer.loop import train
-from trainer.run import opening
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.history import ImageHistory
+from trainer.run.run_images import RunImages
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, WeightClient
 from weightserver.client.connection import ShardConnection
@@ -137,15 +137,13 @@ def test_the_same_with_remote_rows(output: Path, extended: Path, images: Path) -
     assert losses(output) == losses(extended)
 
 
-POINTS: dict[str, tuple[Any, str, Callable[..., Any], bool]] = {
-    # where it is stopped, and whether it is a run with all images by then
-    "before it is noted": (opening, "note_history", _before(1), False),
-    "before the table": (opening, "_open_table", _before(2), True),
-    "between two shards of the table": (ShardConnection, "call", _between_shards("ExtendTable", 1), True),
-    "before the schedule": (WeightClient, "extend_schedule", _before(1), True),
-    "between two shards of the schedule": (ShardConnection, "call", _between_shards("ExtendSchedule", 1), True),
-    "before the first step": (Checkpoints, "__init__", _before(1), True),
-    "after a checkpoint": (Checkpoints, "save", _after(1), True),
+POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "before the rows are rolled back": (WeightClient, "rollback", _before(1)),
+    "between two shards of the table": (ShardConnection, "call", _between_shards("ExtendTable", 1)),
+    "before its checkpoint has all images": (Checkpoints, "_write", _before(1)),
+    "in the file": (trainer.run.checkpoint, "save_file", _after(1)),
+    "after its checkpoint has all images": (Checkpoints, "save", _after(1)),
+    "after a checkpoint": (Checkpoints, "save", _after(2)),
 }
 QUICK = ("between two shards of the table", "after a checkpoint")
 
@@ -157,18 +155,18 @@ QUICK = ("between two shards of the table", "after a checkpoint")
 def test_a_run_that_fails_while_it_is_extended_can_be_resumed(
     point: str, output: Path, extended: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain --resume suffices once its newest checkpoint includes all images."""
+    """Plain --resume suffices once its newest checkpoint has all images."""
 
     def fail() -> None:
         raise OSError("the power went out")
 
     monkeypatch.setattr(dying_run, "die", fail)
-    owner, name, patch, noted = POINTS[point]
+    owner, name, patch = POINTS[point]
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, patch(getattr(owner, name)))
         with pytest.raises(OSError, match="power"):
             train(run(output, images / "all", resume=True, extend=True))
-    train(run(output, images / "all", resume=True, extend=not noted))
+    train(run(output, images / "all", resume=True, extend=not point.startswith("after")))
     assert losses(output) == losses(extended)
 
 
@@ -179,8 +177,7 @@ def test_a_run_that_is_killed_while_it_is_extended_can_be_resumed(
 ) -> None:
     command = [sys.executable, "-m", "tests.trainer.test_extend", str(output), str(images / "all"), point]
     assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
-    noted = POINTS[point][3]
-    train(run(output, images / "all", resume=True, extend=not noted, rows="remote"))
+    train(run(output, images / "all", resume=True, extend=not point.startswith("after"), rows="remote"))
     assert losses(output) == losses(extended)
 
 
@@ -237,7 +234,7 @@ def test_more_images_wait_for_extend(
 def test_other_images_are_refused(range_sizes: list[int], message: str) -> None:
     for extend in (False, True):
         with pytest.raises(ValueError, match=message):
-            ImageHistory(((0, OLD),)).extended(13, range_sizes, extend=extend)
+            RunImages(OLD, OLD).resumed(range_sizes, [], "", extend=extend)
 
 
 @pytest.mark.guard
@@ -255,13 +252,13 @@ def test_as_many_other_images_are_refused(output: Path, images: Path, tmp_path: 
 
 
 def test_images_are_known_by_the_ranges_that_the_run_had() -> None:
-    history = ImageHistory(((0, OLD),), ("a",))
-    assert history.extended(13, [OLD, 60], ["a", "b"], extend=True) == ImageHistory(((0, 100), (13, 160)), ("a", "b"))
-    assert history.extended(13, [OLD], ["a"], extend=False) == history
-    assert ImageHistory.from_json(history.to_json()) == history
+    images = RunImages(OLD, OLD, ("a",))
+    assert images.resumed([OLD, 60], ["a", "b"], "", extend=True) == RunImages(160, OLD, ("a", "b"))
+    assert images.resumed([OLD], ["a"], "", extend=False) == images
+    assert RunImages.from_json(images.to_json()) == images
     for digests in (["b"], ["b", "a"], []):
         with pytest.raises(ValueError, match="images are not those of the run"):
-            history.extended(13, [OLD, 60][: len(digests) or 1], digests, extend=True)
+            images.resumed([OLD, 60][: len(digests) or 1], digests, "", extend=True)
 
 
 def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> None:
@@ -276,32 +273,16 @@ def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> 
     assert load_dataset("folder", tmp_path / "moved").digests != digests
 
 
-def test_each_extension_counts_from_its_own_step() -> None:
-    config = run(Path("unused"), Path("unused"))
-    history = ImageHistory(((0, OLD),))
-    assert history.extended(13, [OLD], extend=True) == history
-    once = history.extended(13, [OLD, 60], extend=True)
-    twice = once.extended(30, [OLD, 60, 80], extend=True)
-    assert twice == ImageHistory(((0, 100), (13, 160), (30, 240)))
-    assert once.extended(13, [OLD, 60, 80], extend=True) == ImageHistory(((0, 100), (13, 240)))
-    assert ImageHistory.from_json(twice.to_json()) == twice
-    expected = np.concatenate([rates(100)[:13], rates(160)[13:30], rates(240)[30:]])
-    assert np.array_equal(twice.learning_rates(config.optimization), expected)
-
-
-@pytest.mark.parametrize("step", [3, 6, 20])
-def test_an_extension_does_not_bring_the_warm_up_back(step: int) -> None:
-    """Extended during, at the end of and after the warm-up, which keeps its number of steps."""
-    config = run(Path("unused"), Path("unused"), warmup_epochs=1.0)
-    extended = ImageHistory(((0, OLD),)).extended(step, [OLD, 300], extend=True).learning_rates(config.optimization)
-    old, new = (learning_rates(num_steps=n, base=0.2, warmup_steps=6) for n in (NUM_STEPS, 100))
-    assert np.array_equal(extended, np.concatenate([old[:step], new[step:]]))
-    assert (np.diff(extended[:7]) > 0).all()
-    assert (extended[7:] < extended[6]).all()
+def test_an_extension_does_not_bring_the_warm_up_back() -> None:
+    """It keeps its number of steps, and the run gets longer."""
+    config = run(Path("unused"), Path("unused"), warmup_epochs=1.0).optimization
+    for num_images in (OLD, ALL, 400):
+        rates = RunImages(num_images, OLD).learning_rates(config)
+        assert np.array_equal(rates, learning_rates(num_steps=num_images * 4 // 16, base=0.2, warmup_steps=6))
 
 
 if __name__ == "__main__":
-    owner, name, patch, _ = POINTS[sys.argv[3]]
+    owner, name, patch = POINTS[sys.argv[3]]
     setattr(owner, name, patch(getattr(owner, name)))
     torch.set_num_threads(1)
     train(run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, extend=True))

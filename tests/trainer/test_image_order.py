@@ -15,6 +15,7 @@ from trainer.classes import classes_of
 from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export_main
 from trainer.loop import dataset_of, train
+from trainer.run.opening import head_of
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import Ranks
 
@@ -30,7 +31,7 @@ def order(tmp_path: Path) -> Path:
 def visited(config: TrainConfig, steps: int) -> tuple[list[int], Int64Array]:
     """The images of the first steps, and the rows of their classes."""
     classes = classes_of(config.sampling, dataset_of(config))
-    sampler = _sampler(config, classes, Ranks())
+    sampler = _sampler(config, classes, head_of(config, classes, Ranks()))
     images = [image for step in range(steps) for image in sampler.images(step, 0).tolist()]
     ids = np.concatenate([sampler.classes_of_step(step) for step in range(steps)])
     return images, classes.rows.rows(ids)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.data import Dataset, datasets
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
-from trainer.run.history import ImageHistory
+from trainer.run.run_images import RunImages
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import NEGATIVES, RowOrder
@@ -94,18 +95,17 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
         assert np.array_equal(file["class"], RowOrder(NUM_CLASSES, 0).images(np.arange(NUM_CLASSES)))
 
 
-def test_the_history_knows_the_class_map() -> None:
-    history = ImageHistory(((0, 10),), ("a",), "b")
-    assert ImageHistory.from_json(history.to_json()) == history
-    assert "classes" not in json.loads(ImageHistory(((0, 10),)).to_json())  # as earlier versions wrote it
-    history.check_classes("b")
+def test_a_run_knows_its_class_map() -> None:
+    images = RunImages(10, 10, ("a",), "b")
+    assert RunImages.from_json(images.to_json()) == images
+    assert images.resumed([10], ["a"], "b", extend=False) == images
     for had, given, message in (
         ("b", "", "the run has a class map or an order of its own: give its --labels or --image-order"),
         ("b", "c", "the class map or order is not that of the run, to which its rows belong: give the run's"),
         ("", "b", "the run has a class for each image, in the order of a seed: omit --labels and --image-order"),
     ):
         with pytest.raises(ValueError, match=message):
-            ImageHistory(((0, 10),), (), had).check_classes(given)
+            replace(images, classes=had).resumed([10], ["a"], given, extend=False)
 
 
 @pytest.mark.guard
@@ -187,7 +187,7 @@ def test_options_without_effect_are_refused(options: list[str], message: str) ->
         ),
         (
             {"capacity": 50},
-            "--capacity 50 is too small for 40 active rows .* give at least 60",
+            "capacity is 50, but the 3 steps that are requested in advance need 60: raise",
         ),
     ],
 )

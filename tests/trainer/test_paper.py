@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.sizes import resident_rows
 from trainer.config import TrainConfig, parse_config
 from trainer.model import EncoderConfig, build_model
 from weightserver.core.arrays import Int64Array
@@ -145,7 +146,7 @@ def test_corrections_of_table_2(correction: str) -> None:
 def test_resident_rows_depend_on_k_and_the_window_not_on_n() -> None:
     """ "The GPU memory consumption is thus determined by the number of sampled negatives K"."""
     config = imagenet()
-    needed = {config.resident_rows(num_images) for num_images in (NUM_IMAGES, NUM_IMAGES_11K, 10**9)}
+    needed = {resident_rows(config, num_images) for num_images in (NUM_IMAGES, NUM_IMAGES_11K, 10**9)}
     assert len(needed) == 1
     assert needed.pop() < 2 * config.sampling.window_size
 

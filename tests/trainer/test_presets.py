@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.sizes import resident_rows
 from trainer.config import PRESETS, parse_config
-from trainer.run.history import ImageHistory
+from trainer.run.run_images import RunImages
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""
@@ -105,7 +106,7 @@ def test_a_run_may_end_within_its_warm_up() -> None:
 
 
 def rates_of(arguments: list[str]) -> np.ndarray:
-    return ImageHistory(((0, NUM_IMAGES),)).learning_rates(parse_config(arguments).optimization)
+    return RunImages(NUM_IMAGES, NUM_IMAGES).learning_rates(parse_config(arguments).optimization)
 
 
 def test_multi_crop_has_the_areas_of_the_authors_code() -> None:
@@ -127,7 +128,7 @@ def test_multi_crop_has_the_areas_of_the_authors_code() -> None:
 def test_presets_are_settings_that_fit_together(preset: str) -> None:
     config = parse_config([preset])
     config.check()
-    assert config.resident_rows(1_281_167) >= config.rows.num_negatives
+    assert resident_rows(config, 1_281_167) >= config.rows.num_negatives
 
 
 @pytest.mark.parametrize(

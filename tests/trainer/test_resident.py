@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.sizes import resident_rows
 from tests.helpers.watching import wait_until
 from trainer.config import PRESETS
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
@@ -84,7 +85,7 @@ def test_rows_and_bytes_are_as_planned(make_store: Any) -> None:
     preset = PRESETS["synthetic"][1]
     for num_rows in (150_000, 10**6, 10**9):
         (planned, _, _) = plan(Workload(num_rows=num_rows))["a trainer's memory, per rank"]
-        assert planned.value == preset.resident_rows(num_rows)
+        assert planned.value == resident_rows(preset, num_rows)
     load = Workload(num_rows=500, dim=8, window_size=40, window_stride=5, num_negatives=40, batch_size=8)
     (resident, num_bytes, _) = plan(load)["a trainer's memory, per rank"]
     store = make_store(capacity=resident.value)

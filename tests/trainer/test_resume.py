@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError
 
 import trainer.run.checkpoint
-import trainer.run.history
 from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
 from tests.helpers.power_loss import PowerLoss
@@ -366,7 +365,11 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
     "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
-    "fewer steps": ({"steps": 39}, True, r"whose steps is 40, not 39: it can become longer, not shorter"),
+    "fewer steps": (
+        {"steps": 39},
+        True,
+        r"a length of 40 updates, not 39: it can become longer, not shorter: give --steps 40",
+    ),
     "fewer epochs": ({"steps": None, "epochs": 2.0}, True, r"40 updates, not 38: .* not shorter: give --steps 40"),
     "other shards": ({"num_shards": 3}, True, r"servers holds 2 shards: give --num-shards 2"),
     "dense rows": ({"rows": "dense"}, True, r"--rows dense saves no checkpoints: omit --resume"),
@@ -449,7 +452,10 @@ def test_servers_of_another_run_are_refused_untouched(tmp_path: Path, undisturbe
         servers = ",".join(cluster.addresses)
         train(small_run(tmp_path / "other", servers=servers, seed=1))
         before = client.describe()
-        with pytest.raises(ValueError, match=r"hold another table than that of .*: start the run's servers$"):
+        with pytest.raises(
+            ValueError,
+            match=r"hold another table than that of .*: give the servers .* that it was saved with, or restore .*$",
+        ):
             train(small_run(undisturbed, servers=servers, resume=True))
         assert client.describe() == before
 
@@ -473,9 +479,7 @@ def test_a_run_that_was_rolled_back_keeps_its_own_checkpoints(
     monkeypatch.setattr(WeightClient, "checkpoint", take_another)
     (output / "checkpoints" / "step-abc.safetensors").write_text("")
     (output / "checkpoints" / "step-000000000020.x.partial").write_text("")
-    with pytest.raises(
-        ValueError, match=r"do not have the checkpoint of .*step-0+40\.safetensors, .* --resume-step 26,"
-    ):
+    with pytest.raises(ValueError, match=r"do not hold checkpoint 'step-0+40' .*, or give --resume-step 26,"):
         train(small_run(output, resume=True))
     train(small_run(output, resume=True, resume_step=26, keep_checkpoints=2, checkpoint_every=9))
     assert_same(output, undisturbed)
@@ -588,7 +592,7 @@ def test_a_run_of_another_version_is_refused_in_one_line(tmp_path: Path, capsys:
     output = tmp_path / "run"
     output.mkdir()
     settings = json.loads(small_run(output).to_json())
-    assert settings.pop("format") == 3
+    assert settings.pop("format") == 4
     (output / "config.json").write_text(json.dumps(settings))
     before = (output / "config.json").read_bytes()
     with pytest.raises(ValueError, match=r"run is a run of another version of this program: finish .* \(0\.2 or older"):

@@ -24,7 +24,7 @@ from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_config
 from trainer.run.resume import step_to_resume
-from weightserver import Checkpoint, DataLossError, LocalCluster, WeightClient
+from weightserver import DataLossError, LocalCluster, WeightClient
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,7 +184,7 @@ def test_a_copy_older_by_one_checkpoint_than_a_stopped_run_is_refused(
         train(run(output, **settings), on_step=copies_and_stops)
     shutil.move(output / "servers", older)
     before = contents(older)
-    refused = "has none of these files; it may be an older copy" if keep > 1 else "do not have the checkpoint of"
+    refused = "has none of these files; it may be an older copy" if keep > 1 else "do not hold checkpoint"
     with pytest.raises(ValueError, match=refused):
         train(run(older, resume=True, **settings))
     assert contents(older) == before
@@ -198,10 +198,10 @@ def test_a_copy_made_during_a_checkpoint_is_refused_if_the_run_continued(
     output, older = tmp_path / "run", tmp_path / "older"
     write = Checkpoints._write
 
-    def copies_and_writes(self: Checkpoints, kept: Checkpoint, *rest: Any) -> None:
-        if kept.step == EVERY:
+    def copies_and_writes(self: Checkpoints, step: int, *rest: Any) -> None:
+        if step == EVERY:
             shutil.copytree(output, older, ignore=shutil.ignore_patterns("servers"))
-        write(self, kept, *rest)
+        write(self, step, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "_write", copies_and_writes)
@@ -237,7 +237,7 @@ def test_files_that_are_not_the_runs_stay(ended: Path, tmp_path: Path) -> None:
         assert set_aside(output) == [{taken.name: theirs.pop(taken)}]
         assert not taken.exists()
         with pytest.raises(
-            ValueError, match=r"another table than that of .*step-0+999\.safetensors: .*, or give --resume-step 39,"
+            ValueError, match=r"step-0+999\.safetensors: .* another table than that of .*, or give --resume-step 39,"
         ):
             train(run(output, resume=True, **settings))
         (files / "step-000000000999.safetensors").rename(files / "other.safetensors")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import trainer.run.opening
+import weightserver.torch.table
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
 from trainer.config import TrainConfig
@@ -43,7 +43,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> RowState:
         return stores[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer.run.opening, "DenseRows", make)
+        patched.setattr(weightserver.torch.table, "DenseRows", make)
         train(run(tmp_path_factory.mktemp("dense") / "run", rows="dense"))
     return stores[0].read_state(ROWS, step=NUM_STEPS)
 

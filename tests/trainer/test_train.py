@@ -328,7 +328,10 @@ BAD_COMMAND_LINES = {
     "seed": (["--seed", "99999999999999999999"], r"--seed must lie in 0\.\.2\^64-1, got 9{20}"),
     "dim": (["--dim", "99999999"], r"dim must lie in 1\.\.65536, got 99999999"),
     "weight decay": (["--weight-decay", "-1"], r"weight_decay must lie in \[0, ∞\), got -1"),
-    "capacity": (["--capacity", "79"], r"--capacity 79 is too small for 64 active rows .*: give at least 112, or"),
+    "capacity": (
+        ["--capacity", "79"],
+        r"capacity is 79, but the \d steps that are requested in advance need 112: raise it",
+    ),
     "capacity of others": (["--capacity", "99", "--rows", "dense"], r"--capacity is for --rows resident, not dense"),
     "prefetching": (["--prefetch-steps", "-1"], r"--prefetch-steps must not be negative, got -1"),
     "metrics port": (["--metrics-port", "65536"], r"--metrics-port must lie in 0\.\.65535, got 65536"),

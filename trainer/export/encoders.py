@@ -25,7 +25,7 @@ from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.export.model_card import DETECTRON2, LibraryEncoder, Origin, model_card
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
-from trainer.run.checkpoint_file import newest_history
+from trainer.run.checkpoint_file import newest_images
 from trainer.run.directory import read_config, read_encoder, read_summary
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
@@ -87,8 +87,8 @@ def export_encoder(
 
 def _number_of_images(run: Path, settings: dict[str, Any]) -> tuple[int | None, int | None]:
     """Numbers of the run's images and of their classes, each None if it is unknown; 0 classes without labels."""
-    history = newest_history(run / "checkpoints")
-    number = history.num_images if history else None
+    known = newest_images(run / "checkpoints")
+    number = known.num_images if known else None
     own = settings.get("data_dir")
     try:
         dataset = load_dataset(

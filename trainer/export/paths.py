@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.data import load_dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.run.checkpoint_file import newest_history
+from trainer.run.checkpoint_file import newest_images
 from trainer.run.directory import read_settings
 from trainer.run.stored_rows import StoredRows
 from weightserver.common.atomic_files import atomic_write
@@ -42,9 +42,9 @@ def write_paths(run: Path, stored: StoredRows, rows: range, path: Path, data_dir
 def _images_of(run: Path, stored: StoredRows, data_dir: Path | None) -> DecodedImages:
     settings = read_settings(run)
     own = settings.get("data_dir")
-    history = newest_history(run / "checkpoints")
+    known = newest_images(run / "checkpoints")
     dataset = load_dataset(settings["dataset"], data_dir or (Path(own) if own else None)).first(stored.num_images)
-    is_known = history is None or history.digests in ((), dataset.digests)
+    is_known = known is None or known.digests in ((), dataset.digests)
     if len(dataset.train_images) != stored.num_images or not is_known:
         raise ValueError(f"{data_dir or own} does not hold the images of the run any more: give --data-dir")
     assert isinstance(dataset.train_images, DecodedImages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -15,27 +16,25 @@ from trainer.config import TrainConfig
 from trainer.display import stage
 from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint_file import (
-    CHECKPOINT,
     FORMAT,
-    HISTORY,
-    MARKS,
+    HEAD,
+    IMAGES,
     MODEL,
     MOMENTUM,
     PROBE,
     RESUME_STEP,
     STEM,
-    TABLE,
     begun_path,
     checkpoint_name,
     file_path,
     set_aside,
     steps_on_both,
 )
-from trainer.run.history import ImageHistory
+from trainer.run.run_images import RunImages
 from trainer.run.totals import TOTALS, Totals, Usage
-from weightserver import Checkpoint, FencedError, WeightClient
+from weightserver import FencedError, NoTableError, WeightClient
 from weightserver.common.atomic_files import make_directory, sync, write_synced
-from weightserver.torch import HostCopy, Ranks, RowStore
+from weightserver.torch import ClassifierHead, HostCopy, Ranks, SavedRows
 
 _log = logging.getLogger(__name__)
 
@@ -43,20 +42,18 @@ _log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves a run's step-consistent checkpoints and deletes old ones.
 
-    In this order: every rank's rows are made durable; the directory records that the checkpoint was begun; every shard
-    keeps the rows under its name; the file is written and renamed into place; older files are removed and their
-    checkpoints released. A run that dies anywhere in between resumes from its newest file, which names the shards'
-    checkpoint by its identity, so that it matches no other. Files that belong to none of the shards' checkpoints are
-    left alone.
+    In this order: the directory records that the checkpoint was begun; the head's rows are kept on every shard; the
+    file is written and renamed into place; older files are removed and their checkpoints released. A run that dies
+    anywhere in between resumes from its newest file, whose head's state names the shards' checkpoint by its identity,
+    so that it matches no other. Files that belong to none of the shards' checkpoints are left alone.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         ranks: Ranks,
-        rows: RowStore,
-        client: WeightClient | None,
-        history: ImageHistory,
+        head: ClassifierHead,
+        images: RunImages,
         usage: Usage,
         probe: OnlineProbe | None = None,
         *,
@@ -64,11 +61,11 @@ class Checkpoints:
     ) -> None:
         self._directory = config.run.output / "checkpoints"
         self._keep = config.run.keep_checkpoints
-        self._resume_step = config.run.resume_step
+        self._metadata = {"format": FORMAT, IMAGES: images.to_json()}
+        if config.run.resume_step is not None:
+            self._metadata[RESUME_STEP] = str(config.run.resume_step)
         self._ranks = ranks
-        self._rows = rows
-        self._client = client
-        self._history = history
+        self._head = head
         self._usage = usage
         self._probe = probe
         self._on_saved = on_saved
@@ -76,30 +73,27 @@ class Checkpoints:
     @stage("saving a checkpoint")
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Saves the state after `step` updates; every rank calls it. Does nothing with dense rows."""
-        if self._client is None:
+        if (client := self._head.client) is None:
             return
         if not torch.stack([tensor.isfinite().all() for tensor in model.state_dict().values()]).all():
             raise ValueError(
                 f"the encoder's weights overflowed before step {step}, which is not saved: try a lower --learning-rate"
             )
-        self._rows.flush()
         totals = self._usage.now()
-        self._ranks.barrier()
         if self._ranks.is_first:
             self._begin(step)
-            self._client.checkpoint(checkpoint_name(step), step=step)
         try:
-            self._ranks.barrier()  # before it no rank writes rows of later steps
+            self._head.checkpoint(checkpoint_name(step))
             if self._ranks.is_first:
-                (kept,) = (known for known in self._client.checkpoints() if known.name == checkpoint_name(step))
-                self._write(kept, model, optimizer, totals)
+                self._write(step, model, optimizer, totals)
         except (OSError, RuntimeError):  # a full disk, a lost rank
             if self._ranks.is_first and not file_path(self._directory, step).exists():
-                self._client.release(checkpoint_name(step))  # it is useless without its file
+                with contextlib.suppress(NoTableError):
+                    client.release(checkpoint_name(step))  # it is useless without its file
             raise
         self._on_saved()
         if self._ranks.is_first:
-            self._forget_old()
+            self._forget_old(client)
             _log.info("checkpoint saved", extra={"checkpoint": checkpoint_name(step), "step": step})
 
     def _begin(self, step: int) -> None:
@@ -109,49 +103,37 @@ class Checkpoints:
         write_synced(begun, lambda path: None)
         sync(begun.parent)
 
-    def _write(self, kept: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -> None:
-        """Writes the file of the shards' checkpoint `kept`, completely or not at all."""
-        assert self._client is not None
-        path = file_path(self._directory, kept.step)
-        partial = path.with_suffix(f".{kept.checkpoint_id.hex()}.partial")
-        probe = {} if self._probe is None else self._probe.tensors()
-        tensors, metadata = tensors_to_save(model, optimizer, probe), self._metadata(kept, self._client, totals)
+    def _write(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -> None:
+        """Writes the file of the head's newest checkpoint, completely or not at all."""
+        path, state, client = file_path(self._directory, step), self._head.get_extra_state(), self._head.client
+        assert client is not None
+        saved = SavedRows.from_state(state)
+        partial = path.with_suffix(f".{saved.checkpoint_id}.partial")
+        tensors = tensors_to_save(model, optimizer, {} if self._probe is None else self._probe.tensors()) | {
+            HEAD: state
+        }
+        metadata = self._metadata | {"step": str(step), TOTALS: json.dumps(asdict(totals))}
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
         except OSError as error:
             raise OSError(f"{partial} cannot be written ({error})") from None
-        if kept.checkpoint_id not in {known.checkpoint_id for known in self._client.checkpoints()}:
+        if not saved.is_among(kept := client.checkpoints()):
             partial.unlink(missing_ok=True)
-            raise FencedError(f"checkpoint {kept.name} was undone: another trainer has resumed this run")
-        if path.exists():  # put there by someone else in the meantime
+            raise FencedError(f"checkpoint {saved.name} was undone: another trainer has resumed this run")
+        if path.exists() and step not in steps_on_both(self._directory, kept):  # put there by someone else
             set_aside(self._directory, [path])
         partial.replace(path)
         sync(path.parent)
-        begun_path(self._directory, kept.step).unlink(missing_ok=True)
+        begun_path(self._directory, step).unlink(missing_ok=True)
 
-    def _metadata(self, kept: Checkpoint, client: WeightClient, totals: Totals) -> dict[str, str]:
-        metadata = {
-            "format": FORMAT,
-            "step": str(kept.step),
-            CHECKPOINT: kept.checkpoint_id.hex(),
-            TABLE: client.table_identity().hex(),
-            MARKS: json.dumps(kept.marks),
-            HISTORY: self._history.to_json(),
-            TOTALS: json.dumps(asdict(totals)),
-        }
-        if self._resume_step is not None:
-            metadata[RESUME_STEP] = str(self._resume_step)
-        return metadata
-
-    def _forget_old(self) -> None:
-        assert self._client is not None
-        ours = steps_on_both(self._directory, self._client.checkpoints())
+    def _forget_old(self, client: WeightClient) -> None:
+        ours = steps_on_both(self._directory, client.checkpoints())
         for step in ours[: -self._keep]:
             file_path(self._directory, step).unlink()
         kept = {checkpoint_name(step) for step in ours[-self._keep :]}
-        for name in sorted(self._client.describe().checkpoint_names - kept):
+        for name in sorted(client.describe().checkpoint_names - kept):
             if STEM.fullmatch(name):  # a run's, including those that a failure left on some of the shards
-                self._client.release(name)
+                client.release(name)
 
 
 def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, probe: dict[str, Tensor]) -> dict[str, Tensor]:

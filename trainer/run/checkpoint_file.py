@@ -1,4 +1,4 @@
-"""The trainer's checkpoint files: encoder, head, momentum and probe of one step, for one checkpoint of the shards.
+"""The trainer's checkpoint files: encoder, momentum, probe, and the head's state, which names a checkpoint of the rows.
 
 checkpoints/step-NNNNNNNNNNNN.safetensors      a complete file
 checkpoints/step-….begun.partial               a checkpoint was started, its file is not complete yet
@@ -18,21 +18,21 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.run.history import ImageHistory
+from trainer.run.run_images import RunImages
 from weightserver import Checkpoint
-from weightserver.common.atomic_files import atomic_write, sync
+from weightserver.common.atomic_files import sync
+from weightserver.torch import SavedRows
 
 _log = logging.getLogger(__name__)
 
-FORMAT = "pic-checkpoint-1"
-CHECKPOINT, TABLE, MARKS, HISTORY, RESUME_STEP = "checkpoint", "table", "marks", "images", "resume_step"
-"""Keys of a file's metadata: the identities of the shards' checkpoint and table, the checkpoint's marks, the run's
-`ImageHistory`, and the --resume-step that the run was last resumed from."""
-MODEL, MOMENTUM, PROBE = "model.", "momentum.", "probe."
-"""Prefixes of the tensors' names; only files of runs with --online-probe have a probe."""
+FORMAT = "pic-checkpoint-2"
+IMAGES, RESUME_STEP = "images", "resume_step"
+"""Keys of a file's metadata: the run's `RunImages`, and the --resume-step that the run was last resumed from."""
+MODEL, MOMENTUM, PROBE, HEAD = "model.", "momentum.", "probe.", "head._extra_state"
+"""Prefixes of the tensors' names, and the name of the head's state; only files of runs with --online-probe have a
+probe."""
 _ENCODER = MODEL + "encoder."
 STEM = re.compile(r"step-(\d{12})")
 _PARTIAL = re.compile(STEM.pattern + r"\..*\.partial")
@@ -60,11 +60,10 @@ def saved_steps(directory: Path) -> list[int]:
 
 def steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:
     """Steps, ascending, whose file belongs to one of the checkpoints that all shards keep."""
-    known = {(checkpoint.name, checkpoint.checkpoint_id.hex()) for checkpoint in kept}
     found = []
     for step in saved_steps(directory):
         with contextlib.suppress(ValueError):  # an unreadable file
-            if (checkpoint_name(step), read_metadata(file_path(directory, step)).get(CHECKPOINT)) in known:
+            if (saved := saved_rows(directory, step)).name == checkpoint_name(step) and saved.is_among(kept):
                 found.append(step)
     return found
 
@@ -78,9 +77,8 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     path = file_path(directory, step)
     if not path.exists():
         raise ValueError(f"{path} is not on this machine: all ranks of a resumed run need its directory")
-    metadata = read_metadata(path)
-    if (metadata.get("format"), metadata.get("step")) != (FORMAT, str(step)):
-        raise ValueError(f"{path} is not a checkpoint of step {step} in format {FORMAT}")
+    if read_metadata(path).get("step") != str(step):
+        raise ValueError(f"{path} is not a checkpoint of step {step}")
     try:
         model.load_state_dict(_read_tensors(path, MODEL))
     except RuntimeError as error:
@@ -97,6 +95,19 @@ def probe_tensors(directory: Path, step: int) -> dict[str, Tensor]:
     return _read_tensors(file_path(directory, step), PROBE)
 
 
+def head_state(directory: Path, step: int) -> Tensor:
+    """The state of the head in the file of a checkpoint. Raises ValueError if it has none."""
+    path = file_path(directory, step)
+    if "" not in (found := _read_tensors(path, HEAD)):
+        raise ValueError(f"{path} is not a checkpoint in format {FORMAT}: use the version of the program that wrote it")
+    return found[""]
+
+
+def saved_rows(directory: Path, step: int) -> SavedRows:
+    """What identifies the rows of a checkpoint. Raises ValueError for a file that cannot be read, or is none."""
+    return SavedRows.from_state(head_state(directory, step))
+
+
 def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
     """The encoder's weights by name, from the checkpoint step-…. Raises ValueError if it is missing or damaged."""
     path = directory / f"{name}.safetensors"
@@ -107,12 +118,15 @@ def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a checkpoint file. Raises ValueError if it cannot be read."""
+    """The metadata of a checkpoint file. Raises ValueError if it cannot be read, or is of another format."""
     try:
         with safe_open(path, "pt") as file:
-            return dict(file.metadata() or {})
+            metadata = dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint in format {FORMAT}: use the version of the program that wrote it")
+    return metadata
 
 
 def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -132,29 +146,24 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
     )
 
 
-def saved_history(directory: Path, step: int) -> ImageHistory | None:
-    """The history of the run's images in the file of a checkpoint; None without a file."""
-    path = file_path(directory, step)
-    return ImageHistory.from_json(read_metadata(path)[HISTORY]) if path.exists() else None
+def saved_images(directory: Path, step: int) -> RunImages:
+    """The images of the run in the file of a checkpoint."""
+    return RunImages.from_json(read_metadata(file_path(directory, step))[IMAGES])
 
 
-def history_to_resume(directory: Path, asked: int | None) -> ImageHistory | None:
-    """`saved_history` of the file that a run is resumed from: the newest, or the older one that `asked` names."""
-    return (None if asked is None else saved_history(directory, asked)) or newest_history(directory)
-
-
-def newest_history(directory: Path) -> ImageHistory | None:
-    """`saved_history` of the newest checkpoint file; None without any."""
+def newest_images(directory: Path) -> RunImages | None:
+    """`saved_images` of the newest checkpoint file; None without any."""
     steps = saved_steps(directory)
-    return saved_history(directory, steps[-1]) if steps else None
+    return saved_images(directory, steps[-1]) if steps else None
 
 
-def note_history(directory: Path, step: int, history: ImageHistory) -> None:
-    """Stores the images with which the run continues from a checkpoint in the checkpoint's file."""
-    path = file_path(directory, step)
-    if path.exists() and saved_history(directory, step) != history:
-        metadata = read_metadata(path) | {HISTORY: history.to_json()}
-        atomic_write(path, lambda partial: save_file(_read_tensors(path), partial, metadata=metadata))
+def num_images_to_resume(directory: Path, asked: int | None) -> int:
+    """The number of images that a run is resumed with: as in the newest file, or the older one that `asked` names; 0
+    without a file."""
+    if asked is not None and file_path(directory, asked).exists():
+        return saved_images(directory, asked).num_images
+    images = newest_images(directory)
+    return images.num_images if images else 0
 
 
 def set_newer_aside(directory: Path, step: int, results: Sequence[Path], metrics: Path) -> None:

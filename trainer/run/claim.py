@@ -24,15 +24,16 @@ class DirectoryClaim:
         ValueError: a directory that another run used, or that cannot be written.
     """
 
-    def __init__(self, config: TrainConfig, *, is_first: bool) -> None:
+    def __init__(self, config: TrainConfig, num_images: int, *, is_first: bool) -> None:
         self._config = config
+        self._num_images = num_images
         self._is_first = is_first
         self._is_kept = False
 
     def __enter__(self) -> Self:
         if self._is_first:
             if self._config.run.resume:
-                check_same_run(self._config)
+                check_same_run(self._config, self._num_images)
                 self._is_kept = True
             else:
                 _claim(self._config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -14,13 +13,12 @@ from trainer.config import LENGTH, RESUMABLE, TrainConfig
 from trainer.data import Dataset
 from trainer.model import load_encoder
 from trainer.run.checkpoint_file import (
-    MARKS,
     RESUME_STEP,
     STEM,
-    TABLE,
     begun_path,
     file_path,
     read_metadata,
+    saved_rows,
     saved_steps,
     steps_on_both,
 )
@@ -79,8 +77,8 @@ def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[fl
     return dict(zip(names, dataset.pixels, strict=True))
 
 
-def check_same_run(config: TrainConfig) -> None:
-    """Raises ValueError unless the run in config.output is the one that `config` describes."""
+def check_same_run(config: TrainConfig, num_images: int) -> None:
+    """Raises ValueError unless the run in config.run.output is the one that `config` describes, at least as long."""
     if not (config.run.output / CONFIG_FILE).exists():
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume, or give another --output")
     num_local = len(list((config.run.output / "servers").glob("shard-*/")))
@@ -89,7 +87,7 @@ def check_same_run(config: TrainConfig) -> None:
     wanted = json.loads(config.to_json())
     stored = read_settings(config.run.output)
     starts = not saved_steps(config.run.output / "checkpoints")  # it was killed before its first
-    _check_length(config, stored, wanted)
+    _check_length(config, run_settings(config.run.output), num_images)
     free = RESUMABLE | LENGTH | config.unused_settings() | (set() if starts else {"init_encoder"})
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
@@ -101,13 +99,14 @@ def check_same_run(config: TrainConfig) -> None:
             )
 
 
-def _check_length(config: TrainConfig, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises ValueError for a length below the run's in the same unit; others are compared when the rows are opened."""
-    had, given = ("epochs" if settings["steps"] is None else "steps" for settings in (stored, wanted))
-    if had == given and wanted[given] < stored[had]:
+def _check_length(config: TrainConfig, stored: TrainConfig, num_images: int) -> None:
+    """Raises ValueError if the run would become shorter."""
+    had, has = stored.optimization.num_steps(num_images), config.optimization.num_steps(num_images)
+    if has < had:
+        unit = "epochs" if stored.optimization.steps is None else "steps"
         raise ValueError(
-            f"--resume resumes the run in {config.run.output}, whose {had} is {stored[had]}, not {wanted[given]}: "
-            f"it can become longer, not shorter: omit {flag(had)} or raise it"
+            f"--resume resumes the run in {config.run.output}, which has a length of {had:,} updates, not {has:,}: it "
+            f"can become longer, not shorter: give {flag(unit)} {getattr(stored.optimization, unit):g}"
         )
 
 
@@ -134,25 +133,23 @@ def step_to_resume(directory: Path, client: WeightClient, asked: int | None = No
         ValueError: the shards do not all keep the file's checkpoint, or have newer ones than there are files.
         DataLossError: a shard's data does not descend from the file's checkpoint: it is an older copy.
     """
-    kept, steps = client.checkpoints(), saved_steps(directory)
-    both = steps_on_both(directory, kept)
+    steps = saved_steps(directory)
+    if not steps and asked is None and _is_untouched(client):
+        return None
+    kept = client.checkpoints()
     if not steps:
-        if asked is None and _is_untouched(client):
-            return None
         raise ValueError(
             f"there is no checkpoint to resume from: {directory} has no file, the weight servers keep "
             f"{[known.name for known in kept]}: are these the run's servers?"
         )
-    newest, path = steps[-1], file_path(directory, steps[-1])
+    both, newest = steps_on_both(directory, kept), steps[-1]
     if asked is not None:
         return _asked_step(asked, newest, both, directory)
-    or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
-    check_descent(directory, newest, client, otherwise=or_older)
-    if newest not in both:
-        raise ValueError(
-            f"the weight servers do not have the checkpoint of {path}, the run's newest file; they may be older "
-            f"copies: start those that have it{or_older}"
-        )
+    try:
+        saved_rows(directory, newest).check_held(client)
+    except (ValueError, DataLossError) as error:
+        or_older = f", or give --resume-step {both[-1]}, the newest whose checkpoint they have" if both else ""
+        raise type(error)(f"{file_path(directory, newest)}: {error}{or_older}") from None
     _check_no_later(directory, newest, kept, client)
     return newest
 
@@ -185,28 +182,6 @@ def _may_have_died_in(directory: Path, step: int, client: WeightClient) -> bool:
     """Whether a run may have left this checkpoint on the shards before its file existed: it was begun, and no update
     followed, since a run finishes no further step before the file exists."""
     return begun_path(directory, step).exists() and client.describe().clock <= step
-
-
-def check_descent(directory: Path, step: int, client: WeightClient, *, otherwise: str) -> None:
-    """Checks that the weight servers' data descends from a file's checkpoint. `otherwise` is appended to the messages.
-
-    Raises:
-        ValueError: they hold another table.
-        DataLossError: a shard's data does not descend from the checkpoint.
-    """
-    path = file_path(directory, step)
-    metadata = read_metadata(path)
-    with contextlib.suppress(NoTableError):
-        if metadata.get(TABLE, "") not in ("", client.table_identity().hex()):
-            raise ValueError(
-                f"the weight servers hold another table than that of {path}: start the run's servers{otherwise}"
-            )
-    marks = json.loads(metadata.get(MARKS, "[]"))
-    if len(marks) == len(client.marks()):  # after 'reshard' the checkpoint alone identifies the data
-        try:
-            client.expect(marks)
-        except DataLossError as error:
-            raise DataLossError(f"{error}{otherwise}") from None
 
 
 def _is_untouched(client: WeightClient) -> bool:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from trainer.classes import classes_in_order
 from trainer.data.packed import PackedImages
-from trainer.run.checkpoint_file import newest_history, saved_steps
+from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
 from trainer.run.directory import read_config
-from trainer.run.resume import check_descent
-from weightserver import ClientSecurity, LocalCluster, WeightClient
+from weightserver import ClientSecurity, DataLossError, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.atomic_files import to_path
 from weightserver.common.options import add_options, given_options
@@ -68,7 +67,10 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
             raise ValueError(f"the weight servers hold another table than {run}, {spec}: give the run's --servers")
         steps = saved_steps(run / "checkpoints")
         if steps and not options.checkpoint:
-            check_descent(run / "checkpoints", steps[-1], client, otherwise=", or give --checkpoint")
+            try:
+                saved_rows(run / "checkpoints", steps[-1]).check_descent(client)
+            except (ValueError, DataLossError) as error:
+                raise type(error)(f"{error}, or give --checkpoint") from None
         yield StoredRows(client, *_order(run, spec.num_rows, config))
 
 
@@ -80,18 +82,18 @@ def _order(
 
     Packed images store their order, which later ranges extend.
     """
-    history = newest_history(run / "checkpoints")
-    if history and history.classes and (file := config.get("image_order")):
+    images = newest_images(run / "checkpoints")
+    if images and images.classes and (file := config.get("image_order")):
         try:
             classes = classes_in_order(Path(file), num_rows, config["order_seed"])
         except ValueError as error:
             raise ValueError(f"{run} has its images in the order of {file}, which must be there: {error}") from None
-        if classes.digest != history.classes:
+        if classes.digest != images.classes:
             raise ValueError(f"{file} is not the order of {run}'s images any more: restore it")
         return classes.order, num_rows, "image"
-    if history and history.classes:
+    if images and images.classes:
         return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
-    num_images = history.num_images if history else num_rows
+    num_images = images.num_images if images else num_rows
     if config.get("dataset") != "packed":
         return RangesOrder((num_images,), config["order_seed"]), num_images, "image"
     order = PackedImages(Path(config["data_dir"])).order

@@ -25,9 +25,8 @@ from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.served_table import open_new_run
-from weightserver.torch.shared_session import SharedSession, share_session
-from weightserver.torch.store_sizes import share_of_capacity
+from weightserver.torch.saved_rows import SavedRows
+from weightserver.torch.settings import Loss, Rows, Servers
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 
@@ -44,6 +43,7 @@ __all__ = [
     "Evaluation",
     "HostCopy",
     "LearningRates",
+    "Loss",
     "Margin",
     "MarginKind",
     "NegativeSampler",
@@ -56,7 +56,9 @@ __all__ = [
     "RowCounters",
     "RowOrder",
     "RowStore",
-    "SharedSession",
+    "Rows",
+    "SavedRows",
+    "Servers",
     "SoftmaxLoss",
     "VisitSchedule",
     "Visits",
@@ -68,13 +70,10 @@ __all__ = [
     "gathered",
     "loss_of",
     "margin_of",
-    "open_new_run",
     "padded",
     "padded_rows",
     "read_labels",
     "resident_rows",
-    "share_of_capacity",
-    "share_session",
     "softmax_loss",
     "to_device",
 ]

@@ -20,36 +20,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weightserver import Checkpoint, TableSpec, WeightClient
-from weightserver.common.addresses import parse_addresses
+from weightserver import Checkpoint, WeightClient
 from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, checked_ids
-from weightserver.torch.beginnings import norm_of
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
-from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, checked_temperature, loss_of
-from weightserver.torch.margins import MarginKind, margin_of
+from weightserver.torch.loss import checked_temperature
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, gathered_parts, ranks_of_process
-from weightserver.torch.rates import LearningRates
 from weightserver.torch.recency import check_num_active
-from weightserver.torch.rows import RowCounters, RowStore
+from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.scaling import check_scaling, clipped, unscaled
-from weightserver.torch.served_table import ServedTable, float32_rates
+from weightserver.torch.settings import Loss, Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
-from weightserver.torch.store_sizes import checked_capacity, sizes_for_steps
+from weightserver.torch.store_sizes import sizes_for_steps
+from weightserver.torch.table import Table, float32_rates
 from weightserver.torch.windows import RangesOrder
 
 
@@ -65,211 +61,87 @@ class ClassifierHead(nn.Module):
     `to(device)` until its first use. A context manager; `close` ends threads and servers.
 
     Args:
-        num_classes: N.
+        num_classes: N; or the numbers of classes that were added one after another, [N, m], with which a state of the
+            first N can be loaded: the rows of the others begin as if they had been there from the start.
         dim: D, the length of an embedding.
         num_negatives: K, the number of classes of a step.
-        servers: addresses "host:port,host:port" of all weight servers, or a list of them. Without servers the module
-            starts `num_shards` of its own on this machine, which keep the rows in `directory`.
+        servers: addresses "host:port,host:port" of all weight servers, a list of them, or `Servers`. Without addresses
+            the module starts `num_shards` of its own on this machine, which keep the rows in `directory`.
         run: name of the run, which the servers show.
         directory: by default rows/RUN in the current directory.
-        rows: "resident" keeps the rows around the active ones on the module's device; "remote" fetches and pushes them
-            in each step; "dense" keeps all rows in memory, without servers.
-        momentum: m of the rows' SGD.
-        weight_decay: λ of the rows' SGD.
-        correction: how inactive rows move, see `TableSpec`.
-        init_std: standard deviation of random initial rows.
-        seed: of the initial rows and of sampled negatives.
-        init: "random", or "embedding": a class that is met for the first time begins at the direction of its own
-            image's embedding, and only classes that were met are active.
-        init_norm: length of a row that begins at an embedding; by default the mean length of the random rows.
-        order_seed: seed of the random order in which rows are stored, and of the sampler's order.
-        temperature: τ, which divides cosines.
+        rows: "resident", "remote" or "dense", where they are, or `Rows`.
         negatives: which classes are active besides a step's own: the most "recent" ones, "uniform" ones sampled in
             whole blocks of rows, or "both"; see `NegativeSampler`.
         recent_share: with "both", the share of K that recent classes have; by default half.
-        margin: on the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`.
-        margin_size: m; by default the usual one.
-        label_smoothing: share of the target distribution that is spread evenly over all active classes, at least 0 and
-            below 1; see `softmax_loss`.
-        softmax: "cosine", or "plain" for inner products.
+        softmax: "cosine", "plain" for inner products, or `Loss`.
+        order_seed: seed of the random order in which rows are stored, and of the sampler's order.
         learning_rates: float32 [n], those of the first n steps if they are known in advance: `step` then needs none.
-        capacity: number of resident rows on all ranks together; by default as many as the steps need.
-        timeout_seconds: deadline of a call, see `WeightClient`.
-        retry_seconds: how long calls of an unreachable weight server are retried.
-        credentials: gRPC channel credentials (TLS) for servers on other machines.
-        token: bearer token sent with every call.
-        insecure: whether servers on other machines may be called without credentials.
-        take_over: end a live run that uses the servers: its next step raises FencedError.
-        dtype: of the stored rows, see `TableSpec`; they are float32 while they are resident.
+        settings: fields of `Servers`, `Rows` and `Loss`, such as momentum=0.9 or temperature=0.1.
 
     Raises:
-        TypeError: a setting of the wrong type.
+        TypeError: a setting of the wrong type, or an unknown one.
         ValueError: settings that are out of range or contradict each other.
     """
 
     def __init__(
         self,
-        num_classes: int,
+        num_classes: int | Sequence[int],
         dim: int,
         *,
         num_negatives: int,
-        servers: str | Sequence[str] | None = None,
+        servers: str | Sequence[str] | Servers | None = None,
         run: str = "head",
         directory: str | Path | None = None,
-        num_shards: int = 1,
-        rows: Literal["resident", "remote", "dense"] = "resident",
-        momentum: float = 0.9,
-        weight_decay: float = 1e-4,
-        correction: bool | Literal["exact", "paper", "none"] = True,
-        init_std: float = 0.01,
-        seed: int = 0,
-        init: Literal["random", "embedding"] = "random",
-        init_norm: float | None = None,
-        order_seed: int = 0,
-        rows_per_block: int = 63,
-        temperature: float = DEFAULT_TEMPERATURE,
-        softmax: Literal["cosine", "plain"] = "cosine",
+        rows: Literal["resident", "remote", "dense"] | Rows = "resident",
         negatives: Negatives = "recent",
         recent_share: float | None = None,
-        margin: MarginKind = "none",
-        margin_size: float | None = None,
-        label_smoothing: float = 0.0,
+        softmax: Literal["cosine", "plain"] | Loss = "cosine",
+        order_seed: int = 0,
         learning_rates: npt.ArrayLike | None = None,
-        capacity: int | None = None,
-        timeout_seconds: float = 30,
-        retry_seconds: float = 300,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
-        insecure: bool = False,
-        take_over: bool = False,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-    ) -> None:
-        spec = TableSpec(
-            num_rows=num_classes,
-            dim=dim,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            init_std=init_std,
-            seed=seed,
-            rows_per_block=rows_per_block,
-            correction=correction,
-            dtype=dtype,
-        )
-        table = ServedTable(
-            spec=spec,
-            servers=parse_addresses(*([servers] if isinstance(servers, str) else servers or [])),
-            run=run,
-            directory=Path("rows") / run if directory is None else Path(directory),
-            num_shards=checked_integer(num_shards, "num_shards"),
-            rows=rows,
-            learning_rates=float32_rates(learning_rates),
-            take_over=take_over,
-            client_options={
-                "timeout_seconds": timeout_seconds,
-                "retry_seconds": retry_seconds,
-                "credentials": credentials,
-                "token": token,
-                "insecure": insecure,
-            },
-        )
-        sampled = NegativeSampler(
-            checked_integer(num_negatives, "num_negatives"),
-            num_rows=num_classes,
-            rows_per_block=rows_per_block,
-            kind=negatives,
-            recent_share=share_of_recent(negatives, recent_share),
-            only_met=init == "embedding",
-            seed=seed,
-        )
-        self._set_up(
-            spec,
-            negatives=sampled,
-            loss=loss_of(softmax, temperature, margin_of(margin, margin_size), label_smoothing=label_smoothing),
-            order=RangesOrder([spec.num_rows], checked_integer(order_seed, "order_seed")),
-            init_norm=norm_of(init, spec, init_norm, rows),
-            table=table,
-            capacity=checked_capacity(capacity),
-        )
-        _refuse_without_effect(
-            "servers are given, but directory and num_shards are of a head's own ones",
-            bool(table.servers) and (directory is not None or table.num_shards != 1),
-        )
-        _refuse_without_effect(
-            f"capacity is a number of resident rows, but rows={rows!r}", capacity is not None and rows != "resident"
-        )
-        _refuse_without_effect(
-            "temperature divides cosines, but softmax='plain'",
-            softmax == "plain" and temperature != DEFAULT_TEMPERATURE,
-        )
-        loss = {"softmax": softmax, "temperature": temperature, "margin": margin, "margin_size": margin_size}
-        loss |= {"label_smoothing": label_smoothing}
-        active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share, "init": init}
-        self._settings = asdict(spec) | loss | active | {"order_seed": order_seed, "rows": rows, "init_norm": init_norm}
-
-    @classmethod
-    def over(
-        cls,
-        store: RowStore,
-        spec: TableSpec,
-        rates: LearningRates,
-        *,
-        negatives: NegativeSampler,
-        loss: SoftmaxLoss,
-        order: RangesOrder,
-        ranks: Ranks,
-        init_norm: float | None = None,
-        first_step: int = 0,
-    ) -> Self:
-        """A head over a store that the caller opened and closes, for training loops that manage their own sessions.
-
-        Args:
-            rates: those of the store, which its servers know.
-            negatives: the classes of a step.
-            loss: its settings.
-            order: the row of each class.
-            init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
-        """
-        head = cls.__new__(cls)
-        head._set_up(spec, negatives=negatives, loss=loss, order=order, init_norm=init_norm)
-        head.to(ranks.device)
-        head._use(
-            OpenedRows(
-                spec,
-                order,
-                rates,
-                lambda _: store,
-                ranks=ranks,
-                device=ranks.device,
-                sizes=head._sizes,
-                first_step=first_step,
-                store=store,
-            )
-        )
-        return head
-
-    def _set_up(
-        self,
-        spec: TableSpec,
-        *,
-        negatives: NegativeSampler,
-        loss: SoftmaxLoss,
-        order: RangesOrder,
-        init_norm: float | None,
-        table: ServedTable | None = None,
-        capacity: int | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        check_num_active(negatives.num_active, spec.num_rows, 1)
-        self.spec = spec
-        self.order = order
-        self.negatives = negatives
-        self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
-        self._loss = loss
-        self._table = table
-        self._steps = Steps(self._open, negatives, order, init_norm=init_norm)
-        self._sizes = partial(
-            sizes_for_steps, spec=spec, negatives=negatives, coming=self._steps.coming, capacity=capacity
+        of_servers = group_of(Servers, servers, settings)
+        of_rows, of_loss = group_of(Rows, rows, settings), group_of(Loss, softmax, settings)
+        refuse_unknown(settings)
+        if of_servers.addresses and of_rows.where == "dense":
+            raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
+        if of_servers.addresses and (directory is not None or of_servers.num_shards != 1):
+            raise ValueError(
+                "servers are given, but directory and num_shards are of a head's own ones: omit one of them"
+            )
+        ranges = num_classes if isinstance(num_classes, Sequence | np.ndarray) else [num_classes]
+        ranges = [checked_integer(number, "num_classes") for number in ranges]
+        self.order = RangesOrder(ranges, checked_integer(order_seed, "order_seed"))
+        self.spec = of_rows.spec(self.order.num_rows, dim)
+        self.negatives = NegativeSampler(
+            checked_integer(num_negatives, "num_negatives"),
+            num_rows=self.spec.num_rows,
+            rows_per_block=of_rows.rows_per_block,
+            kind=negatives,
+            recent_share=share_of_recent(negatives, recent_share),
+            only_met=of_rows.init == "embedding",
+            seed=of_rows.seed,
         )
+        check_num_active(self.negatives.num_active, self.spec.num_rows, 1)
+        self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
+        self._loss = of_loss.function()
+        self._steps = Steps(self._open, self.negatives, self.order, init_norm=of_rows.norm(self.spec))
+        self._sizes = partial(sizes_for_steps, rows=of_rows, negatives=self.negatives, coming=self._steps.coming)
+        self._stack = ExitStack()
+        self._table: Table | None = Table(
+            self.spec,
+            self.order,
+            of_servers,
+            of_rows,
+            run=run,
+            directory=Path("rows") / run if directory is None else Path(directory),
+            learning_rates=float32_rates(learning_rates),
+            stack=self._stack,
+        )
+        classes = {"num_classes": ranges, "dim": dim, "order_seed": order_seed}
+        active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share}
+        self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
         self._opened: OpenedRows | None = None
         self._ranks = Ranks()  # those of the rows that were opened last
         self._known_ranks: Ranks | None = None
@@ -277,7 +149,6 @@ class ClassifierHead(nn.Module):
         # Dynamo would trace the calls of the servers. Not a decorator: it would import dynamo, which takes longer than
         # all of torch, into every command.
         self._untraced_loss = torch.compiler.disable(ClassifierHead._loss_of)  # type: ignore[no-untyped-call]
-        self._stack = ExitStack()
         self._process_id = os.getpid()
         finalizer = weakref.finalize(self, _close_in_process, self._stack, self._process_id)
         finalizer.atexit = False  # the shards end with the process
@@ -297,41 +168,77 @@ class ClassifierHead(nn.Module):
 
     @property
     def client(self) -> WeightClient | None:
-        """The client of the weight servers, which has the session; None for dense rows, and before the first use."""
-        return self._opened.client if self._opened else None
+        """The client of the weight servers; None for dense rows, and before `connect` or the first use."""
+        return self._table.client if self._table else None
 
-    def _open(self) -> OpenedRows:
+    @property
+    def epoch(self) -> int:
+        """Number of the session on the weight servers; 0 for dense rows, and before the first use."""
+        return self._opened.epoch if self._opened else 0
+
+    def connect(self) -> WeightClient:
+        """The client of the weight servers, without a session: to look at what they hold, before a state is loaded or
+        the head is used. Starts the head's own servers. All ranks call it.
+
+        Raises:
+            ValueError: dense rows, or a head that was closed.
+        """
+        self._check_process()
+        return self._own_table().connect(self._own_ranks())
+
+    def open(self) -> None:
+        """Opens the table now, which otherwise the first use does: a new run's, or that of the state that was loaded.
+        If a sampler was made, also the store of its steps. All ranks call it.
+
+        Raises:
+            ValueError: the servers hold rows of another run, or not those of the state.
+            SessionInUseError: a live run uses the servers.
+            WeightServerError: servers that are unreachable or refuse.
+        """
+        opened = self._open()
+        if (sampler := self._steps.coming.sampler) is not None:
+            opened.open_store(sampler.step_size)
+
+    def _own_table(self) -> Table:
+        if self._table is None:
+            raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
+        return self._table
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process_id:
             raise ValueError(
                 f"the head is that of process {self._process_id} and cannot be used in {os.getpid()}, which was forked "
                 "from it: let DataLoader workers return images and classes, and call the head where it was made"
             )
+
+    def _open(self) -> OpenedRows:
+        self._check_process()
         if self._opened is None:
-            if self._table is None:
-                raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
-            ranks = self._own_ranks()
+            table, ranks, sampler = self._own_table(), self._own_ranks(), self._steps.coming.sampler
             check_same_on_all_ranks(self._settings, ranks)
             try:
-                opened = self._table.open(
-                    self.order,
+                opened = table.open(
                     self._sizes,
                     ranks=ranks,
                     device=self.device,
                     saved=self._saved,
-                    stack=self._stack,
+                    in_windows=sampler is not None and sampler.schedule.window_size < sampler.schedule.num_rows,
                 )
             except BaseException:
-                self._stack.close()
+                self._disconnect()
                 raise
-            self._use(opened)
-        assert self._opened is not None
+            self.spec, self.negatives.rows_per_block = opened.spec, opened.spec.rows_per_block
+            self._opened, self._ranks = opened, ranks
+            self._steps.use(opened)
         if self._opened.device != self.device:
             raise ValueError(f"the head's rows are on {self._opened.device}: move the head before its first use")
         return self._opened
 
-    def _use(self, opened: OpenedRows) -> None:
-        self._opened, self._ranks = opened, opened.ranks
-        self._steps.use(opened)
+    def _disconnect(self) -> None:
+        self._stack.close()
+        self._opened = None
+        if self._table is not None:
+            self._table.client = None
 
     def _own_ranks(self) -> Ranks:
         """This process among those of torch.distributed; asked for once, since it may make a process group."""
@@ -368,7 +275,7 @@ class ClassifierHead(nn.Module):
         window_stride: int | None = None,
         batches_per_step: int = 1,
         seed: int = 0,
-        classes: npt.ArrayLike | None = None,
+        classes: npt.ArrayLike | ClassOrder | None = None,
     ) -> WindowSampler:
         """A `batch_sampler` over all images that continues after the head's finished steps.
 
@@ -376,14 +283,16 @@ class ClassifierHead(nn.Module):
 
         Args:
             classes: class of each image, integers [number of images] (an array, list or tensor), for classes that
-                images share: the window then slides over neighbouring classes, see `ClassOrder`. Without it each image
-                is its own class.
+                images share, or the `ClassOrder` made of it: the window then slides over neighbouring classes. Without
+                it each image is its own class.
 
         Raises:
             ValueError: a window that does not fit, or a class map of other classes.
         """
+        if classes is not None and not isinstance(classes, ClassOrder):
+            classes = ClassOrder(classes, self.order)
         sampler = WindowSampler(
-            self.order if classes is None else ClassOrder(classes, self.order),
+            self.order if classes is None else classes,
             batch_size=batch_size,
             window_size=window_size,
             window_stride=window_stride,
@@ -754,17 +663,9 @@ class ClassifierHead(nn.Module):
         saved, recent = from_tensor(state)
         saved.check_order(self.order)
         if self._opened is not None:
-            assert self._table is not None, "the owner of a store restores it"
-            self._stack.close()
-            self._opened = None
+            self._disconnect()
         self._saved = saved
         self._steps.reset(saved.step, recent)
-
-
-def _refuse_without_effect(problem: str, is_given: bool) -> None:
-    """Raises ValueError if a setting is given that has no effect with the others."""
-    if is_given:
-        raise ValueError(f"{problem}: omit one of them")
 
 
 def _close_in_process(stack: ExitStack, process_id: int) -> None:

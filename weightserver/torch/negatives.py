@@ -95,7 +95,7 @@ class NegativeSampler:
         num_active: int,
         *,
         num_rows: int,
-        rows_per_block: int,
+        rows_per_block: int | None,
         kind: Negatives = "recent",
         recent_share: float = 0.5,
         only_met: bool = False,
@@ -117,8 +117,9 @@ class NegativeSampler:
         self.only_met = only_met
         self.num_recent = {"recent": num_active, "uniform": 0, "both": round(recent_share * num_active)}[kind]
         """Number of most recent rows that are active; 0 for the batch's own only."""
+        self.rows_per_block = rows_per_block
+        """None until the table's is known."""
         self._num_rows = num_rows
-        self._rows_per_block = rows_per_block
         self._seed = seed
 
     def check(self, num_visits: int) -> None:
@@ -131,7 +132,8 @@ class NegativeSampler:
                 f"{self.num_recent} of num_negatives {self.num_active} are recent ones, but a batch may contain "
                 f"{num_visits} classes: choose more of either"
             )
-        self._blocks(num_visits)
+        if self.rows_per_block is not None:
+            self._blocks(num_visits)
 
     def num_sampled(self, num_visits: int) -> int:
         """Most rows that a step of `num_visits` visits samples."""
@@ -171,9 +173,10 @@ class NegativeSampler:
         return self.num_active >= self._num_rows and not self.only_met
 
     def _blocks(self, num_visits: int) -> BlockSampler:
+        assert self.rows_per_block is not None, "the table is open"
         return BlockSampler(
             num_rows=self._num_rows,
-            rows_per_block=self._rows_per_block,
+            rows_per_block=self.rows_per_block,
             num_sampled=self.num_sampled(num_visits),
             seed=self._seed,
         )

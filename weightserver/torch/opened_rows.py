@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,30 +26,30 @@ class OpenedRows:
 
     Args:
         spec: of the table.
-        order: the row of each class.
         rates: the learning rates so far.
-        make_store: makes the store of this rank's share, once.
+        order: the row of each class.
         ranks: those that share the rows.
         device: where the rows of a step are.
+        make_store: makes the store of this rank's share, once.
         sizes: those of the store, given the number of images of a step.
         client: of the servers; None for dense rows.
         first_step: number of updates that the rows have.
-        store: of a size that its owner chose; by default made at its first use.
+        epoch: of the session; 0 for dense rows.
     """
 
     def __init__(
         self,
         spec: TableSpec,
-        order: RangesOrder,
         rates: LearningRates,
-        make_store: Callable[[StoreSizes], RowStore],
         *,
+        order: RangesOrder,
         ranks: Ranks,
         device: torch.device,
+        make_store: Callable[[StoreSizes], RowStore],
         sizes: Callable[[int], StoreSizes],
         client: WeightClient | None = None,
         first_step: int = 0,
-        store: RowStore | None = None,
+        epoch: int = 0,
     ) -> None:
         self.spec = spec
         self.rates = rates
@@ -58,11 +57,12 @@ class OpenedRows:
         self.device = device
         self.client = client
         self.first_step = first_step
-        self.store = store
+        self.epoch = epoch
+        self.store: RowStore | None = None
         self._order = order
         self._make_store = make_store
         self._sizes = sizes
-        self._largest_step = 0 if store is None else math.inf  # images of a step that the store is large enough for
+        self._largest_step = 0  # images of a step that the store is large enough for
 
     def tell(self, step: int, learning_rate: float) -> None:
         """See `LearningRates.tell`; the client sends it with the rows' updates."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weightserver import WeightServerError
 
 _CPU = torch.device("cpu")
 
@@ -54,6 +57,25 @@ class Ranks:
             content.copy_(torch.tensor(data, dtype=torch.uint8))
         dist.broadcast(content, src=0, group=self.control)
         return bytes(content.tolist()).decode()
+
+    def of_first(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns on rank 0, a JSON value, on every rank.
+
+        Raises:
+            ValueError: rank 0 failed; its own error is raised there.
+        """
+        answer, failure = {}, None
+        if self.is_first:
+            try:
+                answer = {"value": call()}
+            except (ValueError, OSError, WeightServerError) as error:
+                answer, failure = {"error": str(error)}, error
+        answer = json.loads(self.broadcast_text(json.dumps(answer)))
+        if failure is not None:
+            raise failure
+        if "error" in answer:
+            raise ValueError(f"rank 0 failed: {answer['error']}")
+        return answer["value"]
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sums each value over ranks, in float64."""

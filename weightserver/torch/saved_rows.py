@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -25,41 +26,84 @@ class SavedRows:
     """Number of finished updates."""
     table: str
     """Identity of the table, hexadecimal."""
+    marks: Sequence[str]
+    """Of the servers' states, see `WeightClient.marks`."""
+    num_classes: Sequence[int]
+    """Numbers of classes that were added one after another."""
     order_seed: int
     """Seed of the order of the rows, by which each class has its row."""
-    num_classes: int = 0
-    """Number of classes, of which the order is a function too; 0 in states of older versions."""
 
     @classmethod
     def of(cls, kept: Checkpoint, table: bytes, order: RangesOrder) -> SavedRows:
-        return cls(kept.name, kept.checkpoint_id.hex(), kept.step, table.hex(), order.order_seed, order.num_rows)
+        identity = kept.checkpoint_id.hex(), kept.step, table.hex()
+        return cls(kept.name, *identity, list(kept.marks), list(order.sizes), order.order_seed)
+
+    @classmethod
+    def from_state(cls, state: Tensor) -> SavedRows:
+        """Of a head's extra state. Raises ValueError for anything else."""
+        return from_tensor(state)[0]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.num_classes)
 
     def check_order(self, order: RangesOrder) -> None:
-        """Raises ValueError unless each class has the same row in `order`."""
+        """Raises ValueError unless each class has the same row in `order`, which may have more ranges of classes."""
         if self.order_seed != order.order_seed:
             raise ValueError(
                 f"the state's rows have the order of order_seed={self.order_seed}, the head that of "
                 f"{order.order_seed}: give it the same order_seed"
             )
-        if self.num_classes not in (0, order.num_rows):
+        if list(order.sizes[: len(self.num_classes)]) != list(self.num_classes):
+            had, has = (" + ".join(map(str, sizes)) for sizes in (self.num_classes, order.sizes))
             raise ValueError(
-                f"the state's rows are those of {self.num_classes} classes, the head has {order.num_rows}, in another "
-                "order: give it the same num_classes"
+                f"the state's rows are those of {had} classes, the head has {has}, in another order: give it the same "
+                f"num_classes, or num_classes=[{', '.join(map(str, self.num_classes))}, m] to add m"
             )
 
+    def is_among(self, kept: Sequence[Checkpoint]) -> bool:
+        """Whether these checkpoints include this one."""
+        return (self.name, self.checkpoint_id) in {(one.name, one.checkpoint_id.hex()) for one in kept}
+
     def check_held(self, client: WeightClient) -> None:
-        """Raises ValueError unless the servers retain this checkpoint."""
+        """Checks that the servers retain this checkpoint.
+
+        Raises:
+            ValueError: they do not.
+            DataLossError: their data does not descend from it.
+        """
         try:
-            found = {kept.name: kept.checkpoint_id.hex() for kept in client.checkpoints()}
-            same_table = client.table_identity().hex() == self.table
+            kept, same_table = client.checkpoints(), client.table_identity().hex() == self.table
         except NoTableError:
-            found, same_table = {}, False
-        if not same_table or found.get(self.name) != self.checkpoint_id:
-            instead = "another of that name" if self.name in found else f"only {sorted(found)}"
+            kept, same_table = [], False
+        if same_table and self.is_among(kept):
+            return
+        self.check_descent(client)
+        names = [one.name for one in kept]
+        raise ValueError(
+            f"the weight servers do not hold checkpoint {self.name!r} (step {self.step}) of this state, "
+            f"{'another of that name' if self.name in names else f'only {names}'}: give the servers or the directory "
+            "that it was saved with, or restore their backup"
+        )
+
+    def check_descent(self, client: WeightClient) -> None:
+        """Checks that the servers' data descends from this checkpoint, which they may have released.
+
+        Raises:
+            ValueError: they hold another table.
+            DataLossError: a server's data does not descend from the checkpoint: it is an older copy.
+        """
+        try:
+            is_other = client.table_identity().hex() != self.table and "another table than"
+        except NoTableError:
+            is_other = "no table, not"
+        if is_other:
             raise ValueError(
-                f"the weight servers do not hold checkpoint {self.name!r} (step {self.step}) of this state, {instead}: "
-                "give the servers or the directory that it was saved with, or restore their backup"
+                f"the weight servers hold {is_other} that of checkpoint {self.name!r} (step {self.step}): give the "
+                "servers or the directory that it was saved with, or restore their backup"
             )
+        if len(self.marks) == len(client.marks()):  # after 'reshard' the checkpoint alone identifies the data
+            client.expect(self.marks)
 
 
 def to_tensor(saved: SavedRows, recent: tuple[Int64Array, Int64Array]) -> Tensor:
@@ -77,4 +121,4 @@ def from_tensor(state: Tensor) -> tuple[SavedRows, tuple[Int64Array, Int64Array]
         rows, last_visit = np.frombuffer(content[end:], "<i8").reshape(2, -1).astype(np.int64)
         return SavedRows(**json.loads(content[8:end])), (rows, last_visit)
     except (ValueError, TypeError):
-        raise ValueError("the head's state is damaged, or not one of a ClassifierHead") from None
+        raise ValueError("the head's state is damaged, of another version, or not one of a ClassifierHead") from None

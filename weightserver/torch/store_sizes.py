@@ -6,16 +6,14 @@ import math
 from dataclasses import dataclass
 
 from weightserver import TableSpec
-from weightserver.core.arrays import checked_integer
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import ComingSteps
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
+from weightserver.torch.settings import Rows
 
 AHEAD = 2
 """Steps whose batches are loaded in advance if no sampler knows them."""
-_MAX_PREFETCH_STEPS = 8
-"""Steps in advance at which rows are requested if a sampler knows the classes to come."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,9 @@ class StoreSizes:
 
 
 def sizes_for_steps(
-    step_size: int, *, spec: TableSpec, negatives: NegativeSampler, coming: ComingSteps, capacity: int | None
+    step_size: int, *, spec: TableSpec, rows: Rows, negatives: NegativeSampler, coming: ComingSteps
 ) -> StoreSizes:
     """The sizes for steps of `step_size` images, of the sampler that draws the coming steps if there is one.
-
-    Args:
-        capacity: by default as many rows as the steps need.
 
     Raises:
         ValueError: the active rows cannot hold a step's classes, or the capacity is too small for the sampler's steps.
@@ -42,15 +37,18 @@ def sizes_for_steps(
     negatives.check(step_size)
     if (sampler := coming.sampler) is None:
         good = _rows_in_any_order(spec, negatives, step_size, AHEAD)
-        return StoreSizes(capacity or good, AHEAD, max(step_size, spec.rows_per_block))
-    schedule = sampler.schedule
+        return StoreSizes(rows.capacity or good, AHEAD, max(step_size, spec.rows_per_block))
+    schedule, ahead = sampler.schedule, rows.prefetch_steps
     needed, good = negatives.resident_rows(
-        None if isinstance(sampler.order, ClassOrder) else schedule, step_size, _MAX_PREFETCH_STEPS
+        None if isinstance(sampler.order, ClassOrder) else schedule, step_size, ahead
     )
-    if capacity is not None and capacity < needed:
-        raise ValueError(f"capacity is {capacity}, the steps that are prefetched need {needed}: raise it")
-    good = max(good, _rows_in_any_order(spec, negatives, step_size, _MAX_PREFETCH_STEPS))  # of other loaders too
-    return StoreSizes(capacity or good, _MAX_PREFETCH_STEPS, min(schedule.window_stride, 1 << 14))
+    if rows.capacity is not None and rows.capacity < needed:
+        raise ValueError(
+            f"capacity is {rows.capacity}, but the {ahead} steps that are requested in advance need {needed}: raise "
+            "it, or lower prefetch_steps"
+        )
+    good = max(good, _rows_in_any_order(spec, negatives, step_size, ahead))  # of other loaders too
+    return StoreSizes(rows.capacity or good, ahead, min(schedule.window_stride, 1 << 14))
 
 
 def _rows_in_any_order(spec: TableSpec, negatives: NegativeSampler, step_size: int, prefetch_steps: int) -> int:
@@ -58,18 +56,6 @@ def _rows_in_any_order(spec: TableSpec, negatives: NegativeSampler, step_size: i
     steps = prefetch_steps + 1
     rows = negatives.num_active + steps * (negatives.num_sampled(step_size) + 2 * step_size)
     return min(spec.num_rows, rows)
-
-
-def checked_capacity(capacity: int | None) -> int | None:
-    """The capacity that was asked for, if any.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is not positive.
-    """
-    if capacity is not None and checked_integer(capacity, "capacity") < 1:
-        raise ValueError(f"capacity must be at least 1 row, got {capacity}: omit it for as many as the steps need")
-    return capacity
 
 
 def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:

@@ -78,6 +78,7 @@ class RangesOrder:
     def __init__(self, sizes: Sequence[int], order_seed: int) -> None:
         if not sizes:
             raise ValueError("an order needs at least one range of images")
+        self.sizes = tuple(sizes)
         self.num_rows = sum(sizes)
         self.order_seed = order_seed
         self._firsts = np.cumsum([0, *sizes[:-1]])

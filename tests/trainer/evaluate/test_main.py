@@ -22,7 +22,7 @@ from trainer.model import EncoderConfig, build_model, save_encoder
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
 
 
-OF_RUN = {"format": 3, "background": "white", "dataset": "idx"}
+OF_RUN = {"format": 4, "background": "white", "dataset": "idx"}
 """Settings in a run's config.json."""
 
 
@@ -314,7 +314,7 @@ def test_folds_are_refused_before_features_are_computed(
 def test_a_run_on_generated_images_needs_another_data_set(
     run_dir: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run_dir / "config.json").write_text(json.dumps({"format": 3, "background": "white", "dataset": "synthetic"}))
+    (run_dir / "config.json").write_text(json.dumps({"format": 4, "background": "white", "dataset": "synthetic"}))
     assert evaluate(["knn", "--run", str(run_dir)]) == 2
     assert "was trained on generated images, which have no labels" in capsys.readouterr().err
     assert evaluate(["knn", "--run", str(run_dir), "--dataset", "idx", "--data-dir", str(data_dir)]) == 0

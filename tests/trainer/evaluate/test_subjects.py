@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_an_error(training: Path) -> None:
 def test_the_data_of_a_run(tmp_path: Path) -> None:
     saved(tmp_path / "encoder.safetensors")
     (tmp_path / "config.json").write_text(
-        json.dumps({"format": 3, "background": "white", "dataset": "folder", "data_dir": "/images"})
+        json.dumps({"format": 4, "background": "white", "dataset": "folder", "data_dir": "/images"})
     )
     found = load_subject(SubjectOptions(run=tmp_path))
     assert found.data(None, None) == ("folder", Path("/images"))
@@ -224,7 +224,7 @@ def test_raw_pixels() -> None:
     ],
 )
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"format": 3, "background": "white", "dataset": "idx"}))
+    (tmp_path / "config.json").write_text(json.dumps({"format": 4, "background": "white", "dataset": "idx"}))
     torch.save({"w": torch.ones(1)}, tmp_path / "other.pth")
     filled: dict[str, Any] = {
         name: Path(value.format(tmp=tmp_path, trained=trained)) if isinstance(value, str) and "{" in value else value

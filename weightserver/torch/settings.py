@@ -1,0 +1,182 @@
+"""A head's settings in groups. `ClassifierHead` takes a group, or any of its fields as a keyword of its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
+
+import grpc
+
+from weightserver import TableSpec, WeightClient
+from weightserver.common.addresses import parse_addresses
+from weightserver.core.arrays import checked_integer
+from weightserver.torch.beginnings import norm_of
+from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, loss_of
+from weightserver.torch.margins import MarginKind, margin_of
+
+DEFAULT_PREFETCH_STEPS = 8
+BLOCK_OF_WINDOWS, BLOCK_OF_ANY_ORDER = 63, 7
+"""Rows of a block where a window visits neighbouring rows, and where rows are scattered: writing those takes 0.29 of
+the time in the smaller blocks."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Weight servers, and how to call them."""
+
+    addresses: str | Sequence[str] | None = None
+    """"host:port,host:port" of all weight servers, or a list. Without any, a head starts its own on this machine."""
+    num_shards: int = 1
+    """Number of servers that a head starts."""
+    take_over: bool = False
+    """End a live run that uses the servers: its next step raises FencedError."""
+    timeout_seconds: float = 30
+    """Deadline of a call, see `WeightClient`."""
+    retry_seconds: float = 300
+    """How long calls are retried of a server that has answered before and cannot be reached."""
+    connect_seconds: float = 15
+    """How long the first call of each server is tried."""
+    credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
+    """gRPC channel credentials (TLS) for servers on other machines."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token sent with every call."""
+    insecure: bool = False
+    """Whether servers on other machines may be called without credentials."""
+
+    def __post_init__(self) -> None:
+        checked_integer(self.num_shards, "num_shards")
+        self.parsed()
+
+    def parsed(self) -> list[str]:
+        """The addresses. Raises ValueError for one that is none."""
+        given = self.addresses or []
+        return parse_addresses(*([given] if isinstance(given, str) else given))
+
+    def client(self, addresses: Sequence[str]) -> WeightClient:
+        """A client of these addresses: the given ones, or those of a head's own servers, which are on loopback."""
+        seconds = {name: getattr(self, name) for name in ("timeout_seconds", "retry_seconds", "connect_seconds")}
+        security = {name: getattr(self, name) for name in ("credentials", "token", "insecure")}
+        return WeightClient(addresses, **seconds, **(security if self.addresses else {}))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows are, how they begin, and their SGD."""
+
+    where: Literal["resident", "remote", "dense"] = "resident"
+    """"resident" keeps the rows around the active ones on the module's device; "remote" fetches and pushes them in each
+    step; "dense" keeps all rows in memory, without servers."""
+    momentum: float = 0.9
+    """m of the rows' SGD."""
+    weight_decay: float = 1e-4
+    """λ of the rows' SGD."""
+    correction: bool | Literal["exact", "paper", "none"] = True
+    """How inactive rows move, see `TableSpec`."""
+    seed: int = 0
+    """Of the random initial rows, and of sampled negatives."""
+    init_std: float = 0.01
+    """Standard deviation of random initial rows."""
+    init: Literal["random", "embedding"] = "random"
+    """"embedding": a class that is met for the first time begins at the direction of its own image's embedding, and
+    only classes that were met are active."""
+    init_norm: float | None = None
+    """Length of a row that begins at an embedding; by default the mean length of the random rows."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the stored rows, see `TableSpec`; they are float32 while they are resident."""
+    rows_per_block: int | None = None
+    """Rows that the servers store together; by default as in the servers' table, or in a new one 63 if a sampler's
+    window orders the classes, otherwise 7."""
+    capacity: int | None = None
+    """Number of resident rows on all ranks together; by default as many as the steps need."""
+    prefetch_steps: int = DEFAULT_PREFETCH_STEPS
+    """Steps in advance at which resident rows are requested, if a sampler knows the classes to come."""
+
+    def __post_init__(self) -> None:
+        if self.where not in ("resident", "remote", "dense"):
+            raise ValueError(f"rows must be 'resident', 'remote' or 'dense', got {self.where!r}")
+        if self.capacity is not None:
+            if checked_integer(self.capacity, "capacity") < 1:
+                raise ValueError(
+                    f"capacity must be at least 1 row, got {self.capacity}: omit it for as many as the steps need"
+                )
+            if self.where != "resident":
+                raise ValueError(f"capacity is a number of resident rows, but rows={self.where!r}: omit one of them")
+        if checked_integer(self.prefetch_steps, "prefetch_steps") < 0:
+            raise ValueError(f"prefetch_steps must be at least 0, got {self.prefetch_steps}")
+        if self.where != "dense":
+            return
+        if self.correction == "paper":
+            raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
+        if self.dtype != "float32":
+            raise ValueError(f"rows='dense' are float32, not {self.dtype}: omit dtype, or use rows='resident'")
+
+    def spec(self, num_rows: int, dim: int) -> TableSpec:
+        """The table of these rows; its blocks are those of any order unless `rows_per_block` is given."""
+        return TableSpec(
+            num_rows=num_rows,
+            dim=dim,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            init_std=self.init_std,
+            seed=self.seed,
+            rows_per_block=BLOCK_OF_ANY_ORDER if self.rows_per_block is None else self.rows_per_block,
+            correction=self.correction,
+            dtype=self.dtype,
+        )
+
+    def norm(self, spec: TableSpec) -> float | None:
+        """Length of rows that begin at embeddings; None if they begin at random."""
+        return norm_of(self.init, spec, self.init_norm, self.where)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The softmax over the active classes (Equation 1)."""
+
+    softmax: Literal["cosine", "plain"] = "cosine"
+    """Of cosines, or of inner products ("plain")."""
+    temperature: float = DEFAULT_TEMPERATURE
+    """τ, which divides cosines."""
+    margin: MarginKind = "none"
+    """On the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`."""
+    margin_size: float | None = None
+    """m; by default the usual one."""
+    label_smoothing: float = 0.0
+    """Share of the target distribution that is spread evenly over all active classes, at least 0 and below 1; see
+    `softmax_loss`."""
+
+    def function(self) -> SoftmaxLoss:
+        """The loss. Raises ValueError for settings that are out of range or contradict each other."""
+        if self.softmax == "plain" and self.temperature != DEFAULT_TEMPERATURE:
+            raise ValueError("temperature divides cosines, but softmax='plain': omit one of them")
+        margin = margin_of(self.margin, self.margin_size)
+        return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)
+
+
+Group = TypeVar("Group", Servers, Rows, Loss)
+
+
+def group_of(kind: type[Group], given: object, settings: dict[str, Any]) -> Group:
+    """The group that was given, or whose first field was; with its fields among `settings`, which are removed there."""
+    first, *others = names_of(kind)
+    own = {name: settings.pop(name) for name in others if name in settings}
+    if isinstance(given, kind):
+        return replace(given, **own)
+    own[first] = given
+    return kind(**own)
+
+
+def names_of(kind: type) -> list[str]:
+    """The names of a group's fields."""
+    return [field.name for field in fields(kind)]
+
+
+def refuse_unknown(settings: Mapping[str, object]) -> None:
+    """Raises TypeError for settings that no group has."""
+    for name in settings:
+        known = [known for kind in (Servers, Rows, Loss) for known in names_of(kind)]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise TypeError(f"ClassifierHead has no setting {name!r}: {hint}")
