@@ -3,11 +3,12 @@
     pic embed runs/a pictures/ --output features.parquet
     pic embed runs/a/encoder.safetensors list.txt --output features.npz
 
-The images are a folder, a list of paths or a packed directory; they need no labels. Each image is prepared as in an
-evaluation: its shorter side is resized to 256/224 of the encoder's image size, and the centre is taken. Images that
-cannot be read are reported and left out. The output has the columns path and vector, float32, in the order of the
-images: a Parquet file (needs pyarrow, the extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while
-features are computed; .npz keeps all of them in memory first.
+The images are a folder, an archive, a list of paths or a packed directory; they need no labels. All splits of a source
+are written. Each image is prepared as in an evaluation: its shorter side is resized to 256/224 of the encoder's image
+size, and the centre is taken. Images that cannot be read are reported and left out. The output has the columns path,
+split (of a source with splits) and vector, float32, in the order of the images: a Parquet file (needs pyarrow, the
+extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while features are computed; .npz keeps all of
+them in memory first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -25,9 +25,9 @@ import torch
 from trainer.command_line import parsed
 from trainer.compute import ComputeConfig
 from trainer.counting import Counting, counting
-from trainer.data import load_dataset
+from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.manifest import is_packed
+from trainer.data.source_arguments import add_source_arguments, source_options
 from trainer.display import shown, stage
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.options import SubjectOptions
@@ -48,6 +48,8 @@ class EmbeddedBatch(NamedTuple):
     paths: list[str]
     vectors: Float32Array
     """float32 [n, d]."""
+    split: str
+    """The split of the images; empty if they are of none."""
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -66,12 +68,14 @@ def _embed(options: argparse.Namespace) -> str:
     kind = "run" if options.encoder.is_dir() and (options.encoder / "config.json").exists() else "encoder"
     with stage("loading the encoder and listing the images"):
         found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
-        images = images_of(options.images, found, background=options.background, threads=options.decode_threads)
-    with counting("features", len(images)) as progress:
+        images = images_of(found, options)
+    total = sum(map(len, images.values()))
+    with counting("features", total) as progress:
         batches = embedded(found, images, device=ComputeConfig(device=options.device).torch_device())
         number, dim = write_features(options.output, _counted(batches, progress))
-    left_out = f", {len(images) - number:,} could not be read" if number < len(images) else ""
-    return f"wrote {number:,} vectors of {dim:,} numbers to {options.output}{left_out}"
+    left_out = f", {total - number:,} could not be read" if number < total else ""
+    splits = f", of the splits {', '.join(images)}" if len(images) > 1 else ""
+    return f"wrote {number:,} vectors of {dim:,} numbers to {options.output}{splits}{left_out}"
 
 
 def _counted(batches: Iterator[EmbeddedBatch], progress: Counting) -> Iterator[EmbeddedBatch]:
@@ -91,13 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")
     parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")
+    add_source_arguments(parser)
     return parser
 
 
-def images_of(
-    source: Path, found: Subject, *, background: str | None = None, threads: int | None = None
-) -> DecodedImages:
-    """The images of a folder, list or pack, all of them, as squares for the encoder.
+def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:
+    """All images of a folder, list or pack by their splits, as squares for the encoder.
 
     Raises:
         ValueError: no images, or a subject without encoder.
@@ -106,18 +109,16 @@ def images_of(
         raise ValueError(f"{found.name} has no encoder: give a run or an encoder's file")
     if found.config.in_channels != 3:
         raise ValueError(f"{found.name} takes grey images, but files are decoded in colour: give another encoder")
-    dataset = load_dataset(
-        "packed" if is_packed(source) else "folder",
-        source,
+    return load_splits(
+        options.images,
         image_size=found.config.image_size,
-        decode_threads=threads,
-        background=background or found.background,
+        options=source_options(options),
+        decode_threads=options.decode_threads,
+        background=options.background or found.background,
     )
-    assert isinstance(dataset.train_images, DecodedImages)
-    return dataset.train_images
 
 
-def embedded(found: Subject, images: DecodedImages, *, device: torch.device) -> Iterator[EmbeddedBatch]:
+def embedded(found: Subject, splits: dict[str, DecodedImages], *, device: torch.device) -> Iterator[EmbeddedBatch]:
     """Paths and features of all images that can be read, batch by batch; each other one is reported on stderr.
 
     Raises:
@@ -127,14 +128,15 @@ def embedded(found: Subject, images: DecodedImages, *, device: torch.device) -> 
     assert encoder is not None, "images_of checks it"
     assert config is not None
     frozen = Frozen(encoder, config.pixels, device)
-    edge = (images.shape[-1] - config.image_size) // 2
-    inner = slice(edge, edge + config.image_size)
-    for ids in torch.split(torch.arange(len(images)), _BATCH_SIZE):
-        intact, squares, broken = images.intact(ids.numpy())
-        for line in broken:
-            say(Remark(f"left out: {line}", **line.values), logging.WARNING)
-        vectors = np.zeros((0, 0), np.float32)
-        if len(intact):
-            vectors = frozen.of_pixels(squares[..., inner, inner]).cpu().numpy()
-        yield EmbeddedBatch(images.paths(intact), vectors)
+    for split, images in splits.items():
+        edge = (images.shape[-1] - config.image_size) // 2
+        inner = slice(edge, edge + config.image_size)
+        for ids in torch.split(torch.arange(len(images)), _BATCH_SIZE):
+            intact, squares, broken = images.intact(ids.numpy())
+            for line in broken:
+                say(Remark(f"left out: {line}", **line.values), logging.WARNING)
+            vectors = np.zeros((0, 0), np.float32)
+            if len(intact):
+                vectors = frozen.of_pixels(squares[..., inner, inner]).cpu().numpy()
+            yield EmbeddedBatch(images.paths(intact), vectors, split)
     frozen.check()

@@ -24,6 +24,10 @@ class Batch(Protocol):
     @property
     def vectors(self) -> Float32Array: ...
 
+    @property
+    def split(self) -> str:
+        """The split of the images, which is a column of the file; empty if they are of none."""
+
 
 def check_output(path: Path) -> None:
     """Raises ValueError unless `write_features` can write to `path`, before anything is computed."""
@@ -64,7 +68,8 @@ def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
     try:
         for batch in batches:
             vectors = arrow.FixedSizeListArray.from_arrays(batch.vectors.reshape(-1), batch.vectors.shape[1])
-            table = arrow.table({"path": arrow.array(batch.paths, arrow.string()), "vector": vectors})
+            split = {"split": arrow.array([batch.split] * len(batch.paths), arrow.string())} if batch.split else {}
+            table = arrow.table({"path": arrow.array(batch.paths, arrow.string()), **split, "vector": vectors})
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
     finally:
@@ -73,23 +78,27 @@ def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
 
 
 def _write_npz(path: Path, batches: Iterator[Batch]) -> None:
-    paths: list[str] = []
+    paths, splits = list[str](), list[str]()
     vectors: list[Float32Array] = []
     for batch in batches:
         paths += batch.paths
+        splits += [batch.split] * len(batch.paths)
         vectors.append(batch.vectors)
+    split = {"split": np.array(splits)} if any(splits) else {}
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors))
+        np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors), **split)
 
 
 def _write_csv(path: Path, batches: Iterator[Batch]) -> None:
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         rows = csv.writer(file)
         for number, batch in enumerate(batches):
+            split = [batch.split] if batch.split else []
             if number == 0:
-                rows.writerow(["path", *(f"vector_{column}" for column in range(batch.vectors.shape[1]))])
+                names = [f"vector_{column}" for column in range(batch.vectors.shape[1])]
+                rows.writerow(["path", *(["split"] if split else []), *names])
             for image, vector in zip(batch.paths, batch.vectors, strict=True):
-                rows.writerow([image, *(f"{value:.9g}" for value in vector.tolist())])
+                rows.writerow([image, *split, *(f"{value:.9g}" for value in vector.tolist())])
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -37,6 +37,7 @@ COMMANDS = {
     "embed": Command("trainer.embed"),
     "export": Command("trainer.export.__main__"),
     "duplicates": Command("trainer.__main__", ("duplicates",)),
+    "inspect": Command("trainer.data.__main__", ("inspect",)),
     "pack": Command("trainer.data.__main__", ("pack",)),
     "verify": Command("trainer.data.__main__", ("verify",)),
     "preview": Command("trainer.data.__main__", ("preview",)),

@@ -136,6 +136,19 @@ usage: pic verify PACKED
 Compares packed files with their checksums.
 weightserver verify does so with the directories of weight servers."""
 
+_INSPECT = """\
+usage: pic inspect SOURCE [OPTIONS]
+
+Says what a source of images is read as, and what its images
+are: splits, classes, every file left out, sizes, duplicates, broken images.
+
+options:
+  --split TRAIN:TEST   folders that are splits, or none
+  --stray use|ignore   images beside class folders
+  --tars classes|shards
+  --label-key NAME     where samples of shards have their labels
+  --image-column, --label-column NAME   of a CSV list or JSON lines"""
+
 _PREVIEW = """\
 usage: pic preview SOURCE [OPTIONS]
 
@@ -184,6 +197,7 @@ _PAGES = {
     "embed": _EMBED,
     "export": _EXPORT,
     "duplicates": _DUPLICATES,
+    "inspect": _INSPECT,
     "pack": _PACK,
     "verify": _VERIFY,
     "preview": _PREVIEW,
@@ -200,7 +214,7 @@ _GROUPS = {
     "train": ("train", "demo"),
     "look at a run": ("report", "evaluate", "duplicates"),
     "use an encoder": ("embed", "export"),
-    "prepare images": ("preview", "pack", "verify"),
+    "prepare images": ("inspect", "preview", "pack", "verify"),
     "servers": ("serve",),
 }
 

@@ -96,6 +96,25 @@ def test_packed_images_have_the_paths_from_which_they_were_packed(tmp_path: Path
     np.testing.assert_allclose(packed["vector"][order[0]], plain["vector"][order[1]], rtol=1e-5, atol=1e-6)
 
 
+def test_all_splits_are_written_with_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, number in (("train", 6), ("test", 3), ("val", 3)):
+        plain_tree(tmp_path / "set" / split, number)
+    run = run_with(CONFIG, tmp_path / "run", tmp_path / "set")
+    pack(tmp_path / "set", tmp_path / "packed", PackOptions())
+    for source, splits in (
+        ("set", ["train"] * 6 + ["test"] * 3 + ["val"] * 3),
+        ("packed", ["train"] * 6 + ["test"] * 3),
+    ):
+        assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.csv") == 0
+        with (tmp_path / f"{source}.csv").open(newline="") as text:
+            header, *rows = csv.reader(text)
+        assert header[:2] == ["path", "split"]
+        assert [row[1] for row in rows] == splits
+    assert "of the splits train, test, val" in capsys.readouterr().out
+    assert embed(run, tmp_path / "set", "--split", "test", "--output", tmp_path / "test.npz") == 0
+    assert loaded(tmp_path / "test.npz").keys() == {"path", "vector"}
+
+
 def test_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     tree = plain_tree(tmp_path / "tree", 130)

@@ -1,5 +1,6 @@
-"""Packs images in the order in which they are visited, verifies packed images, and previews augmentations.
+"""Inspects sources of images, packs images in the order of their visits, verifies packs, and previews augmentations.
 
+pic inspect images/                          # what they are read as, and what they are
 pic pack images/train packed/                # repeat it to continue after an interruption
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
 pic verify packed/
@@ -10,22 +11,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import NoReturn
 
 from trainer.command_line import parsed
 from trainer.cores import usable_cores
 from trainer.data.changes import changes_since
-from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
+from trainer.data.inspection import inspect_source
 from trainer.data.manifest import is_packed
 from trainer.data.pack import PackOptions, verify
 from trainer.data.pack_progress import pack_with_progress
 from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
 from trainer.data.reading import read_source
+from trainer.data.source_arguments import add_source_arguments, source_options
 from trainer.display import shown, stage
-from trainer.settings import flag, set_help_texts
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser, Parser
@@ -36,7 +36,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     options = parsed(_parser(), arguments)
     with exit_on_error("trainer.data", after_interrupt="repeat the command to continue"):
         with shown():
-            lines = {"pack": _pack, "verify": _verify, "preview": _preview}[options.command](options)
+            lines = {"inspect": _inspect, "pack": _pack, "verify": _verify, "preview": _preview}[options.command](
+                options
+            )
         print(*lines, sep="\n")
     sys.exit(0)
 
@@ -45,9 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="pic", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
 
+    inspecting = commands.add_parser("inspect", help="say what a source is read as, and what its images are")
+    inspecting.add_argument("source", type=to_path, help="images as for pack")
+    add_source_arguments(inspecting)
+
     packing = commands.add_parser("pack", help="pack images, or continue an interrupted pack")
     packing.add_argument(
-        "source", type=to_path, help="a folder of images, of class folders or of class tars, or a list"
+        "source", type=to_path, help="a folder of images, class folders, tars or splits; an archive; or a list"
     )
     packing.add_argument("output", type=to_path, help="the packed directory")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
@@ -62,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         help="maximum number of broken images (default 1 %%, at least 100)",
     )
 
-    _add_source_options(packing)
+    add_source_arguments(packing)
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_path)
@@ -78,25 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     preview.add_argument("--images", type=int, default=4, metavar="N", help="number of images (default 4)")
     preview.add_argument("--views", type=int, default=8, metavar="N", help="views of each image (default 8)")
     preview.add_argument("--seed", type=int, default=0, help="seed of the views (default 0)")
+    add_source_arguments(preview)
     return parser
-
-
-def _add_source_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `SourceOptions`, as a run has them."""
-    set_help_texts(SourceOptions)
-    choices: dict[str, Any] = get_type_hints(SourceOptions)
-    for one in fields(SourceOptions):
-        parser.add_argument(
-            flag(one.name),
-            default=one.default,
-            choices=get_args(choices[one.name]) if get_origin(choices[one.name]) is Literal else None,
-            metavar=None if get_origin(choices[one.name]) is Literal else "NAME",
-            help=one.metadata.get("help"),
-        )
-
-
-def _of_source(options: argparse.Namespace) -> SourceOptions:
-    return SourceOptions(**{one.name: getattr(options, one.name) for one in fields(SourceOptions)})
 
 
 def _mib(text: str) -> int:
@@ -107,8 +96,13 @@ def _mib(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a number of MiB") from None
 
 
+def _inspect(options: argparse.Namespace) -> list[str]:
+    with stage("looking into the images"):
+        return list(inspect_source(options.source, source_options(options)))
+
+
 def _pack(options: argparse.Namespace) -> list[str]:
-    of_source = _of_source(options)
+    of_source = source_options(options)
     manifest = pack_with_progress(
         options.source,
         options.output,
@@ -163,6 +157,7 @@ def _draw_preview(options: argparse.Namespace) -> None:
         options.source,
         image_size=image_size,
         background=options.background or views.background,
+        options=source_options(options),
     )
     write_preview(
         dataset.train_images,

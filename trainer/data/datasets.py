@@ -224,6 +224,31 @@ def load_dataset(
     return whole if num_images is None else _first_images(whole, num_images)
 
 
+def load_splits(
+    source: Path,
+    *,
+    image_size: int,
+    options: SourceOptions,
+    decode_threads: int | None = None,
+    background: str = "white",
+) -> dict[str, DecodedImages]:
+    """All images of a folder, archive, list or pack, by the names of its splits; under an empty name without splits.
+
+    Raises:
+        ValueError: a source that cannot be read, or has no images.
+    """
+    side = decoded_side(image_size)
+    decoding = _Decoding(decode_threads, background_colour(background))
+    if is_packed(source):
+        packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
+        found = {name: _packed(PackedImages(path), side, decoding).images for name, path in packed.items()}
+    else:
+        reading = read_source(source, options)
+        reading.left_out.log(source)
+        found = {split.name: _read(split, side, decoding).images for split in reading.splits}
+    return found if len(found) > 1 else {"": next(iter(found.values()))}
+
+
 def _first_images(whole: Dataset, num_images: int) -> Dataset:
     """The first training images of a data set in memory, and all of its test images."""
     num_all = len(whole.train_images)

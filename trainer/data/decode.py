@@ -165,6 +165,30 @@ def header_size(content: bytes) -> tuple[int, int]:
         return _upright_size(_open(content))
 
 
+class ImageFacts(NamedTuple):
+    """What a decoded image is."""
+
+    format: str
+    mode: str
+    """Pillow's name of its pixels."""
+    width: int
+    height: int
+    largest: int | None
+    """Largest value, of 16-bit images."""
+    fourth_band: bool
+    """Whether it is a TIFF with a fourth band beside red, green and blue."""
+
+
+def facts(content: bytes) -> ImageFacts:
+    """Decodes an image. Raises BrokenImageError if it cannot."""
+    with _foreign():
+        image = _open(content)
+        image.load()
+        largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
+        fourth_band = image.format == "TIFF" and image.mode in ("RGBA", "RGBX")
+        return ImageFacts(image.format or "", image.mode, *image.size, largest, fourth_band)
+
+
 def upright_size(path: Path) -> tuple[int, int]:
     """Width and height of an image file once it is upright; only its header is read.
 

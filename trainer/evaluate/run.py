@@ -112,7 +112,10 @@ def _load(subject: Subject, name: str, directory: Path | None, options: Evaluati
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
     size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
-    dataset = load_dataset(name, directory, decode_threads=options.decode_threads, background=background, **size)
+    source = subject.source if directory == subject.data_dir else None
+    dataset = load_dataset(
+        name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
+    )
     dataset = dataset.strict()
     if subject.config is not None:
         subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])

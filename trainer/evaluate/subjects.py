@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import SYNTHETIC
+from trainer.data.config import SourceOptions
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.options import SubjectOptions
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
+from trainer.settings import settings_of
 from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import Ranks
 
@@ -47,6 +49,8 @@ class Subject:
     """Its folder; None for the data set's default, or without a run."""
     background: str = "white"
     """What transparent pixels showed in the run."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """How the run reads its images."""
     notes: tuple[str, ...] = ()
     """Lines that say which weights were taken from a file of others."""
 
@@ -151,6 +155,7 @@ def _of_run(run: Path, checkpoint: str | None) -> Subject:
         dataset=str(settings.get("dataset", "fashion-mnist")),
         data_dir=Path(data_dir) if data_dir else None,
         background=settings["background"],
+        source=settings_of(SourceOptions, settings),
     )
 
 

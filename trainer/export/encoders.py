@@ -22,11 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.data import load_dataset
+from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.export.model_card import DETECTRON2, LibraryEncoder, Origin, model_card
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
 from trainer.run.checkpoint_file import newest_images
 from trainer.run.directory import read_config, read_encoder, read_summary
+from trainer.settings import settings_of
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
 LIBRARIES = ("torchvision", "timm", "detectron2")
@@ -92,7 +94,10 @@ def _number_of_images(run: Path, settings: dict[str, Any]) -> tuple[int | None, 
     own = settings.get("data_dir")
     try:
         dataset = load_dataset(
-            str(settings.get("dataset")), Path(own) if own else None, num_images=settings.get("num_images")
+            str(settings.get("dataset")),
+            Path(own) if own else None,
+            num_images=settings.get("num_images"),
+            options=settings_of(SourceOptions, settings),
         )
     except (ValueError, OSError):  # the images are elsewhere
         return number, None

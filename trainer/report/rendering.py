@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.data import Dataset, load_dataset
+from trainer.data.config import SourceOptions
 from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
@@ -33,6 +34,7 @@ from trainer.run.directory import (
     read_summary,
 )
 from trainer.run.plot import draw_training
+from trainer.settings import settings_of
 
 _NUM_PAIRS = 24
 """Number of near-duplicates that are shown."""
@@ -128,4 +130,5 @@ def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
         image_size=config["encoder"]["image_size"],
         seed=config["seed"],
         background=config["background"],
+        options=settings_of(SourceOptions, config),
     )

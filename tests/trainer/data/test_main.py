@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.image_tree import encoded, odd_tree, plain_tree
 from trainer.config import TrainConfig
 from trainer.data.__main__ import main
 from trainer.data.augment import AugmentationConfig
@@ -41,9 +41,40 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert call("verify", packed) == 1
 
 
+def test_inspect_says_what_a_source_is_and_what_its_images_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = odd_tree(tmp_path / "tree", 12)
+    (tree / "a/again.jpg").write_bytes((tree / "b/0001.jpg").read_bytes())
+    deep = np.random.default_rng(0).integers(0, 4_096, (32, 32), dtype=np.uint16)
+    deep[0, 0] = 4_095
+    (tree / "b/deep.png").write_bytes(encoded(Image.fromarray(deep), "PNG"))
+    Image.fromarray(np.zeros((32, 32, 4), np.uint8)).save(tree / "c/bands.tif")
+    assert call("inspect", tree) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "images in class folders: 27 images, 3 classes (a, b, c)",
+        "29 files: 27 images, 2 left out",
+        "1 hidden name (c/.hidden.jpg), 1 file that is no image (c/notes.txt)",
+        "classes, largest first: a 9, b 9, c 9",
+        "shorter side 1 to 48 px, median 48 (of 27 images that were decoded)",
+        "JPEG RGB 14",
+        "values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
+        "1 TIFF images have a fourth band",
+        "broken: 4 of 27 images that were decoded, about 4 in all; runs and packs end at more than 100: --max-broken",
+        "duplicates by bytes: 1, first b/0001.jpg of a/again.jpg",
+    ):
+        assert line in printed
+    assert call("pack", tree, tmp_path / "packed") == 0
+    capsys.readouterr()
+    assert call("inspect", tmp_path / "packed") == 0
+    assert f"27 images of {tree}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("inspect", "absent"),
         ("pack", "absent", "out"),
         ("pack", ".", "out", "--threads", "0"),
         ("verify", "absent"),

@@ -1,0 +1,111 @@
+"""Looks into the images of a source: classes, sizes, duplicates, broken images, pixels; for `pic inspect`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from trainer.cores import usable_cores
+from trainer.data.config import SourceOptions
+from trainer.data.decode import BrokenImageError, ImageFacts, facts, max_broken, why
+from trainer.data.listing import NO_LABEL
+from trainer.data.manifest import Manifest, is_packed
+from trainer.data.reading import Split, read_source
+
+_SAMPLE = 1_000
+_SHOWN = 10
+
+
+def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
+    """Lines about a source: its reading, then for each split what its images are, of a sample of up to 1,000.
+
+    Raises:
+        ValueError: a source that cannot be read, or has no images.
+    """
+    if is_packed(source):
+        manifest = Manifest.load(source)
+        yield f"{source}: a pack of {manifest.num_images:,} images"
+        yield from (f"{part.count:,} images of {part.source}" for part in manifest.ranges)
+        yield "to see the images, inspect what they were packed from"
+        return
+    reading = read_source(source, options)
+    yield f"{source}"
+    yield from (f"  {line}" for line in reading.lines())
+    for split in reading.splits:
+        yield f"{split.name or 'images'}:"
+        yield from (f"  {line}" for line in _split_lines(split))
+
+
+def _split_lines(split: Split) -> Iterator[str]:
+    if split.labelled:
+        most = split.counts.most_common()
+        named = [f"{_name(split, label)} {count:,}" for label, count in most[:_SHOWN]]
+        yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
+    number = len(split.listing)
+    sample = np.unique(np.linspace(0, number - 1, _SAMPLE).astype(int)).tolist()
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = list(pool.map(lambda image: _facts(split, image), sample))
+    intact = [one for one in found if isinstance(one, ImageFacts)]
+    broken = [one for one in found if isinstance(one, str)]
+    of = f"of {len(sample):,} images that were decoded" + (", a sample" if len(sample) < number else "")
+    if intact:
+        sides = [min(one.width, one.height) for one in intact]
+        yield f"shorter side {min(sides):,} to {max(sides):,} px, median {statistics.median(sides):,.0f} ({of})"
+        kinds = Counter(f"{one.format} {one.mode}" for one in intact)
+        yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
+        yield from pixel_warnings(intact)
+    if broken:
+        estimate, limit = len(broken) * number // len(sample), max_broken(number)
+        after = f"runs and packs end at more than {limit:,}: --max-broken allows more"
+        yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {broken[0]}"
+    yield from _duplicates(split)
+
+
+def _name(split: Split, label: int) -> str:
+    return "no label" if label == NO_LABEL else split.classes[label] if split.classes else str(label)
+
+
+def _facts(split: Split, image: int) -> ImageFacts | str:
+    try:
+        return facts(split.listing.read(image))
+    except (BrokenImageError, OSError) as error:
+        return f"{split.listing.name(image)} ({why(error)})"
+
+
+def pixel_warnings(images: list[ImageFacts]) -> Iterator[str]:
+    """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
+    deep = [one.largest for one in images if one.largest is not None]
+    if deep and max(deep) < 1 << 15:
+        yield (
+            f"{len(deep):,} images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
+            f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
+        )
+    if bands := sum(one.fourth_band for one in images):
+        yield f"{bands:,} TIFF images have a fourth band, which is taken for transparency: --alpha ignore if it is none"
+
+
+def _duplicates(split: Split) -> Iterator[str]:
+    """A line if files have the same bytes; only files of one length are read."""
+    listing = split.listing
+    lengths: dict[int, list[int]] = {}
+    for image, entry in enumerate(listing.entries()):
+        try:
+            lengths.setdefault(listing.length(entry), []).append(image)
+        except OSError:
+            continue  # it counts as broken
+    copies, first = 0, ""
+    for images in lengths.values():
+        known: dict[int, int] = {}
+        for image in images if len(images) > 1 else ():
+            original = known.setdefault(xxhash.xxh3_64_intdigest(listing.read(image)), image)
+            if original != image:
+                copies += 1
+                first = first or f"{listing[image].name} of {listing[original].name}"
+    if copies:
+        yield f"duplicates by bytes: {copies:,}, first {first}; each trains as an image of its own"
