@@ -6,36 +6,23 @@ normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`). BatchN
 (appendix, Experimental Settings); evaluate in eval mode.
 """
 
-import itertools
 import json
-import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.encoder_config import OF_SMALL
 from trainer.encoder_config import EncoderConfig as EncoderConfig
+from trainer.small_resnet import SmallResNet
 from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import atomic_write
 
 _FORMAT = "pic-encoder-1"
-
-
-def _group_norm(width: int) -> nn.GroupNorm:
-    """Eight groups, or fewer if eight do not divide the channels (Wu and He, 1803.08494)."""
-    return nn.GroupNorm(math.gcd(width, 8), width)
-
-
-_FULL_BLOCK = 16
-"""Channels that oneDNN computes at a time: 16, or 8 without AVX-512."""
-_Norm = Callable[[int], nn.BatchNorm2d | nn.GroupNorm]
-_NORMS: dict[str, _Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 
 
 class PICModel(nn.Module):
@@ -76,15 +63,11 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
     """Builds an encoder with random weights: normalised images to features float32 [B, feature_dim]."""
     family, _, name = config.name.rpartition(":")
     if config.name == "small":
-        return SmallResNet(config)
+        return SmallResNet(**small_options(config))
     if config.name == "none":
         return _FewPixels()
     if family == "timm":
-        timm = import_module("timm")
-        if not timm.is_model(name):
-            raise ValueError(f"timm has no model {name!r}: timm.list_models() lists them")
-        encoder: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, in_chans=config.in_channels)
-        return encoder
+        return _of_timm(name, config)
     if family in ("", "torchvision"):
         models = import_module("torchvision.models")
         if name not in models.list_models(module=models):
@@ -94,6 +77,31 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
         options = {"zero_init_residual": True} if "resne" in name else {}  # ResNet, ResNeXt, Wide ResNet
         return TorchvisionEncoder(models.get_model(name, weights=None, **options))
     raise ValueError(f"unknown kind of encoder {config.name!r}: give small, none, timm:NAME or torchvision:NAME")
+
+
+def _of_timm(name: str, config: EncoderConfig) -> nn.Module:
+    """A model of timm without its classifier."""
+    timm = import_module("timm")
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}: timm.list_models() lists them")
+    try:
+        encoder: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, **timm_options(name, config))
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"encoder {config.name!r} cannot take {config.image_size} px images: {reason}") from error
+    return encoder
+
+
+def timm_options(name: str, config: EncoderConfig) -> dict[str, Any]:
+    """The options of timm's model; one whose weights depend on the images' size, by its positions, is for theirs."""
+    usual = import_module("timm").get_pretrained_cfg(name)
+    fits = usual is None or not usual.fixed_input_size or usual.input_size[-1] == config.image_size
+    return {"in_chans": config.in_channels} | ({} if fits else {"img_size": config.image_size})
+
+
+def small_options(config: EncoderConfig) -> dict[str, Any]:
+    """The options of `SmallResNet` for the encoder "small"."""
+    return {"in_chans": config.in_channels} | {name: getattr(config, name) for name in OF_SMALL}
 
 
 def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
@@ -127,109 +135,6 @@ def check_image_size(encoder: nn.Module, config: EncoderConfig, image_size: int)
             f"encoder {config.name!r} has {found} features for {image_size} px views and {expected} for "
             f"{config.image_size} px images: give views of the size of the images"
         )
-
-
-class SmallResNet(nn.Module):
-    """ResNet of basic blocks for 28–64 px images: a 3×3 stem without max pooling, stages, a grid of averages.
-
-    The last norm of each block starts at 0, so that a block starts as its shortcut (Goyal et al., 1706.02677).
-    """
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        width, norm = config.width, _NORMS[config.norm]
-        layers: list[nn.Module] = [
-            nn.Conv2d(config.in_channels, width, 3, config.stem_stride, padding=1, bias=False),
-            norm(width),
-            nn.ReLU(inplace=True),
-        ]
-        in_width = width
-        for stage, num_blocks in enumerate(config.blocks):
-            for block in range(num_blocks):
-                out_width = width * 2**stage
-                layers.append(_BasicBlock(in_width, out_width, 2 if stage > 0 and block == 0 else 1, norm))
-                in_width = out_width
-        self.stages = nn.Sequential(*layers)
-        self.pool = _GridOfAverages(config.pool_size)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
-            if isinstance(module, _BasicBlock):
-                nn.init.zeros_(module.norm2.weight)
-
-    def forward(self, images: Tensor) -> Tensor:
-        maps = self.stages(images)  # (B, width·2^(stages-1), side, side)
-        pooled: Tensor = self.pool(maps)
-        return pooled.flatten(1)
-
-
-class _GridOfAverages(nn.Module):
-    """nn.AdaptiveAvgPool2d with the same bits; its backward also works with deterministic algorithms on CUDA."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, maps: Tensor) -> Tensor:
-        if self.size > 1 and torch.are_deterministic_algorithms_enabled():
-            averages: Tensor = _DeterministicAverages.apply(maps, self.size)  # type: ignore[no-untyped-call]
-            return averages
-        return F.adaptive_avg_pool2d(maps, self.size)
-
-
-class _DeterministicAverages(torch.autograd.Function):
-    """F.adaptive_avg_pool2d with a backward that adds the parts' gradients in order, as on the CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, maps: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(maps)
-        return F.adaptive_avg_pool2d(maps, size)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (maps,) = ctx.saved_tensors  # (B, C, height, width)
-        size, result = gradients[0].shape[-1], torch.zeros_like(maps)
-        height, width = maps.shape[-2:]
-        for row, column in itertools.product(range(size), repeat=2):
-            top, bottom = row * height // size, -(-(row + 1) * height // size)
-            left, right = column * width // size, -(-(column + 1) * width // size)
-            share = gradients[0][:, :, row, column] / (bottom - top) / (right - left)  # (B, C)
-            result[:, :, top:bottom, left:right] += share[:, :, None, None]
-        return result, None
-
-
-class _BasicBlock(nn.Module):
-    """Two 3×3 convolutions and a shortcut (He et al., 1512.03385)."""
-
-    def __init__(self, in_width: int, out_width: int, stride: int, norm: _Norm) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_width, out_width, 3, stride, padding=1, bias=False)
-        self.norm1 = norm(out_width)
-        self.conv2 = nn.Conv2d(out_width, out_width, 3, padding=1, bias=False)
-        self.norm2 = norm(out_width)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_width != out_width:
-            convolution = nn.Conv2d if in_width >= _FULL_BLOCK else _StridedPointwise
-            self.shortcut = nn.Sequential(convolution(in_width, out_width, 1, stride, bias=False), norm(out_width))
-
-    def forward(self, maps: Tensor) -> Tensor:
-        out = torch.relu_(self.norm1(self.conv1(maps)))
-        out = self.norm2(self.conv2(out))
-        return torch.relu_(out + self.shortcut(maps))
-
-
-class _StridedPointwise(nn.Conv2d):
-    """A 1×1 convolution, for few channels.
-
-    It takes each stride-th pixel by itself: where oneDNN does so, the gradient of the weights reads and writes beyond
-    its buffer if pixels have fewer channels than a block and lie in the order channels_last, which is wrong, or a
-    crash, on processors without AVX-512 (oneDNN's issue 6035).
-    """
-
-    def forward(self, maps: Tensor) -> Tensor:
-        down, across = self.stride
-        return F.conv2d(maps[:, :, ::down, ::across], self.weight)
 
 
 class _FewPixels(nn.Module):
@@ -267,8 +172,12 @@ class TorchvisionEncoder(nn.Module):
 def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
     """Writes an encoder and its config atomically as one safetensors file."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
-    metadata = {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
-    atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+    atomic_write(path, lambda partial: save_file(tensors, partial, metadata=encoder_metadata(config)))
+
+
+def encoder_metadata(config: EncoderConfig) -> dict[str, str]:
+    """What an encoder file says about its tensors."""
+    return {"format": _FORMAT, "encoder": json.dumps(asdict(config))}
 
 
 def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:

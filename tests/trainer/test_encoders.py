@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,52 @@ def test_the_library_gives_the_same_features(
         found = model(views[:, :1] if name.startswith("timm:") and in_channels == 1 else views)
     assert expected.std() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def in_a_fresh_process(out: Path, code: str, images: Tensor) -> Tensor:
+    """The features that the card's code, run in the directory where it stands, and then `code` give of `images`."""
+    (loading,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    np.save(out / "images.npy", images.numpy())
+    before = "import numpy as np, torch; torch.set_num_threads(1); images = np.load('images.npy')\n"
+    # so that timm can be imported with a CPU-only torch
+    before += "from trainer.torchvision_schemas import declare_missing_schemas; declare_missing_schemas()\n"
+    after = "\nassert 'trainer.model' not in __import__('sys').modules; np.save('features.npy', features)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", before + loading + code + after]
+    subprocess.run(command, cwd=out, env=environment, check=True, timeout=120)
+    return torch.from_numpy(np.load(out / "features.npy"))
+
+
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_the_automatic_encoder_of_a_cpu_is_loaded_by_timm(tmp_path: Path, in_channels: int) -> None:
+    run, out = a_run(tmp_path / "run", "small", in_channels), tmp_path / "out"
+    assert export(run, "--format", "timm", "--output", out) == 0
+    views = normalise(images())[:, :in_channels].contiguous()
+    found = in_a_fresh_process(out, "features = model(torch.from_numpy(images)).detach().numpy()", views)
+    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-5)
+    (again,) = out.glob("*.safetensors")  # which is an encoder file too
+    with torch.no_grad():
+        torch.testing.assert_close(load_encoder(again)[0](views), features(run, views), rtol=0, atol=0)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("name", ["small", "resnet18", "timm:resnet10t"])
+def test_an_onnx_graph_gives_the_same_features(tmp_path: Path, name: str) -> None:
+    for needed in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    run, out = a_run(tmp_path / "run", name), tmp_path / "out"
+    assert export(run, "--format", "onnx", "--output", out) == 0
+    views = normalise(images(5))
+    found = in_a_fresh_process(out, "", views)
+    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-5)
+
+
+def test_onnx_without_its_extra_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.export.encoders.find_spec", lambda name: None)
+    assert export(a_run(tmp_path / "run", "small"), "--format", "onnx", "--output", tmp_path / "out") == 1
+    assert "needs the extra of that name: pip install 'pic-weightserver[onnx]'" in capsys.readouterr().err
 
 
 @pytest.mark.guard
@@ -313,7 +361,8 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "in_channels", "library", "message"),
     [
-        ("small", 3, "timm", "encoder 'small' is this trainer's own and exists in no library"),
+        ("small", 3, "torchvision", "torchvision has no model like the encoder 'small': choose timm or onnx"),
+        ("none", 3, "onnx", "encoder 'none' learns nothing: there is no encoder to export"),
         ("timm:resnet10t", 3, "torchvision", "torchvision has no counterpart of 'timm:resnet10t'"),
         ("mobilenet_v3_small", 3, "timm", "timm has no counterpart of 'mobilenet_v3_small'"),
         ("timm:resnet26", 3, "detectron2", "detectron2 has no counterpart of 'timm:resnet26'"),

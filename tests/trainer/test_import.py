@@ -119,6 +119,12 @@ def timm_training() -> dict[str, Any]:
     return {"state_dict": weights(2), "state_dict_ema": weights(1), "metric": np.float64(71.5), "arch": "resnet18"}
 
 
+def lightly() -> dict[str, Any]:
+    """A backbone nn.Sequential(*model.children()) without the classifier, whose keys begin with numbers."""
+    parts = nn.Sequential(*list(_models(NAME, 1).children())[:-1])
+    return {"state_dict": under("backbone.", dict(parts.state_dict()))}
+
+
 @pytest.mark.parametrize(
     ("make", "prefix", "left_out"),
     [
@@ -133,6 +139,7 @@ def timm_training() -> dict[str, Any]:
         (lambda: {"state_dict": under("encoder.", weights())}, "state_dict.encoder.", "state_dict.encoder.fc (2)"),
         (lambda: {"model": under("module.backbone.", weights())}, "model.module.backbone.", "fc (2)"),
         (lambda: {"model_state": weights(), "epoch": 1}, "model_state.", "model_state.fc (2)"),
+        (lightly, "state_dict.backbone.", "left out nothing"),
         (lambda: without(weights(), "fc") | {"num_batches": torch.ones(1)}, "no prefix", "num_batches (1)"),
     ],
 )
@@ -193,6 +200,23 @@ def test_a_vision_transformer_of_timm(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "left out state_dict.module.base_encoder.head (2)\n" in printed
     assert "timm's own weights of this name expect --pixel-mean 0.5 0.5 0.5 --pixel-std 0.5 0.5 0.5" in printed
+
+
+def test_a_vision_transformer_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own positions at the size that it was trained at; at another one, those that timm interpolates."""
+    name, path = "timm:vit_tiny_patch16_224", tmp_path / "vit.pth"
+    trained = _models(name, 1, img_size=96)
+    torch.save({"teacher": under("backbone.", dict(trained.state_dict()))}, path)
+    assert_is(imported(path, "--model", name, "--image-size", "96"), dict(trained.state_dict()))
+    assert "interpolated" not in capsys.readouterr().out
+    (tmp_path / "imported.safetensors").unlink()
+    encoder = imported(path, "--model", name, "--image-size", "160")
+    assert "interpolated teacher.backbone.pos_embed from 6×6 to 10×10 patches\n" in capsys.readouterr().out
+    theirs = _models(name, 2, img_size=160)
+    theirs.load_state_dict(
+        import_module("timm.models.vision_transformer").checkpoint_filter_fn(dict(trained.state_dict()), theirs)
+    )
+    assert_is(encoder, dict(theirs.state_dict()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -13,14 +13,12 @@ from safetensors.torch import save_file
 from trainer.compute import ComputeConfig
 from trainer.model import (
     EncoderConfig,
-    SmallResNet,
-    _BasicBlock,
-    _GridOfAverages,
     build_encoder,
     build_model,
     load_encoder,
     save_encoder,
 )
+from trainer.small_resnet import BasicBlock, GridOfAverages, SmallResNet
 from weightserver.torch import cosine_softmax_loss
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
@@ -68,7 +66,7 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
 def test_a_block_starts_as_its_shortcut(config: EncoderConfig) -> None:
     encoder = build_encoder(config)
     assert isinstance(encoder, SmallResNet)
-    blocks = [module for module in encoder.modules() if isinstance(module, _BasicBlock)]
+    blocks = [module for module in encoder.modules() if isinstance(module, BasicBlock)]
     assert len(blocks) == 3
     for block in blocks:
         block.eval()
@@ -211,7 +209,7 @@ def test_deterministic_pooling_has_the_bits_of_torchs(height: int, width: int, s
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
             leaf = maps.clone().requires_grad_()
-            pooled = _GridOfAverages(size)(leaf)
+            pooled = GridOfAverages(size)(leaf)
             pooled.backward(upstream)
             assert leaf.grad is not None
             results.append((pooled.detach(), leaf.grad))

@@ -1,7 +1,8 @@
-"""Exports an encoder for torchvision, timm or detectron2: a safetensors file, its SHA-256 and a model card.
+"""Exports an encoder for torchvision, timm, detectron2 or ONNX: a file of weights, its SHA-256 and a model card.
 
 The scale of pixels is written in each library's own form: timm's config.json, torchvision's transforms, detectron2's
-PIXEL_MEAN and PIXEL_STD.
+PIXEL_MEAN and PIXEL_STD. ONNX can be written of every encoder. "small" is no architecture of timm's: its export for
+timm has a Python file that registers it.
 
 An architecture can be converted between torchvision and timm if both have a model of its name with the same keys and
 shapes (plain ResNets, ResNeXts and wide ResNets do); before anything is written, the other library's model is loaded
@@ -11,9 +12,14 @@ in its tools/convert-torchvision-to-d2.py.
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import re
+import warnings
+from contextlib import redirect_stdout
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +30,33 @@ from torch import Tensor, nn
 from trainer.data import load_dataset
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
-from trainer.export.model_card import DETECTRON2, LibraryEncoder, Origin, model_card
-from trainer.model import EncoderConfig, TorchvisionEncoder, build_encoder
+from trainer.export.model_card import DETECTRON2, SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
+from trainer.model import (
+    EncoderConfig,
+    TorchvisionEncoder,
+    build_encoder,
+    encoder_metadata,
+    small_options,
+    timm_options,
+)
 from trainer.run.checkpoint_file import newest_images
 from trainer.run.directory import read_config, read_encoder, read_summary
 from trainer.settings import settings_of
+from trainer.small_resnet import SmallResNet
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
-LIBRARIES = ("torchvision", "timm", "detectron2")
+LIBRARIES = ("torchvision", "timm", "detectron2", "onnx")
+_REGISTRATION = f'''
+
+@timm.models.register_model
+def {SMALL_IN_TIMM}(pretrained: bool = False, **options: Any) -> nn.Module:
+    """Builds the encoder of this directory by timm.create_model("local-dir:PATH", pretrained=True)."""
+
+    def without_classes(num_classes: int = 0, **options: Any) -> nn.Module:
+        return SmallResNet(**options)
+
+    return timm.models.build_model_with_cfg(without_classes, "{SMALL_IN_TIMM}", pretrained, **options)
+'''
 
 
 def export_encoder(
@@ -39,9 +64,9 @@ def export_encoder(
 ) -> list[Path]:
     """Writes a run's encoder, of its end or of a checkpoint, into the new directory `output`; returns the files.
 
-    The files are NAME-LIBRARY-xxxxxxxx.safetensors, with the first digits of its SHA-256 in its name; the whole
-    SHA-256, for `sha256sum -c`; README.md, the model card; for timm also config.json, by which timm loads the
-    directory.
+    The files are NAME-LIBRARY-xxxxxxxx.safetensors, or .onnx, with the first digits of its SHA-256 in its name; the
+    whole SHA-256, for `sha256sum -c`; README.md, the model card; for timm also config.json, by which timm loads the
+    directory, and of "small" the Python file that registers it.
 
     Raises:
         ValueError: no run, no such checkpoint, an architecture that the library does not have, a directory in use.
@@ -53,12 +78,17 @@ def export_encoder(
     converted = convert(encoder, config, library)
     require_empty(output)
     output.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
-    unnamed = output / "encoder.safetensors"
-    metadata = {"format": "pt"} | _described(converted, config)
-    atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
+    unnamed = output / "encoder.unnamed"
+    if library == "onnx":
+        atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
+    else:
+        tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
+        metadata = _described(converted, config)
+        atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
-    weights = unnamed.rename(output / f"{converted.name}-{library}-{digest[:8]}.safetensors")
+    weights = unnamed.rename(
+        output / f"{converted.name}-{library}-{digest[:8]}{'.onnx' if library == 'onnx' else '.safetensors'}"
+    )
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
     num_images, num_classes = _number_of_images(run, settings)
     origin = Origin(
@@ -79,12 +109,38 @@ def export_encoder(
     )
     atomic_write(checksum, lambda path: path.write_text(f"{digest}  {weights.name}\n"))
     atomic_write(card, lambda path: path.write_text(text))
-    if library != "timm":
-        return [weights, checksum, card]
-    fields = output / "config.json"
-    content = json.dumps(_timm_config(converted, config), indent=2) + "\n"
-    atomic_write(fields, lambda path: path.write_text(content))
-    return [weights, checksum, card, fields]
+    files = [weights, checksum, card]
+    if library == "timm":
+        fields = json.dumps(_timm_config(converted, config), indent=2) + "\n"
+        atomic_write(output / "config.json", lambda path: path.write_text(fields))
+        files.append(output / "config.json")
+    if converted.name == SMALL_IN_TIMM:
+        source = (
+            Path(inspect.getfile(SmallResNet))
+            .read_text()
+            .replace("\nimport torch\n", "\nimport timm\nimport torch\n", 1)
+        )
+        atomic_write(output / f"{SMALL_IN_TIMM}.py", lambda path: path.write_text(source + _REGISTRATION))
+        files.append(output / f"{SMALL_IN_TIMM}.py")
+    return files
+
+
+def _write_onnx(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
+    """Writes the graph from `images`, normalised float32 [batch, C, H, W], to `features` float32 [batch, d]."""
+    images = torch.zeros(2, config.in_channels, config.image_size, config.image_size)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # of the exporter, about itself
+        torch.onnx.export(
+            encoder,
+            (images,),
+            path,
+            input_names=["images"],
+            output_names=["features"],
+            dynamic_shapes=[{0: torch.export.Dim("batch")}],
+            external_data=False,
+            dynamo=True,
+            verbose=False,
+        )
 
 
 def _number_of_images(run: Path, settings: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -110,11 +166,18 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     if library not in LIBRARIES:
         raise ValueError(f"library {library!r} is unknown: give {', '.join(LIBRARIES)}")
     family, _, name = config.name.rpartition(":")
-    if config.name in ("small", "none"):
-        raise ValueError(
-            f"encoder {config.name!r} is this trainer's own and exists in no library: use trainer.model.load_encoder"
-        )
-    home, tensors = family or "torchvision", _library_tensors(encoder)
+    if config.name == "none":
+        raise ValueError("encoder 'none' learns nothing: there is no encoder to export")
+    tensors = _library_tensors(encoder)
+    if library == "onnx":
+        if find_spec("onnxscript") is None:
+            raise ValueError("--format onnx needs the extra of that name: pip install 'pic-weightserver[onnx]'")
+        return LibraryEncoder(library, name, config.in_channels, config.pixels, tensors)
+    if config.name == "small":
+        if library != "timm":
+            raise ValueError(f"{library} has no model like the encoder 'small': choose timm or onnx")
+        return LibraryEncoder(library, SMALL_IN_TIMM, config.in_channels, config.pixels, tensors)
+    home = family or "torchvision"
     in_channels = 3 if home == "torchvision" else config.in_channels
     pixels = config.pixels.channels(in_channels)
     last = encoder.last if isinstance(encoder, TorchvisionEncoder) else ""
@@ -180,8 +243,11 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
 
 def _described(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, str]:
     """Metadata of the weights file, from which `trainer.export.importing` builds the encoder again."""
+    if converted.name == SMALL_IN_TIMM:
+        return encoder_metadata(config)  # a file for `load_encoder`
     family = "timm" if converted.library == "timm" else "torchvision"  # detectron2's weights fit torchvision's model
     return {
+        "format": "pt",
         "model": f"{family}:{converted.name}",
         "image_size": str(config.image_size),
         "in_channels": str(converted.in_channels if family == "timm" else config.in_channels),
@@ -192,10 +258,16 @@ def _described(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, st
 
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:
     """timm's description of a model; its scripts prepare images by pretrained_cfg."""
+    is_small = converted.name == SMALL_IN_TIMM
+    options = (
+        small_options(config)
+        if is_small
+        else timm_options(converted.name, config) | {"in_chans": converted.in_channels}
+    )
     return {
         "architecture": converted.name,
         "num_classes": 0,
-        "model_args": {"in_chans": converted.in_channels},
+        "model_args": options,
         "pretrained_cfg": {
             "input_size": [converted.in_channels, config.image_size, config.image_size],
             "crop_pct": config.image_size / decoded_side(config.image_size),

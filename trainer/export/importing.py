@@ -8,10 +8,11 @@ of the encoder, is read as the method's own evaluation does (`_rank`).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from trainer.data.pixels import IMAGENET
 from trainer.export.encoders import detectron2_key
 from trainer.export.weights_file import WeightsFile, read_weights
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, measure_feature_dim
+from trainer.torchvision_schemas import import_module
 
 _TAKEN_FIRST = {"teacher", "ema"}
 _TAKEN_LAST = {"student", "momentum", "target", "k", "m"}
@@ -93,7 +95,8 @@ def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = N
     encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
     model = encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
     initial = model.state_dict()
-    match, others = _choose(_matches(file, config.name, initial, prefix), file, config.name)
+    file, positions = _with_positions(file, model, initial)
+    match, others = _choose(_matches(file, config.name, model, prefix), file, config.name)
     left_out = sorted(file.tensors.keys() - match.paths.values())
     _refuse_larger_model(match, left_out, _heads(encoder), file, config.name)
     weights, converted = _weights(file, match, initial)
@@ -103,6 +106,7 @@ def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = N
         f"took {len(match.paths)} tensors of {config.name} under {match.prefix or 'no prefix'}",
         f"left out {_groups(left_out, match.prefix) or 'nothing'}",
         *(f"{other.prefix or 'no prefix'} has all of them too: --prefix chooses it" for other in others),
+        *positions,
         *(f"converted {count} tensors from {dtype} to float32" for dtype, count in converted.items()),
         f"{num_features} features; {config.image_size} px images, pixel mean {_spaced(config.pixels.mean)}, standard "
         f"deviation {_spaced(config.pixels.std)}",
@@ -154,9 +158,17 @@ def _described(file: WeightsFile) -> dict[str, Any]:
 # ---- names
 
 
-def _matches(file: WeightsFile, model: str, wanted: dict[str, Tensor], prefix: str | None) -> list[_Match]:
-    """The prefixes under which the file has most of the model's keys, under torchvision's or detectron2's names."""
-    keys = {detectron2_key(key): key for key in wanted} | {key: key for key in wanted}
+def _matches(file: WeightsFile, name: str, model: nn.Module, prefix: str | None) -> list[_Match]:
+    """The prefixes under which the file has most of the model's keys.
+
+    Under the library's names, detectron2's, or the numbers of the model's parts in nn.Sequential(*model.children()), as
+    lightly builds its backbones.
+    """
+    wanted = model.state_dict()
+    numbers = {part: str(number) for number, (part, _) in enumerate(model.named_children())}
+    numbered = {key: ".".join([numbers.get(key.split(".")[0], ""), *key.split(".")[1:]]) for key in wanted}
+    keys = {numbered[key]: key for key in wanted} | {detectron2_key(key): key for key in wanted}
+    keys |= {key: key for key in wanted}
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in file.tensors:
         parts = path.split(".")
@@ -168,7 +180,7 @@ def _matches(file: WeightsFile, model: str, wanted: dict[str, Tensor], prefix: s
     most = max((sizes[candidate] for candidate in chosen), default=0)
     if not most:
         where = "" if prefix is None else f" under --prefix {prefix!r}"
-        raise ValueError(f"{file.path} has no keys of {model}{where}: its keys are {_first(list(file.tensors))}")
+        raise ValueError(f"{file.path} has no keys of {name}{where}: its keys are {_first(list(file.tensors))}")
     best = [candidate for candidate in chosen if sizes[candidate] == most]
     return [_Match(candidate, found[candidate], _problems(file, wanted, found[candidate])) for candidate in best]
 
@@ -242,6 +254,24 @@ def _heads(encoder: nn.Module) -> tuple[str, ...]:
 
 
 # ---- values
+
+
+def _with_positions(file: WeightsFile, model: nn.Module, wanted: dict[str, Tensor]) -> tuple[WeightsFile, list[str]]:
+    """The file with a transformer's positions interpolated to the model's grid of patches, and a line that says so."""
+    tensors, notes, to = dict(file.tensors), [], wanted.get("pos_embed")
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if to is None or to.ndim != 3 or grid is None:
+        return file, []
+    others = to.shape[1] - math.prod(grid)  # those of no patch
+    for path, tensor in file.tensors.items():
+        side = math.isqrt(max(0, tensor.shape[1] - others)) if tensor.ndim == 3 else 0
+        is_theirs = path.rpartition(".")[2] == "pos_embed" and tensor.shape[2:] == to.shape[2:]
+        if not is_theirs or tensor.shape == to.shape or side * side + others != tensor.shape[1]:
+            continue
+        resample = import_module("timm.layers").resample_abs_pos_embed
+        tensors[path] = resample(tensor, list(grid), num_prefix_tokens=others)
+        notes.append(f"interpolated {path} from {side}×{side} to {grid[0]}×{grid[1]} patches")
+    return replace(file, tensors=tensors), notes
 
 
 def _weights(

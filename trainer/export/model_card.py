@@ -31,6 +31,10 @@ DETECTRON2 = {
 """MODEL.RESNETS.DEPTH, NUM_GROUPS and WIDTH_PER_GROUP of models for detectron2's build_resnet_backbone."""
 
 
+SMALL_IN_TIMM = "pic_small"
+"""Name of the encoder "small" in timm, once the Python file of that name beside the weights is imported."""
+
+
 @dataclass(frozen=True)
 class LibraryEncoder:
     """An encoder in the form of a library."""
@@ -97,6 +101,11 @@ def _introduction(encoder: LibraryEncoder, origin: Origin) -> str:
         if origin.checkpoint
         else "the state at the end of its run"
     )
+    what = (
+        "An image encoder as an ONNX graph."
+        if encoder.library == "onnx"
+        else (f"An image encoder in the keys of {encoder.library}.")
+    )
     return f"""---
 license: {origin.licence}
 library_name: {encoder.library}
@@ -105,7 +114,7 @@ tags: [image-feature-extraction, self-supervised, parametric-instance-classifica
 
 # {encoder.name}, trained on {origin.dataset} by instance classification
 
-An image encoder in the keys of {encoder.library}. It was trained on {origin.images}, without reading
+{what} It was trained on {origin.images}, without reading
 labels, by Parametric Instance Classification (Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class.
 This is {state}. It has no classifier; its output is one feature vector per image, to compare by cosine similarity or to
 use as input of a linear layer.
@@ -115,10 +124,10 @@ use as input of a linear layer.
 def _input(encoder: LibraryEncoder, *, image_size: int, is_grey: bool, file: str) -> str:
     channels = "RGB" if encoder.in_channels == 3 else "grey"
     grey = " Repeat a grey image three times." if is_grey and encoder.in_channels == 3 else ""
-    loading = {"timm": _by_timm, "torchvision": _by_torchvision, "detectron2": _by_detectron2}[encoder.library]
+    ways = {"timm": _by_timm, "torchvision": _by_torchvision, "detectron2": _by_detectron2, "onnx": _by_onnx}
     return f"""## How to load it
 
-{loading(encoder, image_size, file)}
+{ways[encoder.library](encoder, image_size, file)}
 
 Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..1 minus their mean
 {_listed(encoder.pixels.mean)}, divided by their standard deviation {_listed(encoder.pixels.std)}; trained at
@@ -159,10 +168,21 @@ def used_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_timm(encoder: LibraryEncoder, image_size: int, file: str) -> str:
-    return """```python
+    registers = (
+        f"import {encoder.name}  # {encoder.name}.py of this directory\n" if encoder.name == SMALL_IN_TIMM else ""
+    )
+    return f"""```python
 import timm
-model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
+{registers}model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
 preprocess = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```"""
+
+
+def _by_onnx(encoder: LibraryEncoder, image_size: int, file: str) -> str:
+    return f"""```python
+import onnxruntime
+session = onnxruntime.InferenceSession("{file}")
+(features,) = session.run(None, {{"images": images}})  # NumPy, prepared as below; any number of images
 ```"""
 
 

@@ -208,7 +208,7 @@ def test_raw_pixels() -> None:
         ({"model": "resnet19"}, "unknown encoder 'torchvision:resnet19'"),
         ({"model": "small"}, "--model 'small' is no library's"),
         ({"model": "resnet18", "pixel_mean": (0.5,)}, "--pixel-mean and --pixel-std belong together"),
-        ({"model": "timm:vit_tiny_patch16_224", "image_size": 96}, "cannot take 96 px images"),
+        ({"model": "timm:vit_tiny_patch16_224", "image_size": 10}, "cannot take 10 px images"),
         ({"model": "resnet18", "weights": Path("/no/such/file")}, "cannot read /no/such/file (No such file"),
         ({"run": Path("/no/such/run")}, "/no/such/run holds no run"),
         ({"run": "{trained}", "checkpoint": "step-7"}, "has no checkpoint 'step-7': it has step-"),

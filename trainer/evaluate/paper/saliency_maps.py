@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model import SmallResNet
+from trainer.small_resnet import SmallResNet
 
 
 def saliency_maps(activations: Tensor) -> Tensor:
