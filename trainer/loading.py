@@ -19,6 +19,7 @@ from weightserver.common.processes import end_at_sigterm
 NEEDED = (
     "defusedxml",
     "jinja2",
+    "joblib",
     "matplotlib",
     "PIL",
     "sklearn",
