@@ -53,22 +53,17 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
         return _resumed(parse_config([PRESET, *arguments, "--output", str(output)]))
     problems = [problem] if problem else []
     found = _found(config, given, problems)
-    out_of_range = config.problems_within_parts()
-    if found is None:
-        raise ValueError("\n".join([*problems, *map(str, out_of_range)]))
+    problems += map(str, config.problems_within_parts())
+    if found is None or problems:
+        raise ValueError("\n".join(problems))
     dataset, images = found
     machine = _machine(config)
-    at_fault = {name for problem in out_of_range for name in problem.settings}
-    values = {name: value for name, value in config.settings().items() if name in given - at_fault}
+    values = {name: value for name, value in config.settings().items() if name in given}
     choices = choose(images, machine, values)
     chosen = {name: choice.value for name, choice in choices.items()}
-    config = _parsed(arguments, chosen).with_settings(output=output)
-    if at_fault:  # the other problems are found with the choices in their place
-        problems += map(str, out_of_range)
-        preset = PRESETS[PRESET][1].settings()
-        config = config.with_settings(**{name: preset[name] for name in at_fault} | chosen)
-    problems += problems_with(config, dataset)
-    if problems:
+    preset = PRESETS[PRESET][1].with_settings(**chosen)
+    config = parse_config([PRESET, *arguments], default=preset).with_settings(output=output)
+    if problems := problems_with(config, dataset):
         raise ValueError("\n".join(problems))
     if choose_only:
         return config
@@ -144,19 +139,12 @@ def _given(arguments: Sequence[str]) -> set[str]:
     return found
 
 
-def _parsed(arguments: Sequence[str], values: dict[str, Any]) -> TrainConfig:
-    """The command line's settings, with `values` where it gives none."""
-    return parse_config([PRESET, *arguments], default=PRESETS[PRESET][1].with_settings(**values))
-
-
 def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
     """The run's directory, runs/FOLDER, -2, -3, … if none is given; and a problem, or none."""
     if "output" in given:
         if (config.run.output / CONFIG_FILE).exists() and not config.run.resume:
-            return (
-                config.run.output,
-                f"--output {config.run.output} holds a run: give --resume to resume it, or another",
-            )
+            problem = f"--output {config.run.output} holds a run: give --resume to resume it, or another"
+            return config.run.output, problem
         return config.run.output, ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return config.run.output, "several ranks need the same directory: give --output"
@@ -238,7 +226,10 @@ def _print_choices(
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if dataset.untested and images.num_classes and not images.num_tests:
         console.print(f"  {dataset.untested}", markup=False)
-    for line in _broken_lines(images):
+    if broken := images.unreadable:
+        named(broken[:_NAMED])
+        others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
+        line = f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
         console.print(f"  {line}", markup=False, soft_wrap=True)
     for name, value, reason in _rows(config, choices, given):
         console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)
@@ -265,34 +256,16 @@ def _log_choices(
     _log.info("settings chosen", extra=fields)
 
 
-def _broken_lines(images: ImagesSurvey) -> Iterator[str]:
-    broken = images.unreadable
-    if broken:
-        named(broken[:_NAMED])
-        others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
-        yield f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
-
-
 def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    for name, choice in choices.items():
-        shown = flag(name)
-        value = choice.value
+    """Flag, value and reason of each choice, then of what is given."""
+    for name, (value, reason) in choices.items():
         if isinstance(value, bool):
-            shown, text = (shown if value else f"--no-{name.replace('_', '-')}"), ""
+            yield flag(name if value else f"no_{name}"), "", reason
+        elif isinstance(value, tuple):
+            yield flag(name), " ".join(map(str, value)), reason
         else:
-            text = (
-                " ".join(map(str, value))
-                if isinstance(value, tuple)
-                else f"{value:g}"
-                if _is_float(value)
-                else str(value)
-            )
-        yield shown, text, choice.reason
+            yield flag(name), f"{value:g}" if isinstance(value, float) else str(value), reason
     for name in sorted(given.keys() - {"data_dir"}):
-        yield flag(name), str(config.settings()[name]), "as given"
+        yield flag(name), str(given[name]), "as given"
     if "output" not in given:
         yield "--output", str(config.run.output), "a new directory"
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, float)
