@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import grpc
 import pytest
 from google.protobuf.message import Message as Proto
+from google.protobuf.message_factory import GetMessageClass
 
 import weightserver.client.arguments
 import weightserver.client.calls
@@ -688,20 +689,16 @@ class _Channel:
     def __init__(self, cluster: MemoryCluster, shard: int) -> None:
         self._cluster, self._shard = cluster, shard
 
-    def unary_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return SimpleNamespace(
-            with_call=lambda request, **options: self._only(self._call(path, [request], response_deserializer, options))
-        )
+    def unary_unary(self, path: str) -> Any:
+        return SimpleNamespace(with_call=lambda request, **options: self._only(self._call(path, [request], options)))
 
-    def stream_unary(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        return SimpleNamespace(
-            with_call=lambda requests, **options: self._only(self._call(path, requests, response_deserializer, options))
-        )
+    def stream_unary(self, path: str) -> Any:
+        return SimpleNamespace(with_call=lambda requests, **options: self._only(self._call(path, requests, options)))
 
-    def unary_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Any:
-        def begin(request: Any, **options: Any) -> _Replies:
+    def unary_stream(self, path: str) -> Any:
+        def begin(request: bytes, **options: Any) -> _Replies:
             try:
-                return self._call(path, [request], response_deserializer, options)
+                return self._call(path, [request], options)
             except grpc.RpcError as error:
                 return _Replies([], (), error)
 
@@ -709,13 +706,14 @@ class _Channel:
 
     def close(self) -> None: ...
 
-    def _call(self, path: str, requests: Any, parse: Any, options: Any) -> _Replies:
-        method = path.rpartition("/")[2]
-        run = _run.get()
+    def _call(self, path: str, sent: Iterable[bytes], options: Any) -> _Replies:
+        service, _, method = path[1:].rpartition("/")
+        parse = GetMessageClass(pb.DESCRIPTOR.pool.FindMethodByName(f"{service}.{method}").input_type).FromString
+        requests, run = map(parse, sent), _run.get()
         known = self._cluster.known.get((run.client, self._shard), Known())
         message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
         answers, trailing = self._cluster.attempt(message)
-        return _Replies(map(parse or bytes, answers), trailing)
+        return _Replies(answers, trailing)
 
     def _only(self, answers: _Replies) -> tuple[Any, _Replies]:
         (answer,) = answers

@@ -193,11 +193,19 @@ class ShardModel:
     """Of its last rollback, or of a session that was forced since, which led to none."""
     newest: Mapping[bytes, tuple[int, bool]] = field(default_factory=dict)
     """Each writer's newest number, and whether that write was applied or sealed."""
+    returned_to: str = ""
+    """The checkpoint of its last rollback."""
 
     @property
     def session(self) -> tuple[int, bytes]:
         """Epoch and session id."""
         return self.state.epoch, self.session_id
+
+    def may_differ(self, checkpoint: str) -> bool:
+        """Whether rows were written since, or may have been: a checkpoint does not say whether rows were written
+        between an earlier one and itself."""
+        names = list(self.taken)
+        return self.is_changed_since(checkpoint) or self.returned_to in names[names.index(checkpoint) + 1 :]
 
     def has_settled(self, header: pb.WriteHeader) -> bool:
         """Whether that write must no longer be applied."""
@@ -765,7 +773,8 @@ class Machine(RuleBasedStateMachine):
                 shard.taken = {**shard.taken, name: (call.arguments["step"], identity)}
                 shard.used_at = {name: len(shard.used), **shard.used_at}
             if call.kind == "rollback":
-                shard.used = shard.used[: shard.used_at[call.arguments["name"]]]
+                shard.returned_to = call.arguments["name"]
+                shard.used = shard.used[: shard.used_at[shard.returned_to]]
             shard.taken = {name: shard.taken[name] for name in done.checkpoints}
             shard.used_at = {name: shard.used_at[name] for name in done.checkpoints}
             self.no_version_is_kept_in_vain(message)
@@ -799,7 +808,7 @@ class Machine(RuleBasedStateMachine):
         elif error is InvalidRequestError and message.method == "Checkpoint":
             name = call.arguments["name"]
             if name in shard.taken:
-                had_to = shard.taken[name][0] != call.arguments["step"] or shard.is_changed_since(name)
+                had_to = shard.taken[name][0] != call.arguments["step"] or shard.may_differ(name)
             else:  # something was written since the client described the shards
                 newest = max(self.cluster.directories[message.shard].history)
                 had_to = newest > message.run.knew[message.shard].event

@@ -1,21 +1,25 @@
 """The gRPC channels to one shard: calls take the newest one, and one that proved useless is replaced.
 
 A new channel has connections of its own, and looks the shard's name up again: where an attempt brought no byte, the
-shard may serve at another address by now. The caller's own thread calls gRPC, and a signal that interrupts it there may
-leave a lock of its channel taken for ever: then the next call has a new one too.
+shard may serve at another address by now.
+
+The caller's own thread calls gRPC. A signal that interrupts the main thread there may leave locks of its channel taken
+for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
-from weightserver.client.threads import run_for
+from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, MAX_MESSAGE_BYTES
 
@@ -53,33 +57,51 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> g
 
 
 class Channel:
-    """A channel to a shard, and the methods called over it."""
+    """A channel to a shard, and the methods called over it.
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    gRPC would swallow an exception of a signal's handler where it serializes messages: it is given their bytes.
+    """
+
+    def __init__(self, channel: grpc.Channel, *, is_main: bool) -> None:
+        self.is_main = is_main
+        """Whether the main thread alone uses it."""
         self.is_useless = False
         """Whether the next call needs a new one."""
         self.num_calls = 0
         """Of those that it has now."""
-        self._channel = channel
-        self.stubs = {method.name: self._stub(method) for method in _SERVICE.methods}
-        self.fetch_of_one_message = self._stub(_SERVICE.methods_by_name["Fetch"], one_message=True)
+        self.close = channel.close
+        self._stubs = {
+            method.name: (channel.stream_unary if method.client_streaming else channel.unary_unary)(_path(method))
+            for method in _SERVICE.methods
+        }
+        self._fetch = channel.unary_stream(_path(_SERVICE.methods_by_name["Fetch"]))
 
-    def _stub(self, method: Any, *, one_message: bool = False) -> Any:
-        if method.server_streaming and not one_message:
-            kind = self._channel.unary_stream
-        elif method.client_streaming:
-            kind = self._channel.stream_unary
-        else:
-            kind = self._channel.unary_unary
-        return kind(
-            f"/{_SERVICE.full_name}/{method.name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            # Fetch answers are decoded without a copy.
-            response_deserializer=None if method.name == "Fetch" else GetMessageClass(method.output_type).FromString,
-        )
+    def call(self, method: str, request: Message | Iterable[Message], options: dict[str, Any]) -> tuple[Any, Any]:
+        """Makes a call that is answered by one message; returns the answer, that of Fetch as bytes, and the call.
 
-    def close(self) -> None:
-        self._channel.close()
+        Raises:
+            WeightServerError: the answer is no message of this method.
+        """
+        sent: Any = _bytes_of(request) if isinstance(request, Message) else map(_bytes_of, request)
+        answer, call = self._stubs[method].with_call(sent, **options)
+        if method == "Fetch":  # decoded without a copy
+            return answer, call
+        try:
+            return GetMessageClass(_SERVICE.methods_by_name[method].output_type).FromString(answer), call
+        except DecodeError:
+            raise WeightServerError(f"{method} was answered by what is no answer: is it of the same version?") from None
+
+    def fetch(self, request: pb.FetchRequest, options: dict[str, Any]) -> Any:
+        """Sends a request; returns the call, an iterator of the answer's messages as bytes."""
+        return self._fetch(request.SerializeToString(), **options)
+
+
+def _path(method: Any) -> str:
+    return f"/{_SERVICE.full_name}/{method.name}"
+
+
+def _bytes_of(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 class Channels:
@@ -89,11 +111,9 @@ class Channels:
         self._address, self._credentials = address, credentials
         self._process, self._lock = os.getpid(), threading.Lock()
         self._is_closed = False
-        self._newest = self._open()
-        self._all = {self._newest}
-
-    def _open(self) -> Channel:
-        return Channel(open_channel(self._address, self._credentials))
+        self._newest: dict[bool, Channel] = {}
+        """Of the main thread, and of the others."""
+        self._all: set[Channel] = set()
 
     def take(self) -> Channel:
         """The channel for a call, which ends with `leave`.
@@ -102,22 +122,25 @@ class Channels:
             ValueError: they are closed, or were made by another process.
         """
         require_process(self._process)
+        is_main = threading.current_thread() is threading.main_thread()
         with self._lock:
             self.require_open()
-            if self._newest.is_useless:
-                self._newest = self._open()
-                self._all.add(self._newest)
-            self._newest.num_calls += 1
-            return self._newest
+            channel = self._newest.get(is_main)
+            if channel is None or channel.is_useless:
+                channel = Channel(open_channel(self._address, self._credentials), is_main=is_main)
+                self._all.add(channel)
+                self._newest[is_main] = channel
+            channel.num_calls += 1
+            return channel
 
     def leave(self, channel: Channel) -> None:
-        """A useless channel is closed when it has no call left."""
+        """A useless channel is closed when it has no call left; that of the main thread at once."""
         with self._lock:
             channel.num_calls -= 1
-            if not channel.is_useless or channel.num_calls:
+            if not channel.is_useless or (channel.num_calls and not channel.is_main):
                 return
-            self._all.discard(channel)
-        run_for(0, [channel.close])
+        channel.close()
+        self._all.discard(channel)
 
     def require_open(self) -> None:
         if self._is_closed:
@@ -127,6 +150,6 @@ class Channels:
         """Ends calls of other threads. Their next attempts raise ValueError."""
         with self._lock:
             self._is_closed = True
-            channels, self._all = self._all, set()
-        for channel in channels:
+        for channel in list(self._all):
             channel.close()
+            self._all.discard(channel)

@@ -106,7 +106,7 @@ class ShardConnection:
                 sent = type(request)()
                 sent.CopyFrom(request)
                 sent.header.rates.CopyFrom(named)
-            answer, call = channel.stubs[method].with_call(sent, **options)
+            answer, call = channel.call(method, sent, options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
             return answer
@@ -118,7 +118,7 @@ class ShardConnection:
         with contextlib.suppress(grpc.RpcError, ValueError):
             channel = self._channels.take()
             try:
-                channel.stubs[method](request, timeout=seconds, metadata=self._metadata)
+                channel.call(method, request, {"timeout": seconds, "metadata": self._metadata})
             finally:
                 self._channels.leave(channel)
 
@@ -133,7 +133,7 @@ class ShardConnection:
         started, request_id, channel = time.monotonic(), new_request_id(), self._channels.take()
         options = self._options(request_id)
         try:
-            answer = channel.stubs["Fetch"](self._next_request(like, rates, rows, options), **options)
+            answer = channel.fetch(self._next_request(like, rates, rows, options), options)
         except ValueError:
             return None
         except BaseException:
@@ -167,10 +167,10 @@ class ShardConnection:
                     first.answer.cancel()
             request = self._next_request(like, rates, rows, options)
             if rows.fit_one_message:
-                message, one = channel.fetch_of_one_message.with_call(request, **options)
+                message, one = channel.call("Fetch", request, options)
                 self._receive([message] if message is not None else [], one, options, rows)
                 return
-            answer = channel.stubs["Fetch"](request, **options)
+            answer = channel.fetch(request, options)
             try:
                 self._receive(answer, answer, options, rows)
             finally:
@@ -226,7 +226,7 @@ class ShardConnection:
                 channel = self._channels.take()
                 try:
                     for request in rates.missing(self.shard) if rates is not None else ():
-                        list(channel.stubs["Fetch"](request, **self._options(call.request_id)))
+                        list(channel.fetch(request, self._options(call.request_id)))
                     answer = attempt(channel, self._options(call.request_id, acknowledged))
                     self._has_answered = True
                     if rates is not None:

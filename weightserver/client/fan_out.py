@@ -22,7 +22,6 @@ Result = TypeVar("Result")
 Answers = Sequence[pb.DescribeResponse]
 """How the shards describe themselves, in the order of shards."""
 ONE_CLUSTER = "give the addresses of one cluster"
-_CLOSE_SECONDS = 5.0
 
 
 class Shards:
@@ -102,8 +101,7 @@ class Shards:
             return
         with self._lock:
             self._closed = True
-            connections, self._connections = self._connections or [], None
-        self._disconnect(connections)
+        self._disconnect(self._connections or [])
         WATCH.look()  # the process may end before its next look, which would tell that a shard answers again
 
     def _connect(self) -> list[ShardConnection]:
@@ -131,7 +129,8 @@ class Shards:
 
     @staticmethod
     def _disconnect(connections: list[ShardConnection]) -> None:
-        threads.run_for(_CLOSE_SECONDS, [connection.close for connection in connections])
+        for connection in connections:
+            connection.close()
 
 
 def _shard_order(answers: Answers, addresses: Sequence[str]) -> list[int]:

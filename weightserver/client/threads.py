@@ -3,21 +3,20 @@
 Python raises the exception of a signal's handler in the main thread, before nearly any instruction of Python code: also
 in `threading.Condition.__enter__` after it has acquired its lock, which is then never released. So nothing here is
 built from conditions, as `Future`, `Thread.start` and executors are: threads share with their caller only a
-`SimpleQueue`, whose code a signal cannot interrupt halfway. gRPC is built from conditions too: see `connection.py`.
+`SimpleQueue`, whose code a signal cannot interrupt halfway. gRPC is built from conditions too: see `channels.py`.
 
 An interrupt of the caller leaves the other calls running. They make no further attempt: see `require_caller`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextvars import ContextVar
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from weightserver.core.errors import WeightServerError
@@ -83,16 +82,6 @@ def require_caller() -> None:
     caller = _caller.get(None)
     if caller is not None and caller.has_left:
         raise CancelledError
-
-
-def run_for(seconds: float, calls: Iterable[Callable[[], object]]) -> None:
-    """Makes each call in a thread of its own, and waits at most so long until they have returned."""
-    answers, every = Answers(), list(calls)
-    for number, call in enumerate(every):
-        start_new_thread(_answer, (_Caller(), answers, number, call, ()))
-    with contextlib.suppress(Empty):
-        for _ in every:
-            answers.get(timeout=seconds)
 
 
 def _answer(
