@@ -63,19 +63,21 @@ class OnlineProbe:
         labels = self._labels_of(step)  # (A, b)
         num_images = self._batch_size * self._num_views
         correct = torch.zeros(1, dtype=torch.int64, device=labels.device)
+        labelled = (labels >= 0).sum().reshape(1) * self._num_views
         self._optimizer.zero_grad()
         for number, seen in enumerate(features):
             part, view = divmod(number, self._num_crops)
             if view < self._num_views:
                 own = labels[part]
                 logits = F.linear(self._normalised(seen, self._batch_size // len(labels)), self._weight, self._bias)
-                (F.cross_entropy(logits, own, reduction="sum") / num_images).backward()  # type: ignore[no-untyped-call]
+                loss = F.cross_entropy(logits, own, reduction="sum", ignore_index=-1)  # images without a label
+                (loss / num_images).backward()  # type: ignore[no-untyped-call]
                 correct += (logits.argmax(dim=1) == own).sum()
         if self._ranks.world_size > 1:
-            for summand in (self._weight.grad, self._bias.grad, correct):
+            for summand in (self._weight.grad, self._bias.grad, correct, labelled):
                 dist.all_reduce(summand)
         self._optimizer.step()
-        self._counts += F.pad(correct, (0, 1), value=num_images)
+        self._counts += torch.cat([correct, labelled])
 
     def _normalised(self, features: Tensor, part_size: int) -> Tensor:
         """Features (b, d) with mean 0 and variance 1 over the `part_size` images of all ranks."""
@@ -92,7 +94,7 @@ class OnlineProbe:
         """Top-1 in percent of the views since the last call, each classified before the classifier learned from it."""
         correct, seen = map(int, self._counts.tolist())
         self._counts.zero_()
-        return 100.0 * correct / seen
+        return 100.0 * correct / max(1, seen)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name."""

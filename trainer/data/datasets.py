@@ -19,7 +19,7 @@ from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
-from trainer.data.listing import Listing
+from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
@@ -114,8 +114,14 @@ class Dataset:
 
     @property
     def evaluated(self) -> "Dataset":
-        """The images and labels that evaluation uses: all, also if only the first ones are trained on."""
-        return self.whole or self
+        """The images and labels that evaluation uses: all that have a label, also if only the first ones are trained
+        on."""
+        whole = self.whole or self
+        if not whole.labelled:
+            return whole
+        train = _with_labels(whole.train_images, whole.train_labels)
+        test = _with_labels(whole.test_images, whole.test_labels)
+        return replace(whole, train_images=train[0], train_labels=train[1], test_images=test[0], test_labels=test[1])
 
     @property
     def labelled(self) -> bool:
@@ -125,7 +131,8 @@ class Dataset:
     def can_hold_out(self) -> bool:
         """Whether there are no test images, and enough training images that some can stand for them."""
         none_given = not len(self.test_images) and self.untested == NO_TEST_IMAGES
-        return none_given and self.labelled and len(self.train_images) >= _FEWEST_TO_HOLD_OUT
+        unlabelled = self.reading.train.counts[NO_LABEL] if self.reading else 0
+        return none_given and self.labelled and len(self.train_images) - unlabelled >= _FEWEST_TO_HOLD_OUT
 
     def check_labelled(self, *, tested: bool = False) -> None:
         """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
@@ -176,6 +183,14 @@ class Dataset:
                 f"give --order-seed {self.order_seed}, or pack them again"
             )
         return RangesOrder(self.ranges, order_seed)
+
+
+def _with_labels(images: TrainImages, labels: Tensor) -> tuple[TrainImages, Tensor]:
+    """Those images that have a label, and the labels."""
+    if not len(labels) or labels.min() >= 0:
+        return images, labels
+    kept = torch.nonzero(labels >= 0)[:, 0]
+    return images.chosen(kept.numpy()) if isinstance(images, DecodedImages) else images[kept], labels[kept]
 
 
 def load_dataset(

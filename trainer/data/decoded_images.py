@@ -58,6 +58,31 @@ class EncodedImages(Protocol):
         """The ids of images that others stand for, because they were broken when they were packed."""
 
 
+class Chosen:
+    """Some of other encoded images, under the ids 0..n-1."""
+
+    def __init__(self, images: EncodedImages, ids: Int64Array) -> None:
+        self._images, self._ids = images, ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, image: int) -> bytes:
+        return self._images.read(int(self._ids[image]))
+
+    def name(self, image: int) -> str:
+        return self._images.name(int(self._ids[image]))
+
+    def path(self, image: int) -> str:
+        return self._images.path(int(self._ids[image]))
+
+    def positions(self, images: Int64Array) -> Int64Array:
+        return self._images.positions(self._ids[images])
+
+    def replaced(self) -> Int64Array:
+        return np.flatnonzero(np.isin(self._ids, self._images.replaced()))
+
+
 def named(lines: Iterable[str]) -> None:
     """Notes lines about broken images that were shown, so that they are not logged again."""
     _named.update(lines)
@@ -173,6 +198,10 @@ class DecodedImages:
         """The first of these images."""
         return self._like(num_images=num_images, device=self._device)
 
+    def chosen(self, images: Int64Array) -> DecodedImages:
+        """Those of these images, int64 [n], under the ids 0..n-1."""
+        return self._like(num_images=len(images), device=self._device, images=Chosen(self._images, images))
+
     def strict(self) -> DecodedImages:
         """The same images, all of which count: a broken one is an error. Raises ValueError if packing replaced one."""
         replaced = self._images.replaced()
@@ -229,16 +258,23 @@ class DecodedImages:
         except (BrokenImageError, OSError) as error:
             return f"{self._images.name(image)} ({why(error)})"
 
-    def _like(self, *, num_images: int, device: torch.device, strict: bool | None = None) -> DecodedImages:
+    def _like(
+        self,
+        *,
+        num_images: int,
+        device: torch.device,
+        strict: bool | None = None,
+        images: EncodedImages | None = None,
+    ) -> DecodedImages:
         return DecodedImages(
-            self._images,
+            images or self._images,
             self._side,
             num_images=num_images,
             threads=self._threads,
             device=device,
             strict=self._strict if strict is None else strict,
             background=self._background,
-            broken=self._broken,
+            broken=self._broken if images is None else None,
         )
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:

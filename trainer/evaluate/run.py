@@ -116,7 +116,7 @@ def _load(subject: Subject, name: str, directory: Path | None, options: Evaluati
     dataset = load_dataset(
         name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
     )
-    dataset = dataset.strict()
+    dataset = dataset.strict().evaluated
     if subject.config is not None:
         subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])
     return dataset

@@ -130,7 +130,8 @@ def _by_number(name: str) -> tuple[int, str]:
 def _names(dataset: Dataset, count: int) -> list[str]:
     """The classes of the first `count` training images, by name if they have names; empty without labels."""
     labels = dataset.train_labels[:count].tolist()
-    return [dataset.class_names[label] if dataset.class_names else str(label) for label in labels]
+    names = dataset.class_names
+    return ["no label" if label < 0 else names[label] if names else str(label) for label in labels]
 
 
 def _confusion(features: Tensor, labels: Sequence[str], classes: Sequence[str]) -> list[list[float]]:

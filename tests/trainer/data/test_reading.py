@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -330,6 +331,50 @@ def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) ->
     with pytest.raises(ValueError, match=f"list.txt, line 2: .*{message}") as caught:
         listed(tmp_path / "list.txt")
     assert len(str(caught.value)) < len(str(tmp_path)) + 120
+
+
+def test_lists_of_other_programs(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 6)
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jpg"))
+    lists = {
+        "header.csv": "\n".join(["id;Path;label", *(f"{i};{name};{i % 2}" for i, name in enumerate(names))]),
+        "quoted.csv": "\n".join(f'"{name}",{i % 2}' for i, name in enumerate(names)),
+        "lines.jsonl": "\n".join(json.dumps({"file_name": name, "label": i % 2}) for i, name in enumerate(names)),
+        "quoted.txt": "\n".join(f'"{name}" {i % 2}' for i, name in enumerate(names)),
+        "backslash.txt": "\n".join(name.replace("/", "\\") + f"\t{i % 2}" for i, name in enumerate(names)),
+    }
+    for name, content in lists.items():
+        (tmp_path / name).write_text(content)
+        listing, found = listed(tmp_path / name)
+        assert (paths(listing), listing.labels().tolist(), found.classes) == (names, [0, 1] * 3, ()), name
+    (tmp_path / "own.csv").write_text("a,b\n" + "\n".join(f"{name},x{i}" for i, name in enumerate(names)))
+    with pytest.raises(ValueError, match="has the columns a, b: name that of the paths by --image-column"):
+        listed(tmp_path / "own.csv")
+    assert not listed(tmp_path / "own.csv", image_column="a")[1].labelled
+    assert any(
+        "--label-column" in line for line in read_source(tmp_path / "own.csv", SourceOptions(image_column="a")).lines()
+    )
+    assert listed(tmp_path / "own.csv", image_column="a", label_column="b")[1].classes[:2] == ("x0", "x1")
+    (tmp_path / "gone.txt").write_text("nowhere.jpg\n")
+    with pytest.raises(ValueError, match="none of its first 1 paths exists"):
+        listed(tmp_path / "gone.txt")
+
+
+def test_some_images_may_have_no_label(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 6)
+    names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.jpg"))]
+    texts = ["cat", "", "dog", "-1", "cat", ""]
+    (tmp_path / "list.csv").write_text("path,label\n" + "\n".join(map(",".join, zip(names, texts, strict=True))))
+    listing, found = listed(tmp_path / "list.csv")
+    assert (listing.labels().tolist(), found.classes) == ([0, -1, 1, -1, 0, -1], ("cat", "dog"))
+    assert "3 images have no label: training uses them" in "".join(read_source(tmp_path / "list.csv").lines())
+    pack(tmp_path / "list.csv", tmp_path / "packed", PackOptions())
+    for name, source in (("folder", "list.csv"), ("packed", "packed")):
+        dataset = load_dataset(name, tmp_path / source)
+        assert (len(dataset.train_images), dataset.train_labels.tolist()) == (6, [0, -1, 1, -1, 0, -1])
+        part = dataset.evaluated
+        assert (len(part.train_images), part.train_labels.tolist()) == (3, [0, 1, 0])
+        assert torch.equal(part.train_images[:], dataset.train_images[torch.tensor([0, 2, 4])])
 
 
 def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
