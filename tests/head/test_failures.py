@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -12,19 +14,23 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.head.conftest import MakeHead
 from tests.head.test_ranks import launch
 from tests.helpers.failing_steps import (
     ATTEMPTS,
     BATCHES,
+    RATE,
     Attempt,
     DenseHead,
+    Failure,
     Point,
     Then,
     Tracer,
     lines_of,
     run,
+    with_scaler,
     with_step,
     with_zero_grad,
 )
@@ -52,7 +58,8 @@ EVERY_STORE = pytest.mark.parametrize("rows", STORES)
 
 
 @pytest.mark.parametrize(
-    ("attempt", "then"), [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped")]
+    ("attempt", "then"),
+    [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped"), (with_scaler, "repeated")],
 )
 def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Then) -> None:
     """Those of the encoder's two passes included."""
@@ -66,7 +73,8 @@ def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Th
 
 @pytest.mark.guard
 @pytest.mark.parametrize(
-    ("attempt", "then"), [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped")]
+    ("attempt", "then"),
+    [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped"), (with_scaler, "repeated")],
 )
 @EVERY_STORE
 def test_at_any_line_inside(make_head: MakeHead, client: WeightClient, attempt: Attempt, then: Then, rows: str) -> None:
@@ -85,7 +93,7 @@ def test_at_any_line_inside(make_head: MakeHead, client: WeightClient, attempt: 
             result = run(head, loaded(BATCHES), attempt, then, failed := Tracer(attempt, point, inside=True))
             assert failed.line is not None, point
             ended = failed.made and point[0] != own_file
-            as_dense = loop[loop.index(failed.line) + ended]
+            as_dense = loop[-2] if ended and failed.line == loop[0] else loop[loop.index(failed.line) + ended]
             if as_dense not in expected:
                 expected[as_dense] = run(DenseHead(head), loaded(BATCHES), attempt, then, Tracer(attempt, as_dense))
         result.assert_close(expected[as_dense])
@@ -153,6 +161,119 @@ def test_what_was_forgotten_is_said_first(make_head: MakeHead, announces: bool) 
     with pytest.raises(ValueError, match=r"a step needs at least one batch: call step_of"), head.step_of():
         pass
     assert head.num_steps == 2
+
+
+class Loop:
+    """A loop of batches of classes, whose embeddings are fixed, beside what dense SGD is to make of it."""
+
+    def __init__(self, head: ClassifierHead) -> None:
+        self.head, self.dense = head, Dense(head)
+
+    def loss(self, ids: Any, view: int = 0) -> Tensor:
+        loss: Tensor = self.head(embedded(ids, view).requires_grad_(), ids, view=view)
+        return loss
+
+    def expect(self, *batches: Any, views: int = 1, rate: float = RATE, skipped: bool = False) -> None:
+        self.dense.visits += [int(class_) for ids in batches for class_ in ids]
+        for ids, view in itertools.product([] if skipped else batches, range(views)):
+            self.dense.loss(embedded(ids, view), [*map(int, ids)]).backward()
+        self.dense.update(rate)
+
+
+def embedded(ids: Any, view: int) -> Tensor:
+    return INPUTS[torch.as_tensor(ids), view : view + DIM].clone()
+
+
+def skips_what_failed_in_its_block(loop: Loop, first: Any, second: Any) -> None:
+    with contextlib.suppress(Failure), loop.head.step_of(first):
+        loop.loss(first).backward()
+        raise Failure
+    loop.head.skip(RATE)
+    loop.expect(first, skipped=True)
+
+
+def begins_a_block_in_vain(loop: Loop, first: Any, second: Any) -> None:
+    for ids in (first, second):
+        with loop.head.step_of(ids):
+            if ids is first:
+                continue
+            loop.loss(ids).backward()
+            loop.head.step(RATE)
+    loop.expect(second)
+
+
+def has_a_block_for_each_batch_of_a_step(loop: Loop, first: Any, second: Any) -> None:
+    for ids, last in loop.head.announced([(first, False), (second, True)], batches_per_step=2):
+        with loop.head.step_of(ids):
+            loop.loss(ids).backward()
+            if last:
+                loop.head.step(RATE)
+    loop.expect(first, second)
+
+
+def skips_at_the_first_batch_of_a_step(loop: Loop, first: Any, second: Any) -> None:
+    given = []
+    for (ids,) in loop.head.announced([(first,), (second,), (second,), (first,)], batches_per_step=2):
+        given.append(ids)
+        if len(given) == 1:
+            loop.head.skip(RATE)
+            continue
+        loop.loss(ids).backward()
+        if len(given) == 3:
+            loop.head.step(RATE)
+    assert given == [first, second, first]
+    loop.expect(first, second, skipped=True)
+    loop.expect(second, first)
+
+
+def leaves_out_a_batch_after_the_next_was_announced(loop: Loop, first: Any, second: Any) -> None:
+    loop.loss(first).backward()
+    loop.head.announce(second)
+    loop.head.zero_grad()
+    loop.loss(second).backward()
+    loop.head.step(RATE)
+    loop.expect(second)
+
+
+def announces_a_batch_twice_that_has_two_views(loop: Loop, first: Any, second: Any) -> None:
+    loop.head.announce(first, first)
+    for _, view in itertools.product(range(2), range(2)):
+        loop.loss(first, view).backward()
+    loop.head.step(RATE)
+    loop.expect(first, first, views=2)
+
+
+def repeats_a_step_by_another_rate(loop: Loop, first: Any, second: Any) -> None:
+    loop.loss(first).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loop.head._steps.current), "update", lambda *_: next(iter(())))
+        with pytest.raises(StopIteration):
+            loop.head.step(RATE)
+    loop.head.step(RATE / 2)
+    loop.expect(first, rate=RATE / 2)
+
+
+LOOPS = [
+    skips_what_failed_in_its_block,
+    begins_a_block_in_vain,
+    has_a_block_for_each_batch_of_a_step,
+    skips_at_the_first_batch_of_a_step,
+    leaves_out_a_batch_after_the_next_was_announced,
+    announces_a_batch_twice_that_has_two_views,
+    repeats_a_step_by_another_rate,
+]
+
+
+@EVERY_STORE
+@pytest.mark.parametrize("loops", LOOPS)
+def test_a_loop_that(make_head: MakeHead, rows: str, loops: Callable[[Loop, Any, Any], None]) -> None:
+    """Before an ordinary step, which is as if dense SGD had made the steps before it."""
+    loop, batches = Loop(make_head(rows)), [[1, 2, 3], [4, 5, 6], [1, 7, 4]]
+    loops(loop, *batches[:2])
+    loop.loss(batches[2]).backward()
+    loop.head.step(RATE)
+    loop.expect(batches[2])
+    torch.testing.assert_close(loop.head.rows(range(NUM_CLASSES)), loop.dense.weight.detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.guard

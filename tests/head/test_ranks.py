@@ -117,7 +117,33 @@ def other_settings(out: Path, rank: int) -> None:
         head.announce([1, 2])
 
 
+def one_fails(out: Path, rank: int) -> None:
+    """In its backward pass, which it repeats, while the other ends the step."""
+    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
+        for _ in range(2):
+            try:
+                with head.step_of([rank]):
+                    head(torch.ones(1, DIM, requires_grad=True), [rank]).backward()
+                    if rank:
+                        raise RuntimeError
+                    head.step(0.1)
+            except RuntimeError:
+                continue
+
+
+def one_is_spoiled(out: Path, rank: int) -> None:
+    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
+        head(torch.ones(1, DIM, requires_grad=True), [rank]).backward()
+        assert head._steps.current is not None
+        assert head._steps.current.weight is not None
+        if 0 in head.order.images(head._steps.current.announced.rows):
+            assert head._steps.current.weight.grad is not None
+            head._steps.current.weight.grad.fill_(float("nan"))
+        head.step(0.1)
+
+
 FAILURES = {"settings": other_settings, "sizes": other_sizes, "numbers": other_numbers, "classes": other_classes}
+FAILURES |= {"one fails": one_fails, "one is spoiled": one_is_spoiled}
 ERRORS = {
     "settings": [
         "rank 0: every rank must make the head with the same arguments, got other settings on another rank",
@@ -127,7 +153,15 @@ ERRORS = {
     "sizes": ["the batches of a step must be equally large, on every rank, got 2 to 3 classes"] * 2,
     "numbers": [
         "the batches of this rank have ended before those of another: give every rank as many",
-        "the batches of a step must be equally large, on every rank, got 0 to 4 classes",
+        "the batches of another rank have ended before this one's: give every rank as many",
+    ],
+    "one fails": [
+        "this rank ends step 0 after 0 failed attempts, another one announces step 0 after 1 failed attempts: a step ",
+        "this rank announces step 0 after 1 failed attempts, another one ends step 0 after 0 failed attempts: a step ",
+    ],
+    "one is spoiled": [
+        "the gradient of class 1 is infinite or NaN in step 0, nothing was updated",
+        "the gradient of the encoder or of another rank is infinite or NaN in step 0, nothing was updated",
     ],
     "classes": ["the classes 5, 6 are not those that were announced for step 0 (1, 2)"] * 2,
 }

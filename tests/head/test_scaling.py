@@ -154,6 +154,74 @@ def test_a_norm_is_clipped_as_torch_clips_that_of_a_dense_matrix(make_head: Make
     result.assert_close(Result(expected, dense.weight.detach(), other.weight()))
 
 
+@pytest.mark.parametrize("spoiled", ["encoder", "rows"])
+def test_a_norm_that_is_not_finite_changes_nothing(make_head: MakeHead, spoiled: str) -> None:
+    """One decision for encoder and rows, although no scale was given."""
+    head, encoder = make_head(), Encoder()
+    before, ids = head.rows(range(NUM_CLASSES)), BATCHES[0]
+    head(encoder.module(INPUTS[ids]), ids).backward()
+    if spoiled == "rows":
+        spoil(head)
+    else:
+        encoder.optimizer.param_groups[0]["params"][0].grad[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"the gradient of (class \d+|the encoder.*) is infinite or NaN in step 0, no"):
+        head.step(RATE, optimizer=encoder.optimizer, max_norm=MAX_NORM)
+    assert head.num_steps == 0
+    head.skip(0.0)
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("update first", r"scaler\.update\(\) was called before head\.step\(\): call it after scaler\.step"),
+        ("no update", r"scaler\.update\(\) of the step before was not called: call it after each step"),
+        ("no step", r"the scaler has made no step: give head\.step\(\) the encoder's optimizer too, or"),
+    ],
+)
+def test_the_order_of_the_scalers_calls(make_head: MakeHead, wrong: str, message: str) -> None:
+    """Where torch would scale a step silently, or raise, the head says what is missing."""
+    head, encoder, scaler = make_head("dense"), Encoder(), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def train() -> None:
+        for ids, batch in loaded(BATCHES):
+            scaler.scale(head(encoder.module(batch), ids)).backward()
+            if wrong == "update first" and head.num_steps:
+                scaler.update(4.0)
+            head.step(RATE, scaler=scaler, optimizer=None if wrong == "no step" else encoder.optimizer)
+            scaler.step(encoder.optimizer)
+            if wrong != "no update":
+                scaler.update()
+
+    with pytest.raises(ValueError, match=message):
+        train()
+
+
+def test_an_overflow_in_one_of_two_optimizers(make_head: MakeHead) -> None:
+    """Leaves out the steps of both; a frozen encoder, whose gradients were unscaled before, is none."""
+    head, encoder, other = make_head("dense"), Encoder(), Encoder()
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=4.0), head.rows(range(NUM_CLASSES))
+    optimizers, ids = [encoder.optimizer, other.optimizer], BATCHES[0]
+    scaler.scale(head(encoder.module(INPUTS[ids]) + other.module(INPUTS[ids]), ids)).backward()
+    other.optimizer.param_groups[0]["params"][0].grad[0, 0] = float("inf")
+    head.step(0.0, scaler=scaler, optimizer=optimizers)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), head.num_steps) == (2.0, 1)
+    for trained in (encoder, other):
+        assert torch.equal(trained.weight(), Encoder().weight())
+        trained.module.requires_grad_(False)
+        trained.optimizer.zero_grad()
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
+    scaler.scale(head(encoder.module(INPUTS[ids]), ids)).backward()
+    scaler.unscale_(encoder.optimizer)
+    head.step(RATE, scaler=scaler, optimizer=encoder.optimizer, max_norm=MAX_NORM)
+    scaler.step(encoder.optimizer)
+    scaler.update()
+    assert not torch.equal(head.rows(ids), before[ids])
+
+
 def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings: Tensor) -> None:
     head, encoder, scaler = make_head("dense"), Encoder(), torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(head(embeddings, [1, 2, 3, 4]) + encoder.module(INPUTS[:1]).sum()).backward()
@@ -161,6 +229,8 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
         head.step(RATE, scaler=scaler, gradient_scale=2.0)
     with pytest.raises(ValueError, match="max_norm clips the gradients of the encoder and the rows together: give its"):
         head.step(RATE, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm would clip scaled gradients of the encoder: give scaler, not grad"):
+        head.step(RATE, gradient_scale=2.0, max_norm=1.0, optimizer=encoder.optimizer)
     with pytest.raises(ValueError, match="max_norm must be positive, got 0: omit it"):
         head.step(RATE, max_norm=0.0, optimizer=encoder.optimizer)
     scaler.step(encoder.optimizer)

@@ -134,16 +134,23 @@ def test_each_step_has_one_checkpoint(make_head: MakeHead, client: WeightClient)
     assert {known.name for known in client.checkpoints()} == {f"step-{HALF:012d}", "mine"}
 
 
-def test_a_checkpoint_needs_a_finished_step(make_head: MakeHead) -> None:
-    """In the middle of a step nothing is saved, and the step can still be finished."""
-    head, encoder = make_head(), Encoder()
-    ids, batch = BATCHES[0]
+@pytest.mark.parametrize("announces", [True, False])
+def test_a_state_in_the_middle_of_a_step_is_that_before_it(make_head: MakeHead, announces: bool) -> None:
+    """As one that is saved when a loop is interrupted; the step can still be finished."""
+    head = make_head()
+    encoder, at_half, _ = first_half(head)
+    ids, batch = BATCHES[HALF]
+    if announces:
+        head.announce(ids)
     head(encoder.module(batch), ids).backward()
-    for call in (head.checkpoint, head.state_dict):
-        with pytest.raises(ValueError, match=r"a step is in progress: call checkpoint\(\) after step\(\)"):
-            call()
-    head.step(0.1)
-    assert head.checkpoint().step == 1
+    state = head.state_dict()
+    head.step(learning_rate(HALF))
+    encoder.update(learning_rate(HALF))
+    undisturbed = trained(head, [BATCHES[HALF + 1 :]], encoder=encoder)
+    head.load_state_dict(state)
+    again = continued(head, restored(at_half))
+    assert again.losses[1:] == undisturbed.losses
+    assert torch.equal(again.rows, undisturbed.rows)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Literal, Protocol, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.own_loop import NUM_CLASSES, Dense, Encoder, Result, loaded, shuffled
 from weightserver.torch import ClassifierHead
 
-RATE, FAILING = 0.3, 2
-"""The learning rate of all steps, and the number of the batch that fails at first."""
+RATE, FAILING, MAX_NORM = 0.3, 2, 4.5
+"""The learning rate of all steps, the number of the batch that fails at first, and a norm that some steps exceed."""
 
 BATCHES = shuffled(11, 5)
 Then = Literal["repeated", "left out", "skipped"]
@@ -51,7 +52,10 @@ class DenseHead:
         self._begin(ids)
         return self.dense.loss(embeddings, [int(class_) for class_ in ids])
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, *, max_norm: float | None = None, **scaled: Any) -> None:
+        if max_norm is not None:
+            (group,) = scaled["optimizer"].param_groups
+            torch.nn.utils.clip_grad_norm_([*group["params"], self.dense.weight], max_norm)
         self.dense.update(learning_rate)
         self._begun = False
         self.num_steps += 1
@@ -83,10 +87,15 @@ class DenseHead:
 
 
 class TracedEncoder(Encoder):
-    """An encoder whose forward and backward passes have lines that can fail."""
+    """An encoder whose forward and backward passes have lines that can fail.
 
-    def __init__(self) -> None:
+    Args:
+        scale: of its loss, which changes no bit if it is a power of two.
+    """
+
+    def __init__(self, scale: float | None = None) -> None:
         super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         self.linear = self.module
         if dist.is_initialized():
             self.linear = DistributedDataParallel(self.module)
@@ -95,6 +104,11 @@ class TracedEncoder(Encoder):
         embeddings: Tensor = self.linear(batch)
         embeddings.register_hook(self.receive)
         return embeddings
+
+    def step(self) -> None:
+        """Not to be interrupted in the middle, as a step of torch is not."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     @staticmethod
     def receive(gradient: Tensor) -> Tensor:
@@ -108,7 +122,8 @@ class Head(Protocol):
     def num_steps(self) -> int: ...
     def __call__(self, embeddings: Tensor, ids: Any) -> Tensor: ...
     def announced(self, loader: Any) -> Iterable[Any]: ...
-    def step(self, learning_rate: float) -> object: ...
+    @property
+    def step(self) -> Callable[..., object]: ...
     def skip(self, learning_rate: float) -> None: ...
     def zero_grad(self) -> None: ...
     def step_of(self, *ids: Any) -> Any: ...
@@ -136,8 +151,19 @@ def with_step(head: Head, encoder: TracedEncoder, ids: Any, batch: Tensor) -> fl
     return loss.item()
 
 
+def with_scaler(head: Head, encoder: TracedEncoder, ids: Any, batch: Tensor) -> float:
+    """A step of scaled gradients, some of which are clipped."""
+    with head.step_of(ids):
+        loss = head(encoder(batch), ids)
+        encoder.scaler.scale(loss).backward()
+        head.step(RATE, scaler=encoder.scaler, optimizer=encoder.optimizer, max_norm=MAX_NORM)
+        encoder.step()
+    encoder.optimizer.zero_grad()
+    return loss.item()
+
+
 Attempt = Callable[[Head, TracedEncoder, Any, Tensor], float]
-ATTEMPTS: tuple[Attempt, ...] = (with_zero_grad, with_step)
+ATTEMPTS: tuple[Attempt, ...] = (with_zero_grad, with_step, with_scaler)
 
 
 class Tracer:
@@ -192,7 +218,7 @@ class Tracer:
 
 def run(head: Head, batches: Any, attempt: Attempt, then: Then, tracer: Tracer | None = None) -> Result:
     """Trains with all batches, one of which fails at first, and then is repeated, left out or skipped."""
-    encoder, result = TracedEncoder(), Result()
+    encoder, result = TracedEncoder(None if isinstance(head, DenseHead) else 256.0), Result()
     for number, (ids, batch) in enumerate(head.announced(batches) if then == "skipped" else batches):
         for _ in range(2):
             before = head.num_steps

@@ -107,11 +107,29 @@ def test_an_embedding_without_a_direction_begins_at_random(value: float) -> None
         torch.testing.assert_close(rows[1], NORM * F.normalize(embeddings[1].detach(), dim=0))
 
 
+@pytest.mark.parametrize("announces", [True, False])
+def test_a_batch_that_is_repeated_begins_anew(announces: bool) -> None:
+    """At the embeddings of the attempt that counts; at none if it is skipped."""
+    ids, (nothing, images) = [3, 4], torch.randn(2, 2, D, generator=torch.Generator().manual_seed(0))
+    for repeats in (True, False):
+        with ClassifierHead(N, D, num_negatives=K, init="embedding", init_norm=NORM, rows="dense") as head:
+            at_random = head.rows(ids)
+            if announces:
+                head.announce(ids)
+            head(nothing.clone().requires_grad_(), ids).backward()
+            head.zero_grad()
+            if repeats:
+                head(images.clone().requires_grad_(), ids).backward()
+            head.skip(0.0)
+            expected = NORM * F.normalize(images) if repeats else at_random
+            torch.testing.assert_close(head.rows(ids), expected, rtol=0, atol=1e-6)
+
+
 def test_a_rank_without_active_rows_begins_none() -> None:
     """All of a step's rows may be in blocks of other ranks, as in the first steps."""
     beginnings = Beginnings(np.zeros(0, bool), NORM)
-    beginnings.add(torch.ones(2, D), torch.zeros(0, D), np.array([-1, -1]), Ranks())
-    positions, rows = beginnings.of(torch.zeros(0, D))
+    beginnings.add(0, torch.ones(2, D), torch.zeros(0, D), np.array([-1, -1]), Ranks())
+    positions, rows = beginnings.begun(torch.zeros(0, D))
     assert (len(positions), rows.shape) == (0, (0, D))
 
 

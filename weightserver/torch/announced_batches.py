@@ -71,16 +71,19 @@ class AnnouncedBatches:
             for number, batch in enumerate(self._loader):
                 if number % parts == 0:
                     next(announcements)
-                yield batch
+                if number % parts == 0 or self._steps.number <= first + number // parts:  # it was not skipped
+                    yield batch
 
     def _by_loading(self) -> Generator[Any, None, None]:
         steps, loaded = self._announced_steps(), deque[list[Any]]()
-        while True:
+        for number in itertools.count(self._steps.number):
             while len(loaded) <= AHEAD and (step := next(steps, None)):
                 loaded.append(step)
             if not loaded:
                 return
-            yield from loaded.popleft()
+            for part, batch in enumerate(loaded.popleft()):
+                if part == 0 or self._steps.number <= number:  # it was not skipped
+                    yield batch
 
     def _announced_steps(self) -> Iterator[list[Any]]:
         """The batches of each step, announced."""

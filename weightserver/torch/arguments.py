@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +62,63 @@ def check_embeddings(embeddings: Any, num_ids: int, dim: int, device: torch.devi
         )
 
 
-def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
+class Doing(IntEnum):
+    """What a rank does in a step when it exchanges something with the others."""
+
+    ANNOUNCES = 0
+    HAS_NONE = 1
+    REPEATS = 2
+    ENDS = 3
+    SKIPS = 4
+
+
+_WORDS = ("announces", "has no batch for", "repeats", "ends", "skips")
+_MOST_VALUES = 6
+
+
+def exchanged(ranks: Ranks, doing: Doing, step: int, attempt: int, values: Sequence[float] = ()) -> list[float]:
+    """The largest of each of up to 6 values over ranks, which all do the same in the same attempt at the same step.
+
+    Raises:
+        ValueError: on all of them, if one does something else, as when an attempt has failed on one rank alone.
+    """
+    if ranks.world_size == 1:
+        return list(values)
+    place = (step << 16 | min(attempt, (1 << 16) - 1)) << 3 | doing  # exact as a float64 up to step 2³⁴
+    most, least, *found = ranks.max_over_ranks([place, -place, *values, *[0.0] * (_MOST_VALUES - len(values))])
+    if most == -least:
+        return found[: len(values)]
+    others = [_Place.of(int(most)), _Place.of(int(-least))]
+    if [(other.step, other.doing) for other in others] == [(step, Doing.HAS_NONE), (step, Doing.ANNOUNCES)]:
+        whose = "this rank have ended before those of another" if doing else "another rank have ended before this one's"
+        raise ValueError(
+            f"the batches of {whose}: give every rank as many (drop_last=True in the DataLoader and in its "
+            "DistributedSampler)"
+        )
+    here, (there, *_) = _Place(step, attempt, doing), [other for other in others if other != (step, attempt, doing)]
+    raise ValueError(
+        f"this rank {here.phrase}, another one {there.phrase}: a step that fails on one rank must be repeated, skipped "
+        "or left out on all of them"
+    )
+
+
+class _Place(NamedTuple):
+    """Where a rank is."""
+
+    step: int
+    attempt: int
+    doing: int
+
+    @classmethod
+    def of(cls, number: int) -> _Place:
+        return cls(number >> 19, number >> 3 & (1 << 16) - 1, number & 7)
+
+    @property
+    def phrase(self) -> str:
+        return f"{_WORDS[self.doing]} step {self.step} after {self.attempt} failed attempts"
+
+
+def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks, *, step: int, attempt: int) -> Int64Array:
     """The classes of every rank, in order: A times int64 (b,) or (b, P) to (A, B) or (A, B, P). All ranks call it.
 
     Raises:
@@ -68,17 +126,18 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
     """
     number, sizes = len(batches), [len(batch) for batch in batches]  # A, b
     places = [batch.size // len(batch) for batch in batches]  # P
-    most, least, most_batches, least_batches, most_places, least_places = ranks.max_over_ranks(
-        [max(sizes), -min(sizes), number, -number, max(places), -min(places)]
+    own = [max(sizes), -min(sizes), number, -number, max(places), -min(places)]
+    most, least, most_batches, least_batches, most_places, least_places = exchanged(
+        ranks, Doing.ANNOUNCES, step, attempt, own
     )
     if most != -least:
         raise ValueError(
-            f"the batches of a step must be equally large, on every rank, got {abs(least):.0f} to {most:.0f} classes: "
+            f"the batches of a step must be equally large, on every rank, got {-least:.0f} to {most:.0f} classes: "
             "leave out the last batch (drop_last=True), also on the rank whose loader has the fewest"
         )
     if most_batches != -least_batches:
         raise ValueError(
-            f"a step must have as many batches on every rank, got {abs(least_batches):.0f} to {most_batches:.0f}: give "
+            f"a step must have as many batches on every rank, got {-least_batches:.0f} to {most_batches:.0f}: give "
             "every rank the same batches_per_step"
         )
     if most_places != -least_places or len({batch.ndim for batch in batches}) > 1:
@@ -88,16 +147,6 @@ def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks) -> Int64Array:
         )
     ids = torch.from_numpy(np.stack(batches))
     return gathered(ids, ids.shape[1] * ranks.world_size, ranks, dim=1).numpy()
-
-
-def check_ended_everywhere(ranks: Ranks) -> None:
-    """Raises ValueError unless all other ranks call this too, and none calls `ids_of_all_ranks` instead."""
-    most, *_ = ranks.max_over_ranks([0] * 6)
-    if most:
-        raise ValueError(
-            "the batches of this rank have ended before those of another: give every rank as many (drop_last=True in "
-            "the DataLoader and in its DistributedSampler)"
-        )
 
 
 def first_of(ids: Int64Array) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from weightserver import TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.ranks import Ranks, gathered
+from weightserver.torch.rows.store import Begun
 
 
 class Beginnings:
@@ -26,11 +27,12 @@ class Beginnings:
     def __init__(self, fresh: npt.NDArray[np.bool_], norm: float) -> None:
         self._fresh = fresh
         self._norm = norm
-        self._positions = np.zeros(0, np.int64)
-        self._change: Tensor | None = None  # (K of this rank, D), what is added to the active rows
+        self.of_batches: dict[int, Begun] = {}
+        """What each batch begins: positions, int64 (n,), and what is added to the active rows there, (n, D)."""
 
-    def add(self, embeddings: Tensor, weight: Tensor, labels: Int64Array, ranks: Ranks) -> None:
-        """Begins the fresh classes of one batch; of several images of a class the first one counts.
+    def add(self, batch: int, embeddings: Tensor, weight: Tensor, labels: Int64Array, ranks: Ranks) -> None:
+        """Begins the fresh classes of a batch that no earlier one, or view of it, has begun; of several images of a
+        class the first one counts.
 
         A class begins at random if that embedding has no direction: zeros, infinite or NaN, as in a step that
         overflowed and is skipped.
@@ -40,31 +42,35 @@ class Beginnings:
             weight: float32 (K of this rank, D), the active rows as they are without a beginning.
             labels: int64 (B,) or (B, P), of all ranks' images, positions in `weight`; -1 for classes of other ranks.
         """
+        if batch in self.of_batches:
+            return
         whole = gathered(embeddings.float(), len(labels), ranks)  # (B, D); all ranks call it
-        known = np.isin(np.arange(len(self._fresh)), self._positions)
+        begins = self._fresh.copy()
+        begins[self._all()[0]] = False
         positions, first = np.unique(labels, return_index=True)
         positions, first = positions[positions >= 0], first[positions >= 0] // (labels.size // len(labels))  # the image
-        begins = (self._fresh & ~known)[positions]
-        if not begins.any():
-            return
-        chosen = torch.from_numpy(positions[begins]).to(weight.device)
-        directions = F.normalize(whole[torch.from_numpy(first[begins]).to(whole.device)])
+        positions, first = positions[begins[positions]], first[begins[positions]]
+        directions = F.normalize(whole[torch.from_numpy(first).to(whole.device)])
         has_direction = directions.norm(dim=1, keepdim=True) > 0.5  # about 1, unless it is 0 or NaN
-        if self._change is None:
-            self._change = torch.zeros_like(weight, requires_grad=False)
-        else:
-            self._change = self._change.clone()  # an earlier batch's graph may hold it
-        self._change[chosen] = torch.where(has_direction, self._norm * directions - weight.detach()[chosen], 0.0)
-        self._positions = np.append(self._positions, positions[begins])
+        before = weight.detach()[torch.from_numpy(positions).to(weight.device)]
+        self.of_batches[batch] = positions, torch.where(has_direction, self._norm * directions - before, 0.0)
 
-    def begun(self, weight: Tensor) -> Tensor:
+    def _all(self) -> Begun:
+        positions, added = zip((np.zeros(0, np.int64), torch.zeros(0)), *self.of_batches.values(), strict=True)
+        return np.concatenate(positions), torch.cat(added[1:] or added)
+
+    def rows(self, weight: Tensor) -> Tensor:
         """The active rows with those that have begun; their gradient is that of `weight`."""
-        return weight if self._change is None else weight + self._change
+        positions, added = self._all()
+        if not len(positions):
+            return weight
+        chosen = torch.from_numpy(positions).to(weight.device)
+        return weight + torch.zeros_like(weight, requires_grad=False).index_put_((chosen,), added)
 
-    def of(self, weight: Tensor) -> tuple[Int64Array, Tensor]:
+    def begun(self, weight: Tensor) -> Begun:
         """The positions of the rows that have begun, int64 (n,), and their values, float32 (n, D)."""
-        chosen = torch.from_numpy(self._positions).to(weight.device)
-        return self._positions, self.begun(weight)[chosen]
+        positions, _ = self._all()
+        return positions, self.rows(weight.detach())[torch.from_numpy(positions).to(weight.device)]
 
 
 def beginning_norm(spec: TableSpec, init_norm: float | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,11 @@ class Coming:
     before: Visited
     """What was recently visited before it."""
 
+    def has(self, ids: Int64Array, ranks: Ranks) -> bool:
+        """Whether a batch of it has these classes on this rank."""
+        share = ranks.share(self.announced.ids.shape[1])
+        return any(np.array_equal(of_part[share], ids) for of_part in self.announced.ids)
+
 
 class ComingSteps:
     """A queue of announced steps, with the active rows of each.
@@ -73,9 +78,9 @@ class ComingSteps:
     def _scheduled(self, sampler: WindowSampler) -> ScheduledRows:
         return ScheduledRows(sampler.row_visits, self._negatives, batch_size=sampler.step_size)
 
-    def visited_before(self, step: int) -> tuple[Int64Array, Int64Array]:
-        """Rows (≤ K,) and their last visits before `step`, the next one that begins."""
-        visited = self._steps[0].before if self._steps else self.visited()
+    def visited_before(self, step: int, visited: Visited | None = None) -> tuple[Int64Array, Int64Array]:
+        """Rows (≤ K,) and their last visits before `step`: those of the next one that begins unless `visited`."""
+        visited = visited or (self._steps[0].before if self._steps else self.visited())
         if visited.sampler is None:
             return visited.rows, visited.last_visit
         return self._scheduled(visited.sampler).visited(step - 1)
@@ -95,6 +100,9 @@ class ComingSteps:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def __iter__(self) -> Iterator[Coming]:
+        return iter(self._steps)
 
     def of_sampler(self, sampler: WindowSampler) -> Callable[[int], Announced]:
         """A function from a step to its classes, for one thread that asks for the steps in order."""

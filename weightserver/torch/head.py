@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from weightserver import Checkpoint, WeightClient
 from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
-from weightserver.torch.arguments import check_embeddings, checked_ids
+from weightserver.torch.arguments import Doing, check_embeddings, checked_ids, exchanged
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
@@ -40,7 +40,7 @@ from weightserver.torch.recency import check_num_active
 from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
-from weightserver.torch.scaling import check_scaling, clipped, unscaled
+from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling
 from weightserver.torch.settings import Loss, Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
@@ -142,6 +142,7 @@ class ClassifierHead(nn.Module):
         classes = {"num_classes": ranges, "dim": dim, "order_seed": order_seed}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share}
         self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
+        self._scaler_use = ScalerUse()
         self._opened: OpenedRows | None = None
         self._ranks = Ranks()  # those of the rows that were opened last
         self._known_ranks: Ranks | None = None
@@ -391,10 +392,12 @@ class ClassifierHead(nn.Module):
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         if not torch.is_grad_enabled():
             raise ValueError(
-                "the head computes the loss of a training step: call it with gradients enabled, or evaluate(...)"
+                "the head computes the loss of a training step: call it with gradients enabled (outside of a "
+                "checkpoint with use_reentrant=True), or evaluate(...)"
             )
         step = self._steps.begin(checked)
-        part = step.part_of(checked)
+        part = step.part_of(checked, view)
+        self._scaler_use.note_forward()
         weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows)
         loss: Tensor = self._loss(
             embeddings.float(),
@@ -409,8 +412,9 @@ class ClassifierHead(nn.Module):
     @contextmanager
     def step_of(self, *batches: Any) -> Iterator[Step]:
         """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
-        are made inside. If an exception leaves the block before `step()`, the gradients are dropped and the rows are as
-        before: give the same batch again, or (if it was not announced) another one, or `skip()`.
+        are made inside. If an exception leaves the block before `step()`, or nothing was done in it, the gradients are
+        dropped and the rows are as before: give the same batch again, or (if it was not announced) another one, or
+        `skip()`. The batches of a step that was announced may have a block each: if one fails, all begin anew.
 
         Raises:
             ValueError: as `announce` and `forward` do, or the step before has not ended.
@@ -419,24 +423,24 @@ class ClassifierHead(nn.Module):
         if not batches:
             raise ValueError("a step needs at least one batch: call step_of(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
-        if self._steps.current is not None:
-            self._steps.current.check_without_pass(checked[0])
+        if self._steps.current is not None and self._steps.current.has_passes:
+            self._steps.current.check_classes(checked)
         number = self.num_steps
         try:
             step = self._steps.begin(*checked)
             step.check_classes(checked)
             yield step
         except BaseException:
-            if self.num_steps == number:
-                self._steps.abort()
+            self._steps.abort(number)
             raise
+        if not step.has_passes:
+            self._steps.abort(number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the step in progress; its batches may be given again. Of a step that was not
         announced, the next forward pass may be that of another batch."""
         super().zero_grad(set_to_none)
-        if self._steps.current is not None:
-            self._steps.current.clear_gradients()
+        self._steps.clear_gradients()
 
     def active_rows(self) -> Tensor:
         """The rows of the step in progress, or of the next one that was announced, before its update: float32
@@ -461,7 +465,7 @@ class ClassifierHead(nn.Module):
         *,
         gradient_scale: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         max_norm: float | None = None,
     ) -> Tensor | None:
         """Updates the rows by the gradients since the last step; may return before it is done.
@@ -472,8 +476,8 @@ class ClassifierHead(nn.Module):
                 step is one without gradients, as in `skip`.
             scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
                 overflowed, the step is one without gradients, and the scaler leaves out that of the encoder.
-            optimizer: the encoder's, whose step follows: it is needed for `max_norm`, and with a scaler, so that an
-                overflow in the rows leaves out the encoder's step. Without it, call scaler.step(...) before.
+            optimizer: the encoder's, or all of several, whose step follows: it is needed for `max_norm`, and with a
+                scaler, so that an overflow in the rows leaves it out. Without it, call scaler.step(...) before.
             max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
 
         Returns:
@@ -481,35 +485,67 @@ class ClassifierHead(nn.Module):
 
         Raises:
             ValueError: no forward and backward pass of each of the step's batches precedes, no learning rate is known,
-                or (without a scale, on a CPU) a gradient is infinite or NaN.
+                (without a scale, on a CPU or with `max_norm`) a gradient is infinite or NaN, or another rank does
+                something else.
             WeightServerError: an earlier update could not be stored.
         """
         self._require_training()
         if (step := self._steps.current) is None:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer is not None else []
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        check_scaling(gradient_scale, scaler, optimizer, max_norm)
-        gradients, norm = step.gradients(), None
-        if not (is_scaled := scaler is not None or gradient_scale is not None):
-            step.require_finite(gradients)
+        scaling = Scaling(gradient_scale, scaler, optimizers, max_norm)
+        gradients = step.gradients()
         self._tell(learning_rate)
-        if is_scaled:
-            valid = unscaled(gradients, self._ranks, gradient_scale=gradient_scale, scaler=scaler, optimizer=optimizer)
-            if valid is None:
-                self._steps.finish(step, step.no_gradients())
-                return gradients.new_tensor(math.inf) if max_norm is not None else None
-            gradients = valid
-        if optimizer is not None and max_norm is not None:
-            gradients, norm = clipped(gradients, self._ranks, optimizer=optimizer, max_norm=max_norm)
-        self._steps.finish(step, gradients)
+        valid, norm = self._decided(step, gradients, scaling)
+        self._steps.finish(step, step.no_gradients() if valid is None else valid)
+        if valid is not None and norm is not None and max_norm is not None:  # after it, since nothing fails any more
+            torch.nn.utils.clip_grads_with_norm_(scaling.parameters(), max_norm, norm)
         return norm
+
+    def _decided(self, step: Step, gradients: Tensor, scaling: Scaling) -> tuple[Tensor | None, Tensor | None]:
+        """The rows' gradients, unscaled and clipped, and the norm of all gradients, if it is clipped. One decision for
+        rows and encoder, on all ranks: if a scaled gradient overflowed, the rows' are None and the norm is infinite.
+
+        Raises:
+            ValueError: a gradient that was not scaled is infinite or NaN. On a GPU only a norm tells.
+        """
+        ranks, overflowed, norm = self._ranks, False, None
+        if scaling.scaler is not None:
+            overflowed = self._scaler_use.unscale(scaling, self._steps.attempt)
+        if scaling.is_scaled:
+            gradients = gradients / scaling.scale
+        if scaling.max_norm is not None:
+            norm = scaling.norm(gradients, ranks)
+            overflowed |= not bool(norm.isfinite())
+        if not scaling.is_scaled and scaling.max_norm is None and gradients.device.type != "cpu":
+            return gradients, None
+        bad = None
+        if not math.isfinite(gradients.sum()):
+            bad = step.bad_class(gradients)
+        found = exchanged(ranks, Doing.ENDS, *self._steps.attempt, [overflowed or bad is not None])
+        if scaling.scaler is not None:
+            self._scaler_use.note(bool(found[0]), gradients.device)
+        if found[0] and scaling.is_scaled:
+            return None, gradients.new_tensor(math.inf) if scaling.max_norm is not None else None
+        if found[0]:
+            whose = "of the encoder or of another rank" if bad is None else f"of class {bad}"
+            raise ValueError(
+                f"the gradient {whose} is infinite or NaN in step {step.number}, nothing was updated: skip() the step, "
+                "or lower the learning rate"
+            )
+        if norm is not None and scaling.max_norm is not None:
+            gradients = gradients * torch.clamp(scaling.max_norm / (norm + 1e-6), max=1.0).to(gradients.device)
+        return gradients, norm
 
     def skip(self, learning_rate: float | None = None) -> None:
         """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
-        move by their momentum and weight decay. For batches that failed or are left out."""
+        move by their momentum and weight decay. For batches that failed or are left out; a step that failed in
+        `step_of` is in progress until another batch is given."""
         self._require_training()
         step = self._steps.begin()
         self._tell(learning_rate)
+        exchanged(self._ranks, Doing.SKIPS, *self._steps.attempt)
         self._steps.finish(step, step.no_gradients())
 
     def _tell(self, learning_rate: float | None) -> None:
@@ -536,7 +572,7 @@ class ClassifierHead(nn.Module):
             embeddings: float (b, D).
             ids: integers (b,), the class of each, or (b, P) as in `forward`.
             classes: among which an image's own is to be found: "all", the most "recent" ones that a step would have
-                (with those of all images), or integers (n,), the same on every rank.
+                (with those of all images, without sampled ones), or integers (n,), the same on every rank.
 
         Raises:
             ValueError: shapes, devices or classes that do not fit.
@@ -579,7 +615,7 @@ class ClassifierHead(nn.Module):
             if classes not in ("all", "recent"):
                 raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
             if classes == "recent" and not self.negatives.takes_all:
-                recent, _ = self._steps.coming.visited_before(self.num_steps)
+                recent, _ = self._steps.visited()
                 rows = np.union1d(recent, own[own >= 0])
         else:
             given = checked_ids(classes, self.spec.num_rows)
@@ -612,17 +648,15 @@ class ClassifierHead(nn.Module):
     def checkpoint(self, name: str | None = None) -> Checkpoint:
         """Keeps the rows as they are after the finished updates, on the servers, under `name`; takes no copy.
 
-        All ranks call it, between two steps. `state_dict` then contains what identifies the checkpoint.
+        All ranks call it; a step in progress goes on. `state_dict` then contains what identifies the checkpoint.
 
         Args:
             name: by default made from the step.
 
         Raises:
-            ValueError: dense rows, or a step is in progress.
+            ValueError: dense rows.
             InvalidRequestError: the name was used for another state.
         """
-        if self._steps.current is not None:
-            raise ValueError("a step is in progress: call checkpoint() after step()")
         kept, self._saved = self._open().checkpoint(name, step=self.num_steps)
         return kept
 
@@ -644,7 +678,7 @@ class ClassifierHead(nn.Module):
                 )
             self.checkpoint()
         assert self._saved is not None
-        return to_tensor(self._saved, self._steps.coming.visited_before(self.num_steps))
+        return to_tensor(self._saved, self._steps.visited())
 
     def set_extra_state(self, state: Tensor) -> None:
         """Rolls the rows back to the checkpoint of a `state_dict`. The state of a head before its first use names

@@ -18,29 +18,32 @@ class LearningRates:
     def __init__(self, spec: TableSpec, given: npt.ArrayLike = ()) -> None:
         self._schedule = Schedule.of_table(spec, given)
         self._rates: list[float] = self._schedule.learning_rates.tolist()  # each a float32
+        self._num_given = len(self._rates)
 
     def __len__(self) -> int:
         return len(self._rates)
 
     def tell(self, step: int, learning_rate: float) -> None:
-        """Sets the learning rate of update `step`, the first that is not known.
+        """Sets the learning rate of update `step`, the first that was not made; another one may have been told for an
+        attempt at it that failed.
 
         Raises:
-            ValueError: the learning rate of `step` is known and differs, or it is negative, infinite, NaN or unstable.
+            ValueError: the learning rate of `step` was given in advance and differs, or it is negative, infinite, NaN
+                or unstable.
         """
         schedule = self._schedule
         (rate,) = checked_rates(
             [learning_rate], momentum=schedule.momentum, weight_decay=schedule.weight_decay, start_step=step
         )
-        if step < len(self):
+        if step < self._num_given:
             if rate != self._rates[step]:
                 raise ValueError(
                     f"the learning rate of step {step} was given as {self.of_step(step):g}, got {learning_rate:g}: "
                     "omit it, or give no learning_rates in advance"
                 )
             return
-        assert step == len(self), "updates are told in order"
-        self._rates.append(float(rate))
+        assert step in (len(self) - 1, len(self)), "updates are told in order"
+        self._rates[step:] = [float(rate)]
 
     def of_step(self, step: int) -> float:
         """The learning rate of update `step`, as the float32 that rows are updated with."""
@@ -49,7 +52,7 @@ class LearningRates:
     def schedule(self, num_steps: int = 0) -> Schedule:
         """The transfer products of at least the first `num_steps` updates."""
         if num_steps > (horizon := self._schedule.horizon):
-            self._schedule = self._schedule.followed_by(self._rates[horizon:])
+            self._schedule = self._schedule.followed_by(self._rates[horizon:num_steps])
         return self._schedule
 
 

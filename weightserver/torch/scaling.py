@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,80 +13,116 @@ from torch import Tensor
 
 from weightserver.torch.ranks import Ranks
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+_SCALER_ALONE = -1
+"""The key of what the rows found, among those of optimizers."""
 
-def check_scaling(
-    gradient_scale: float | None,
-    scaler: torch.amp.GradScaler | None,
-    optimizer: torch.optim.Optimizer | None,
-    max_norm: float | None,
-) -> None:
-    """Raises ValueError for arguments of `ClassifierHead.step` that are out of range or contradict each other."""
-    if gradient_scale is not None:
-        if scaler is not None:
-            raise ValueError("gradient_scale is that of the scaler: give scaler alone")
-        if not 0 < gradient_scale < math.inf:
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a loss was scaled, and how its gradients are clipped: arguments of `ClassifierHead.step`.
+
+    Raises:
+        ValueError: arguments that are out of range or contradict each other.
+    """
+
+    gradient_scale: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_scale is not None:
+            if self.scaler is not None:
+                raise ValueError("gradient_scale is that of the scaler: give scaler alone")
+            if not 0 < self.gradient_scale < math.inf:
+                raise ValueError(
+                    f"gradient_scale must be a positive number, got {self.gradient_scale:g}: give scaler.get_scale()"
+                )
+            if self.max_norm is not None:
+                raise ValueError("max_norm would clip scaled gradients of the encoder: give scaler, not gradient_scale")
+        if self.max_norm is not None:
+            if not self.max_norm > 0:
+                raise ValueError(f"max_norm must be positive, got {self.max_norm:g}: omit it to clip nothing")
+            if not self.optimizers:
+                raise ValueError(
+                    "max_norm clips the gradients of the encoder and the rows together: give its optimizer"
+                )
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scaler is not None or self.gradient_scale is not None
+
+    @property
+    def scale(self) -> float:
+        return self.scaler.get_scale() if self.scaler is not None else self.gradient_scale or 1.0
+
+    def parameters(self) -> list[Tensor]:
+        """The encoder's parameters that have gradients."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+
+    def norm(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        """The norm of the gradients of the encoder and of all ranks' rows, float32 (K of this rank, D): a scalar."""
+        squared = torch.linalg.vector_norm(gradients).square()
+        if ranks.world_size > 1:
+            dist.all_reduce(squared)
+        of_encoder = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm([*of_encoder, squared.sqrt()])
+
+
+@dataclass
+class ScalerUse:
+    """What a head knows of its scaler: a step that failed leaves traces there, which the next attempt must not take for
+    its own. GradScaler has no public name for them: a dictionary of the states of optimizers, new after each update().
+    """
+
+    _states: dict[int, dict[str, Any]] | None = None
+    """Those that were read last."""
+    _own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The ones among them that were used in `_attempt`."""
+    _attempt: object = None
+    _scaler: torch.amp.GradScaler | None = None
+    _at_forward: dict[int, dict[str, Any]] | None = None
+
+    def note_forward(self) -> None:
+        """Is called before a pass of a step."""
+        self._at_forward = None if self._scaler is None else self._scaler._per_optimizer_states
+
+    def unscale(self, scaling: Scaling, attempt: object) -> bool:
+        """Unscales the encoder's gradients, once in an attempt at a step; returns whether one overflowed.
+
+        Raises:
+            ValueError: calls of the scaler that are missing, or in another order.
+        """
+        scaler = scaling.scaler
+        assert scaler is not None
+        states = scaler._per_optimizer_states
+        if scaler is self._scaler and self._at_forward is not None and self._at_forward is not states:
+            raise ValueError("scaler.update() was called before head.step(): call it after scaler.step(optimizer)")
+        if states is self._states and attempt != self._attempt:
+            for key, state in self._own.items():
+                if states.get(key) is state:
+                    if state["stage"].name == "STEPPED":
+                        raise ValueError("scaler.update() of the step before was not called: call it after each step")
+                    del states[key]  # of gradients that were dropped
+        stages = {key: state["stage"].name for key, state in states.items()}
+        if not scaling.optimizers and "STEPPED" not in stages.values():
             raise ValueError(
-                f"gradient_scale must be a positive number, got {gradient_scale:g}: give scaler.get_scale()"
+                "the scaler has made no step: give head.step() the encoder's optimizer too, or call it between "
+                "scaler.step(optimizer) and scaler.update()"
             )
-    if max_norm is not None:
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm:g}: omit it to clip nothing")
-        if optimizer is None:
-            raise ValueError("max_norm clips the gradients of the encoder and the rows together: give its optimizer")
-    if scaler is not None and optimizer is not None and _state(scaler, id(optimizer))["stage"].name == "STEPPED":
-        raise ValueError("the encoder's step was made before: call head.step() before scaler.step(optimizer)")
+        keys = [*map(id, scaling.optimizers)] or [_SCALER_ALONE]
+        self._scaler, self._states, self._attempt = scaler, states, attempt
+        self._own = {key: states[key] for key in keys}
+        for optimizer in scaling.optimizers:
+            if (stage := stages.get(id(optimizer), "READY")) == "STEPPED":
+                raise ValueError("the encoder's step was made before: call head.step() before scaler.step(optimizer)")
+            if stage == "READY":
+                scaler.unscale_(optimizer)
+        return any(map(bool, (found for state in states.values() for found in state["found_inf_per_device"].values())))
 
-
-def unscaled(
-    gradients: Tensor,
-    ranks: Ranks,
-    *,
-    gradient_scale: float | None,
-    scaler: torch.amp.GradScaler | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> Tensor | None:
-    """The rows' gradients divided by the loss's scale; None on all ranks if those of the rows or, with a scaler, of the
-    encoder overflowed on one of them.
-
-    A scaler then leaves out the step of `optimizer` that follows, and lowers its scale.
-    """
-    scale = scaler.get_scale() if scaler is not None else gradient_scale or 1.0
-    overflowed = not bool(gradients.isfinite().all())
-    if scaler is not None:
-        if optimizer is not None and not _state(scaler, id(optimizer))["found_inf_per_device"]:
-            scaler.unscale_(optimizer)
-        found = [found for state in _states(scaler).values() for found in state["found_inf_per_device"].values()]
-        overflowed = overflowed or any(map(bool, found))
-    (overflowed_somewhere,) = ranks.max_over_ranks([overflowed])
-    if scaler is not None:
-        of_rows = torch.tensor(float(overflowed_somewhere), device=gradients.device)
-        _state(scaler, id(optimizer or ranks))["found_inf_per_device"][gradients.device] = of_rows
-    return None if overflowed_somewhere else gradients / scale
-
-
-def clipped(
-    gradients: Tensor, ranks: Ranks, *, optimizer: torch.optim.Optimizer, max_norm: float
-) -> tuple[Tensor, Tensor]:
-    """Clips the norm of the gradients of the optimizer's parameters and the rows as `torch.nn.utils.clip_grad_norm_`.
-
-    Returns the rows' gradients, float32 (K of this rank, D), and the norm of all together before, a scalar.
-    """
-    of_encoder = [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]
-    squared = torch.linalg.vector_norm(gradients).square()
-    if ranks.world_size > 1:
-        dist.all_reduce(squared)
-    norms = [parameter.grad for parameter in of_encoder if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm([*norms, squared.sqrt()])
-    torch.nn.utils.clip_grads_with_norm_(of_encoder, max_norm, total)
-    return gradients * torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients.device), total
-
-
-def _states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What the scaler found in this step, by the ids of optimizers; it has no public name."""
-    return scaler._per_optimizer_states
-
-
-def _state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
-    return _states(scaler)[key]
+    def note(self, overflowed: bool, device: torch.device) -> None:
+        """Lets the scaler leave out the encoder's step, and lower its scale, if a gradient overflowed."""
+        for state in self._own.values():
+            state["found_inf_per_device"][device] = torch.tensor(float(overflowed), device=device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.arguments import check_ended_everywhere, checked_ids, ids_of_all_ranks
+from weightserver.torch.arguments import Doing, checked_ids, exchanged, ids_of_all_ranks
 from weightserver.torch.coming_steps import Announced, ComingSteps
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
@@ -51,6 +51,7 @@ class Steps:
         self._negatives = negatives
         self._num_classes = order.num_rows
         self._init_norm = init_norm
+        self._attempt = 0  # number of those at a step that failed
         self._iteration = 0  # number of the current iteration over announced batches
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
@@ -84,6 +85,10 @@ class Steps:
         open_rows = self._open_rows()
         assert open_rows is not None, "the head is in use"
         return open_rows()
+
+    def visited(self) -> tuple[Int64Array, Int64Array]:
+        """What was recently visited before the next update: rows (≤ K,) and their last visits."""
+        return self.coming.visited_before(self.number, self.current.before if self.current else None)
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
@@ -131,12 +136,20 @@ class Steps:
             raise ValueError("a step needs at least one batch: call announce(ids)")
         checked = [checked_ids(batch, self._num_classes) for batch in batches]
         opened = self._open()
-        ids = ids_of_all_ranks(checked, opened.ranks)  # (A, B) or (A, B, P)
+        ids = ids_of_all_ranks(checked, opened.ranks, step=self._next_number, attempt=self._attempt)  # (A, B[, P])
         self._negatives.check(ids.size)
-        store, pending = self._open_store(ids.size), len(self.coming) + (self.current is not None)
-        step = self.number + pending
+        self._add(ids)
+
+    @property
+    def _next_number(self) -> int:
+        """Number of the next step that was not announced."""
+        return self.number + len(self.coming) + (self.current is not None)
+
+    def _add(self, ids: Int64Array) -> None:
+        """Adds a step with these classes of all ranks."""
+        opened, store, step = self._open(), self._open_store(ids.size), self._next_number
         announced = self.coming.add_batches(step, ids)
-        if pending <= store.prefetch_steps:
+        if step - self.number <= store.prefetch_steps:
             try:
                 with opened.naming_classes():
                     store.prefetch(announced.rows, step=step)
@@ -150,7 +163,7 @@ class Steps:
         Raises:
             ValueError: another rank announces one.
         """
-        check_ended_everywhere(self._open().ranks)
+        exchanged(self._open().ranks, Doing.HAS_NONE, self._next_number, self._attempt)
 
     def forget(self, *, in_progress: bool = False) -> None:
         """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
@@ -177,15 +190,23 @@ class Steps:
 
     # ---- the step in progress
 
-    def _may_be_forgotten(self, step: Step) -> bool:
-        """Whether other classes may be given instead of those of a step that was begun."""
-        return not step.is_announced and not self.coming
+    def _forget_cleared(self, ids: Int64Array) -> None:
+        """Forgets a step that was not announced and has failed, if these classes may be given instead: any, or those
+        that were announced after it."""
+        current = self.current
+        if current is None or current.is_announced or not current.is_cleared:
+            return
+        after = [coming.announced.ids for coming in self.coming]
+        if not after or self.coming.first.has(ids, self._open().ranks):
+            self.forget(in_progress=True)
+            for other in after:
+                self._add(other)
 
     @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
     def begin(self, *batches: Int64Array) -> Step:
         """The step in progress; starts the next one that was announced, or one of these classes."""
-        if self.current is not None and self.current.is_cleared and batches and self._may_be_forgotten(self.current):
-            self.forget(in_progress=True)
+        if batches:
+            self._forget_cleared(batches[0])
         if self.current is None:
             is_announced, before = bool(self.coming), self.coming.visited()
             if not (is_announced or batches):
@@ -211,18 +232,28 @@ class Steps:
             opened,
             self.coming.first,
             number=self.number,
+            attempt=self._attempt,
             is_announced=is_announced,
             num_padded=num_padded,
             init_norm=self._init_norm,
         )
 
-    def abort(self) -> None:
-        """Returns the step in progress to its beginning, or forgets it if it was not announced."""
+    def abort(self, number: int) -> None:
+        """Returns a step to its beginning if it is in progress; losses that were computed are void."""
+        if self.current is not None and self.number == number:
+            self._attempt += 1
+            self.current.restart(self._attempt)
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of the step in progress, if any; losses that were computed stay valid."""
         if self.current is not None:
-            if self._may_be_forgotten(self.current):
-                self.forget(in_progress=True)
-            else:
-                self.current.restart()
+            self._attempt += 1
+            self.current.clear_gradients(self._attempt)
+
+    @property
+    def attempt(self) -> tuple[int, int]:
+        """The number of the next update, and of the attempts at a step that failed."""
+        return self.number, self._attempt
 
     def finish(self, step: Step, gradients: Tensor) -> None:
         """Updates the rows by the step in progress, which ends it: the store then has its number."""
