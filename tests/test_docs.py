@@ -36,6 +36,7 @@ from trainer.config import PRESETS, parse_config
 from trainer.evaluate.command import parse as parse_evaluation
 from trainer.evaluate.protocols import PROTOCOLS
 from weightserver.common.installing import install_command
+from weightserver.torch import ClassifierHead
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -414,6 +415,32 @@ def test_the_page_on_your_own_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for block in OWN_LOOPS[1:]:
         exec(block, namespace)
     assert namespace["rows"].shape == (3, 128)
+
+
+@pytest.mark.parametrize("margin", ["arcface", "adaface"])
+def test_what_changes_in_a_script_of_partial_fc(margin: str, tmp_path: Path) -> None:
+    """The lines that the page adds and keeps train, whichever way the loader orders identities."""
+    (changes,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/from-partial-fc.md").read_text(), re.M | re.S)
+    script = "".join(line[1:] + "\n" for line in changes.splitlines() if not line.startswith("-"))
+    assert len([line for line in changes.splitlines() if line.startswith("+")]) <= 6
+    substitutions = [
+        ('servers="ws0:50051,ws1:50051"', f"directory={str(tmp_path)!r}"),
+        ("65_536", "16"),
+        (").cuda()", ")"),
+        ('"arcface"', repr(margin)),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 5, generator=generator), torch.randint(0, 64, (8,), generator=generator))] * 4
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "ClassifierHead": ClassifierHead,
+        "num_identities": 64,
+        "backbone": torch.nn.Linear(5, 512),
+        "train_loader": batches,
+    }
+    exec(shortened(script, *substitutions), namespace)
+    assert namespace["head"].num_steps == 4
+    namespace["head"].close()
 
 
 def test_the_layout_names_what_is_there() -> None:
