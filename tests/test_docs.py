@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 
-import trainer.data.command
-import trainer.embedding
-import trainer.export.command
+import trainer.data.__main__
+import trainer.duplicates
+import trainer.embed
+import trainer.export.__main__
 import trainer.report.__main__
-import trainer.report.duplicates
 import weightserver.cli
 from benchmarks.figures import FILES, TABLES, updated
 from benchmarks.readme_figure import figures
@@ -42,11 +42,11 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PARSERS = {
     "weightserver ": weightserver.cli._parser,
-    "pic export ": trainer.export.command._parser,
-    "pic embed ": trainer.embedding._parser,
+    "pic export ": trainer.export.__main__._parser,
+    "pic embed ": trainer.embed._parser,
     "pic report ": trainer.report.__main__._parser,
-    "pic duplicates ": trainer.report.duplicates.parser,
-    "pic ": trainer.data.command._parser,
+    "pic duplicates ": trainer.duplicates._parser,
+    "pic ": trainer.data.__main__._parser,
 }
 COMMANDS = [
     (document, line.strip().removeprefix("$ "))

@@ -18,24 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.display import shown, stage
+from trainer.duplicates import main as duplicates
 from trainer.loading import loading_libraries
+from trainer.report.__main__ import main as report
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
-
-
-def report(arguments: list[str]) -> NoReturn:
-    """Writes a report about a run: see `trainer.report.__main__`."""
-    with loading_libraries("trainer report"):
-        from trainer.report.__main__ import main as write_report
-    write_report(arguments)
-
-
-def duplicates(arguments: list[str]) -> NoReturn:
-    """Finds near-duplicates among a run's images: see `trainer.report.duplicates`."""
-    with loading_libraries("trainer duplicates"):
-        from trainer.report.duplicates import main as write_duplicates
-    write_duplicates(arguments)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

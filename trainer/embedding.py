@@ -1,15 +1,4 @@
-"""Computes the features of images with a trained encoder, and writes them with the images' paths.
-
-    pic embed runs/a pictures/ --output features.parquet
-    pic embed runs/a/encoder.safetensors list.txt --output features.npz
-
-The images are a folder, an archive, a list of paths or a packed directory; they need no labels. All splits of a source
-are written. Each image is prepared as in an evaluation: its shorter side is resized to 256/224 of the encoder's image
-size, and the centre is taken. Images that cannot be read are reported and left out. The output has the columns path,
-split (of a source with splits) and vector, float32, in the order of the images: a Parquet file (needs pyarrow, the
-extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while features are computed; .npz keeps all of
-them in memory first.
-"""
+"""Computes the features of images with a trained encoder: `trainer.embed`."""
 
 from __future__ import annotations
 
@@ -22,20 +11,17 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from trainer.command_line import parsed
 from trainer.compute import ComputeConfig
 from trainer.counting import Counting, counting
 from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.source_arguments import add_source_arguments, source_options
+from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
 from trainer.feature_files import check_output, write_features
 from trainer.stopping import exit_on_error
-from weightserver.common.atomic_files import to_path
-from weightserver.common.command_line import CommandParser
 from weightserver.common.logs import Remark, say
 from weightserver.core.arrays import Float32Array
 
@@ -52,9 +38,8 @@ class EmbeddedBatch(NamedTuple):
     """The split of the images; empty if they are of none."""
 
 
-def run(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = parsed(_parser(), arguments)
+def run(options: argparse.Namespace) -> NoReturn:
+    """Runs the command. Exit status 0; 1 with one line on stderr on failure."""
     with exit_on_error("trainer.embed"):
         with shown():
             line = _embed(options)
@@ -82,21 +67,6 @@ def _counted(batches: Iterator[EmbeddedBatch], progress: Counting) -> Iterator[E
     for batch in batches:
         yield batch
         progress.advance(len(batch.paths))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="pic embed", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
-    )
-    parser.add_argument("images", type=to_path, help="a folder of images, a list of paths, or a packed directory")
-    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv")
-    parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")
-    parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")
-    add_source_arguments(parser)
-    return parser
 
 
 def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:

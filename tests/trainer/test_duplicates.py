@@ -13,7 +13,8 @@ from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
 from trainer.__main__ import main
 from trainer.data import Dataset
 from trainer.loop import train
-from trainer.report.duplicates import DuplicateOptions, find_duplicates, read_duplicates
+from trainer.report.duplicate_options import DuplicateOptions
+from trainer.report.duplicates import find_duplicates, read_duplicates
 from trainer.report.inspection import show_pairs
 from trainer.run.stored_rows import StoredRows
 from weightserver import TableSpec, WeightClient

@@ -1,17 +1,88 @@
-"""The command `python -m trainer.data`: packs, verifies and previews images."""
+"""Inspects sources of images, packs images in the order of their visits, verifies packs, and previews augmentations.
+
+pic inspect images/                          # what they are read as, and what they are
+pic pack images/train packed/                # repeat it to continue after an interruption
+pic pack more-images packed/ --extend        # new images get the ids after the old ones
+pic verify packed/
+pic preview images/train --output preview.png
+"""
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import NoReturn
 
+from trainer.command_line import parsed
 from trainer.loading import loading_libraries
+from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser, Parser
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line: see `trainer.data.command`."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
+    with loading_libraries("trainer.data"):
+        parser = _parser()
+    options = parsed(parser, arguments)
     with loading_libraries("trainer.data"):
         from trainer.data.command import run
-    run(arguments)
+    run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from trainer.cores import usable_cores
+    from trainer.data.source_arguments import add_source_arguments
+
+    parser = Parser(prog="pic", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
+
+    inspecting = commands.add_parser("inspect", help="say what a source is read as, and what its images are")
+    inspecting.add_argument("source", type=to_path, help="images as for pack")
+    add_source_arguments(inspecting)
+
+    packing = commands.add_parser("pack", help="pack images, or continue an interrupted pack")
+    packing.add_argument(
+        "source", type=to_path, help="a folder of images, class folders, tars or splits; an archive; or a list"
+    )
+    packing.add_argument("output", type=to_path, help="the packed directory")
+    packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
+    packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
+    packing.add_argument("--no-labels", action="store_true", help="discard labels")
+    packing.add_argument("--shard-mib", type=_mib, dest="shard_bytes", metavar="MIB", help="largest tar (default 256)")
+    packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")
+    packing.add_argument(
+        "--max-broken",
+        type=int,
+        metavar="N",
+        help="maximum number of broken images (default 1 %%, at least 100)",
+    )
+
+    add_source_arguments(packing)
+
+    verifying = commands.add_parser("verify", help="compare packed files with their checksums")
+    verifying.add_argument("directory", type=to_path)
+
+    preview = commands.add_parser("preview", help="draw views by the paper's augmentation and by the weak one")
+    preview.add_argument("source", type=to_path, help="images as for pack, or a packed directory")
+    preview.add_argument(
+        "--output", type=to_path, default=Path("preview.png"), metavar="PNG", help="file (default preview.png)"
+    )
+    preview.add_argument("--run", type=to_path, metavar="DIR", help="draw views as this run does, instead of both")
+    preview.add_argument("--image-size", type=int, metavar="PX", help="side of a view (default: the run's, or 224)")
+    preview.add_argument("--background", metavar="COLOUR", help="what transparent pixels show (default: white)")
+    preview.add_argument("--images", type=int, default=4, metavar="N", help="number of images (default 4)")
+    preview.add_argument("--views", type=int, default=8, metavar="N", help="views of each image (default 8)")
+    preview.add_argument("--seed", type=int, default=0, help="seed of the views (default 0)")
+    add_source_arguments(preview)
+    return parser
+
+
+def _mib(text: str) -> int:
+    """Converts MiB to bytes."""
+    try:
+        return round(float(text) * 2**20)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of MiB") from None
 
 
 if __name__ == "__main__":

@@ -1,17 +1,74 @@
-"""The command `python -m trainer.export`: exports rows and encoders, and imports encoders."""
+"""Exports a run's rows with their images, or its encoder for another library, or imports another trainer's encoder.
+
+    pic export rows runs/a --output rows/ --checkpoint step-000000001000
+    pic export encoder runs/a --format timm --output encoder/
+    pic export import moco_v2.pth.tar --model torchvision:resnet50 --output moco.safetensors
+
+Rows: as `weightserver export`, with one more column: image int64 [n], the image's index in the data set. A row is its
+image's position in the random order of the run's order_seed. For images in files there is also images.csv: row, image
+and path of the image's file, in the order of the rows. The rows come from the run's weight servers: those of its
+--servers, or its local ones, which are started for the export. The run's TLS and token options apply unless the command
+has its own. Encoder: see `trainer.export.encoders`. Import: see `trainer.export.importing`; the file that it writes is
+one for `trainer.model.load_encoder`, as a run's encoder.safetensors.
+"""
 
 from __future__ import annotations
 
+import argparse
 from typing import NoReturn
 
+from trainer.command_line import parsed
+from trainer.export import LIBRARIES
 from trainer.loading import loading_libraries
+from weightserver.common.atomic_files import to_path
+from weightserver.common.command_line import CommandParser, Parser
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line: see `trainer.export.command`."""
+    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
+    with loading_libraries("trainer.export"):
+        parser = _parser()
+    options = parsed(parser, arguments)
     with loading_libraries("trainer.export"):
         from trainer.export.command import run
-    run(arguments)
+    run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from trainer.run.run_arguments import add_run_arguments
+    from weightserver.operations.export import add_export_options
+
+    parser = Parser(prog="pic export", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
+    rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
+    add_run_arguments(rows)
+    add_export_options(rows)
+    rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
+    rows.set_defaults(stage="exporting the rows")
+    encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
+    encoder.add_argument("run", type=to_path, help="the run's directory")
+    encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that will load it")
+    encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
+    encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
+    encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
+    encoder.set_defaults(stage="exporting the encoder")
+    _add_import(what.add_parser("import", help="import an encoder from a weights file of another trainer or library"))
+    return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=to_path, help="a checkpoint (.pth, .pt, .tar) or a safetensors file")
+    parser.add_argument("--model", metavar="NAME", help="torchvision:NAME or timm:NAME (default: as our exports say)")
+    parser.add_argument("--output", type=to_path, required=True, metavar="FILE", help="a new encoder file")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
+    parser.add_argument("--in-channels", type=int, choices=(1, 3), help="grey or colour images (default: 3)")
+    for name, what in (("mean", "mean of pixels in 0..1"), ("std", "standard deviation of pixels")):
+        text = f"{what}: one number, or one for each channel (default: ImageNet's)"
+        parser.add_argument(f"--pixel-{name}", type=float, nargs="+", metavar="NUMBER", help=text)
+    parser.add_argument(
+        "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
+    )
+    parser.set_defaults(stage="importing the encoder")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from trainer.data import load_dataset
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
+from trainer.export import LIBRARIES
 from trainer.export.model_card import DETECTRON2, SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
 from trainer.model import (
     EncoderConfig,
@@ -45,7 +46,6 @@ from trainer.settings import settings_of
 from trainer.small_resnet import SmallResNet
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
 
-LIBRARIES = ("torchvision", "timm", "detectron2", "onnx")
 _REGISTRATION = f'''
 
 @timm.models.register_model

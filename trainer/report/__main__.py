@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from trainer.command_line import parsed
 from trainer.display import shown, stage
-from trainer.report.rendering import render_report
+from trainer.loading import loading_libraries
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write, to_path
 from weightserver.common.command_line import CommandParser
@@ -17,6 +17,8 @@ from weightserver.common.command_line import CommandParser
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     options = parsed(_parser(), arguments)
+    with loading_libraries("trainer report"):
+        from trainer.report.rendering import render_report
     output = options.output or options.run / "report.html"
     with exit_on_error("trainer report"):
         with shown(), stage("drawing the page"):

@@ -12,27 +12,18 @@ they are needed, so that memory does not grow with N·D.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
 
-from trainer.command_line import parsed
-from trainer.counting import counting
-from trainer.display import shown, stage
 from trainer.evaluate.neighbours import nearest
-from trainer.run.stored_rows import StoredRows, add_run_arguments, open_stored_rows
-from trainer.stopping import exit_on_error
+from trainer.report.duplicate_options import DuplicateOptions
+from trainer.run.stored_rows import StoredRows
 from weightserver import Checkpoint, WeightClient
-from weightserver.common.atomic_files import atomic_write
-from weightserver.common.command_line import CommandParser
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import chosen_checkpoint
 
@@ -58,27 +49,6 @@ class Duplicates:
     """Number of pairs found."""
     pairs: list[tuple[int, int, float]]
     """The most similar of them, in falling order: two images, as positions in the data set, and their rows' cosine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DuplicateOptions:
-    """What counts as a near-duplicate.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    threshold: float = 0.98
-    neighbours: int = 8
-    most_pairs: int = 10_000
-
-    def __post_init__(self) -> None:
-        if not -1 < self.threshold <= 1:
-            raise ValueError(f"--threshold must lie above -1 and not above 1, got {self.threshold}")
-        if not 1 <= self.neighbours < 4_096:
-            raise ValueError(f"--neighbours must lie in 1..4095, got {self.neighbours}")
-        if self.most_pairs < 1:
-            raise ValueError(f"--most-pairs must be at least 1, got {self.most_pairs}")
 
 
 def find_duplicates(
@@ -187,53 +157,3 @@ def read_duplicates(run: Path) -> Duplicates | None:
         return Duplicates(**content | {"pairs": [(int(a), int(b), float(cosine)) for a, b, cosine in content["pairs"]]})
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is not one that 'pic duplicates' wrote: remove it") from None
-
-
-# ---- the command
-
-
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
-    options = parsed(parser(), arguments)
-    with exit_on_error("trainer duplicates"):
-        wanted = DuplicateOptions(
-            threshold=options.threshold, neighbours=options.neighbours, most_pairs=options.most_pairs
-        )
-        with shown(), ExitStack() as stack:
-            with stage("opening the rows"):
-                stored = stack.enter_context(open_stored_rows(options))
-            with counting("rows", stored.num_images) as progress:
-                found = find_duplicates(stored, wanted, options.checkpoint, progress.advance)
-        path = options.run / FILE
-        text = json.dumps(asdict(found)) + "\n"
-        atomic_write(path, lambda partial: partial.write_text(text))
-    print(f"{found.num_pairs} pairs with a cosine of at least {found.threshold:g}: wrote {path}")
-    sys.exit(0)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="pic duplicates", description=(__doc__ or "").splitlines()[0])
-    add_run_arguments(parser)
-    parser.add_argument("--checkpoint", help="compare the rows of this checkpoint (default the newest rows)")
-    defaults = DuplicateOptions()
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=defaults.threshold,
-        help=f"smallest cosine of two rows that makes a pair (default {defaults.threshold})",
-    )
-    parser.add_argument(
-        "--neighbours",
-        type=int,
-        default=defaults.neighbours,
-        metavar="K",
-        help=f"neighbours of each image to look at (default {defaults.neighbours})",
-    )
-    parser.add_argument(
-        "--most-pairs",
-        type=int,
-        default=defaults.most_pairs,
-        metavar="N",
-        help=f"number of pairs to write (default {defaults.most_pairs})",
-    )
-    return parser

@@ -15,8 +15,7 @@ from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
 from trainer.run.directory import read_config
 from weightserver import ClientSecurity, DataLossError, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
-from weightserver.common.atomic_files import to_path
-from weightserver.common.options import add_options, given_options
+from weightserver.common.options import given_options
 from weightserver.torch import ClassOrder, RangesOrder
 
 
@@ -33,17 +32,10 @@ class StoredRows:
     """What a row belongs to: an image, or a class that images share."""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the run's directory, and where its weight servers are."""
-    parser.add_argument("run", type=to_path, help="the run's directory")
-    parser.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
-    add_options(parser, ClientSecurity)
-
-
 @contextmanager
 def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
     """Connects to the weight servers of `options.run`: those of --servers, else the run's, else its local ones, which
-    are started. The options are those of `add_run_arguments`, and `checkpoint`.
+    are started. The options are those of `trainer.run.run_arguments`, and `checkpoint`.
 
     Raises:
         ValueError: the directory holds no run, or has no local weight servers, or they hold another table.
