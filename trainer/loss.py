@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trainer.settings import SettingError, Settings, check_choice, check_positive
-
-if TYPE_CHECKING:
-    from weightserver.torch import SoftmaxLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +50,6 @@ class LossConfig(Settings):
         if self.softmax == "plain":
             needed |= dict.fromkeys(("temperature", "final_temperature", "margin"), "--softmax cosine")
         return needed
-
-    def loss_function(self) -> SoftmaxLoss:
-        """The loss of features, weights and labels: `softmax_loss` or `cosine_softmax_loss`."""
-        from weightserver.torch import loss_of, margin_of
-
-        margin = margin_of(self.margin, self.margin_size if self.margin != "none" else None)
-        return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)
 
     def temperature_of(self, step: int, num_steps: int) -> float | None:
         """τ in one of `num_steps` updates; None if it is --temperature in all of them."""

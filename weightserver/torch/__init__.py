@@ -12,12 +12,11 @@ from weightserver.common.installing import install_advice
 if find_spec("torch") is None:
     raise ModuleNotFoundError(f"weightserver.torch needs torch: {install_advice('torch')}", name=__name__)
 
-from weightserver.torch.beginnings import beginning_norm
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.head import ClassifierHead
 from weightserver.torch.looking import Evaluation
-from weightserver.torch.loss import SoftmaxLoss, cosine_softmax_loss, loss_of, padded, padded_rows, softmax_loss
+from weightserver.torch.loss import Loss, cosine_softmax_loss, padded, padded_rows, softmax_loss
 from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, margin_of
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
@@ -26,7 +25,7 @@ from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
-from weightserver.torch.settings import Loss, Rows, Servers
+from weightserver.torch.settings import Rows, Servers
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 
@@ -59,16 +58,13 @@ __all__ = [
     "Rows",
     "SavedRows",
     "Servers",
-    "SoftmaxLoss",
     "VisitSchedule",
     "Visits",
     "WindowSampler",
     "announced",
-    "beginning_norm",
     "check_num_active",
     "cosine_softmax_loss",
     "gathered",
-    "loss_of",
     "margin_of",
     "padded",
     "padded_rows",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weightserver import TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rows.store import Begun
@@ -71,34 +68,3 @@ class Beginnings:
         """The positions of the rows that have begun, int64 (n,), and their values, float32 (n, D)."""
         positions, _ = self._all()
         return positions, self.rows(weight.detach())[torch.from_numpy(positions).to(weight.device)]
-
-
-def beginning_norm(spec: TableSpec, init_norm: float | None) -> float:
-    """The length that was asked for, by default the root mean square length of random rows.
-
-    Raises:
-        ValueError: it is not positive.
-    """
-    norm = spec.init_std * math.sqrt(spec.dim) if init_norm is None else init_norm
-    if not 0 < norm < math.inf:
-        raise ValueError(f"a row cannot begin at an embedding with length {norm}: give a positive init_norm")
-    return norm
-
-
-def norm_of(init: str, spec: TableSpec, init_norm: float | None, rows: str) -> float | None:
-    """The length of rows that begin at embeddings; None if they begin at random.
-
-    Raises:
-        ValueError: an unknown `init`, a length for rows that begin at random, or a row store that it cannot have.
-    """
-    if init not in ("random", "embedding"):
-        raise ValueError(f"init must be 'random' or 'embedding', got {init!r}")
-    if init == "random":
-        if init_norm is not None:
-            raise ValueError(
-                "init_norm is the length of rows that begin at embeddings: omit it, or use init='embedding'"
-            )
-        return None
-    if rows == "remote":
-        raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
-    return beginning_norm(spec, init_norm)

@@ -32,7 +32,7 @@ from weightserver.torch.arguments import Doing, check_embeddings, checked_ids, e
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
-from weightserver.torch.loss import checked_temperature
+from weightserver.torch.loss import Loss, checked_temperature
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, gathered_parts, ranks_of_process
@@ -41,7 +41,7 @@ from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling
-from weightserver.torch.settings import Loss, Rows, Servers, group_of, refuse_unknown
+from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
 from weightserver.torch.store_sizes import sizes_for_steps
@@ -125,7 +125,7 @@ class ClassifierHead(nn.Module):
         )
         check_num_active(self.negatives.num_active, self.spec.num_rows, 1)
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
-        self._loss = of_loss.function()
+        self._loss = of_loss
         self._steps = Steps(self._open, self.negatives, self.order, init_norm=of_rows.norm(self.spec))
         self._sizes = partial(sizes_for_steps, rows=of_rows, negatives=self.negatives, coming=self._steps.coming)
         self._stack = ExitStack()

@@ -15,7 +15,7 @@ from torch import Tensor
 from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.loss import SoftmaxLoss
+from weightserver.torch.loss import Loss
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import gathered_parts
 
@@ -54,7 +54,7 @@ class Comparison:
         rows: strictly increasing int64 (n,), the same on every rank; all of the table if None.
     """
 
-    def __init__(self, opened: OpenedRows, loss: SoftmaxLoss, *, step: int, rows: Int64Array | None = None) -> None:
+    def __init__(self, opened: OpenedRows, loss: Loss, *, step: int, rows: Int64Array | None = None) -> None:
         self._opened = opened
         self._loss = loss
         self._step = step
@@ -73,7 +73,7 @@ class Comparison:
         with torch.autocast(device.type, enabled=False):
             features = embeddings.float()
             features = F.normalize(features) if self._loss.cosines else features
-            features = torch.cat(gathered_parts(features, ranks)) / self._loss.temperature  # (B, D)
+            features = torch.cat(gathered_parts(features, ranks)) / self._loss.divisor  # (B, D)
             images = torch.arange(len(features), device=device)
             best = features.new_full((len(features), k), -math.inf)
             nearest = torch.zeros(best.shape, dtype=torch.int64, device=device)

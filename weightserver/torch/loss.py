@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightserver.torch.condensed import are_many, condensed
-from weightserver.torch.margins import NO_MARGIN, Margin, distinct, own_values, quality_of, with_margin
+from weightserver.torch.margins import (
+    NO_MARGIN,
+    Margin,
+    MarginKind,
+    distinct,
+    margin_of,
+    own_values,
+    quality_of,
+    with_margin,
+)
 from weightserver.torch.ranks import Ranks
 
 DEFAULT_TEMPERATURE = 0.2
@@ -21,14 +30,45 @@ _LARGEST_SPREAD = 80.0
 
 
 @dataclass(frozen=True)
-class SoftmaxLoss:
-    """The settings of `softmax_loss`, or of `cosine_softmax_loss` if the logits are `cosines`."""
+class Loss:
+    """The softmax over the active classes (Equation 1): of cosines, or of inner products.
 
-    cosines: bool = True
+    Raises:
+        ValueError: settings out of range, or settings of cosines for products that are none.
+    """
+
+    softmax: Literal["cosine", "plain"] = "cosine"
+    """Of cosines, or of inner products ("plain")."""
     temperature: float = DEFAULT_TEMPERATURE
-    """τ; 1 for inner products."""
-    margin: Margin = NO_MARGIN
+    """τ, which divides cosines."""
+    margin: MarginKind = "none"
+    """On the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`."""
+    margin_size: float | None = None
+    """m; by default the usual one."""
     label_smoothing: float = 0.0
+    """Share of the target distribution that is spread evenly over all active classes, at least 0 and below 1; see
+    `softmax_loss`."""
+
+    def __post_init__(self) -> None:
+        if self.softmax not in ("cosine", "plain"):
+            raise ValueError(f"softmax must be 'cosine' or 'plain', got {self.softmax!r}")
+        checked_temperature(self.temperature)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
+        margin_of(self.margin, self.margin_size)
+        if self.softmax == "plain" and self.margin != "none":
+            raise ValueError(f"margin {self.margin!r} is for cosines: choose softmax='cosine', or no margin")
+        if self.softmax == "plain" and self.temperature != DEFAULT_TEMPERATURE:
+            raise ValueError("temperature divides cosines, but softmax='plain': omit one of them")
+
+    @property
+    def cosines(self) -> bool:
+        return self.softmax == "cosine"
+
+    @property
+    def divisor(self) -> float:
+        """τ; 1 for inner products."""
+        return self.temperature if self.cosines else 1.0
 
     def __call__(
         self,
@@ -41,29 +81,12 @@ class SoftmaxLoss:
         temperature: float | None = None,
     ) -> Tensor:
         """The loss; with `temperature`, by that τ."""
-        divisor = self.temperature if temperature is None else temperature
+        divisor = self.divisor if temperature is None else temperature
         of_ranks: dict[str, Any] = {"ranks": ranks, "num_rows": num_rows, "label_smoothing": self.label_smoothing}
-        if self.cosines:
-            return cosine_softmax_loss(features, weight, labels, temperature=divisor, margin=self.margin, **of_ranks)
-        return softmax_loss(features, weight, labels, temperature=divisor, **of_ranks)
-
-
-def loss_of(softmax: str, temperature: float, margin: Margin, *, label_smoothing: float = 0.0) -> SoftmaxLoss:
-    """`softmax_loss` for "plain", or `cosine_softmax_loss` for "cosine", with these settings.
-
-    Raises:
-        ValueError: settings out of range, or a margin on products that are no cosines.
-    """
-    if softmax not in ("cosine", "plain"):
-        raise ValueError(f"softmax must be 'cosine' or 'plain', got {softmax!r}")
-    checked_temperature(temperature)
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing:g}")
-    if softmax == "cosine":
-        return SoftmaxLoss(temperature=temperature, margin=margin, label_smoothing=label_smoothing)
-    if margin.kind != "none":
-        raise ValueError(f"margin {margin.kind!r} is for cosines: choose softmax='cosine', or no margin")
-    return SoftmaxLoss(cosines=False, temperature=1.0, label_smoothing=label_smoothing)
+        if not self.cosines:
+            return softmax_loss(features, weight, labels, temperature=divisor, **of_ranks)
+        margin = margin_of(self.margin, self.margin_size)
+        return cosine_softmax_loss(features, weight, labels, temperature=divisor, margin=margin, **of_ranks)
 
 
 def checked_temperature(temperature: float) -> float:

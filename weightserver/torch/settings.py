@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -12,9 +13,7 @@ import grpc
 from weightserver import TableSpec, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.core.arrays import checked_integer
-from weightserver.torch.beginnings import norm_of
-from weightserver.torch.loss import DEFAULT_TEMPERATURE, SoftmaxLoss, loss_of
-from weightserver.torch.margins import MarginKind, margin_of
+from weightserver.torch.loss import Loss
 
 DEFAULT_PREFETCH_STEPS = 8
 BLOCK_OF_WINDOWS, BLOCK_OF_ANY_ORDER = 63, 7
@@ -105,6 +104,18 @@ class Rows:
                 raise ValueError(f"capacity is a number of resident rows, but rows={self.where!r}: omit one of them")
         if checked_integer(self.prefetch_steps, "prefetch_steps") < 0:
             raise ValueError(f"prefetch_steps must be at least 0, got {self.prefetch_steps}")
+        if self.init not in ("random", "embedding"):
+            raise ValueError(f"init must be 'random' or 'embedding', got {self.init!r}")
+        if self.init == "random" and self.init_norm is not None:
+            raise ValueError(
+                "init_norm is the length of rows that begin at embeddings: omit it, or use init='embedding'"
+            )
+        if self.init_norm is not None and not 0 < self.init_norm < math.inf:
+            raise ValueError(
+                f"a row cannot begin at an embedding with length {self.init_norm}: give a positive init_norm"
+            )
+        if self.init == "embedding" and self.where == "remote":
+            raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
         if self.where != "dense":
             return
         if self.correction == "paper":
@@ -127,32 +138,11 @@ class Rows:
         )
 
     def norm(self, spec: TableSpec) -> float | None:
-        """Length of rows that begin at embeddings; None if they begin at random."""
-        return norm_of(self.init, spec, self.init_norm, self.where)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The softmax over the active classes (Equation 1)."""
-
-    softmax: Literal["cosine", "plain"] = "cosine"
-    """Of cosines, or of inner products ("plain")."""
-    temperature: float = DEFAULT_TEMPERATURE
-    """τ, which divides cosines."""
-    margin: MarginKind = "none"
-    """On the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`."""
-    margin_size: float | None = None
-    """m; by default the usual one."""
-    label_smoothing: float = 0.0
-    """Share of the target distribution that is spread evenly over all active classes, at least 0 and below 1; see
-    `softmax_loss`."""
-
-    def function(self) -> SoftmaxLoss:
-        """The loss. Raises ValueError for settings that are out of range or contradict each other."""
-        if self.softmax == "plain" and self.temperature != DEFAULT_TEMPERATURE:
-            raise ValueError("temperature divides cosines, but softmax='plain': omit one of them")
-        margin = margin_of(self.margin, self.margin_size)
-        return loss_of(self.softmax, self.temperature, margin, label_smoothing=self.label_smoothing)
+        """Length of rows that begin at embeddings, by default the root mean square length of random rows; None if they
+        begin at random."""
+        if self.init == "random":
+            return None
+        return spec.init_std * math.sqrt(spec.dim) if self.init_norm is None else self.init_norm
 
 
 Group = TypeVar("Group", Servers, Rows, Loss)
