@@ -52,8 +52,9 @@ class RowsConfig(Settings):
     """Standard deviation of a random row's values; a row that begins at an embedding has the same length."""
     row_momentum: float | None = None
     """m of the rows' SGD. Without it: --momentum."""
-    rows_per_block: int = resumable(63)
-    """Rows that the weight servers store together in one block."""
+    rows_per_block: int | None = resumable(None)
+    """Rows that the weight servers store together in one block. Without it: as they do, and in a new table 63, or 7 if
+    the window is all images, which visits rows in random order."""
 
     row_precision: Literal["float32", "bfloat16"] = "float32"
     """Numbers in which the weight servers store and send rows and gradients. bfloat16 takes half the disk and network;

@@ -110,10 +110,6 @@ class Rows:
             raise ValueError(
                 "init_norm is the length of rows that begin at embeddings: omit it, or use init='embedding'"
             )
-        if self.init_norm is not None and not 0 < self.init_norm < math.inf:
-            raise ValueError(
-                f"a row cannot begin at an embedding with length {self.init_norm}: give a positive init_norm"
-            )
         if self.init == "embedding" and self.where == "remote":
             raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
         if self.where != "dense":
@@ -139,10 +135,13 @@ class Rows:
 
     def norm(self, spec: TableSpec) -> float | None:
         """Length of rows that begin at embeddings, by default the root mean square length of random rows; None if they
-        begin at random."""
+        begin at random. Raises ValueError if it is not positive."""
         if self.init == "random":
             return None
-        return spec.init_std * math.sqrt(spec.dim) if self.init_norm is None else self.init_norm
+        norm = spec.init_std * math.sqrt(spec.dim) if self.init_norm is None else self.init_norm
+        if not 0 < norm < math.inf:
+            raise ValueError(f"a row cannot begin at an embedding with length {norm}: give a positive init_norm")
+        return norm
 
 
 Group = TypeVar("Group", Servers, Rows, Loss)
