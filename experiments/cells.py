@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config import PRESETS, TrainConfig
+from trainer.config import TrainConfig
+from trainer.presets import PRESETS
 from trainer.run.directory import flat
 
 PIC = "pic"

@@ -9,7 +9,8 @@ from typing import Any
 
 from experiments.baselines.training import METHODS, settings_of
 from experiments.cells import PIC
-from trainer.config import PRESETS, RESUMABLE
+from trainer.config import RESUMABLE
+from trainer.presets import PRESETS
 from weightserver.common.atomic_files import atomic_write
 
 DEFAULTS_FILE = "defaults.json"

@@ -13,8 +13,9 @@ from experiments.plots import ON_DARK, draw
 from experiments.results import STEPS_SECONDS, Results, load
 from experiments.runner import MOST_SEEDS, plan
 from experiments.tables.common import BASE, WINDOW
-from trainer.config import PRESETS, TrainConfig
+from trainer.config import TrainConfig
 from trainer.coverage import passes
+from trainer.presets import PRESETS
 from trainer.schedule import learning_rates
 from weightserver.common.atomic_files import atomic_write
 

@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-import trainer.config
+import trainer.arguments
 import weightserver
 import weightserver.cli
 
@@ -85,7 +85,7 @@ def test_the_trainer_of_the_compose_file() -> None:
     service = COMPOSE["services"]["trainer"]
     assert service["profiles"] == ["trainer"]
     command = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", word) for word in service["command"]]
-    config = trainer.config.parse_config(command)
+    config = trainer.arguments.parse_config(command)
     config.check()
     assert config.servers.addresses == COMPOSE["x-servers"].split(",")
 
@@ -181,7 +181,7 @@ def test_the_stateful_set() -> None:
 
 def test_the_job() -> None:
     spec, trained = manifest("Job")["spec"], container("Job")
-    config = trainer.config.parse_config(trained["args"])
+    config = trainer.arguments.parse_config(trained["args"])
     config.check()
     replicas = manifest("StatefulSet")["spec"]["replicas"]
     assert config.servers.addresses == [f"weightserver-{shard}.weightserver:50051" for shard in range(replicas)]

@@ -32,9 +32,10 @@ from docs.install_commands import FILES as FILES_WITH_COMMANDS
 from docs.install_commands import updated as install_commands
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
-from trainer.config import PRESETS, parse_config
+from trainer.arguments import parse_config
 from trainer.evaluate.command import parse as parse_evaluation
 from trainer.evaluate.protocols import PROTOCOLS
+from trainer.presets import PRESETS
 from weightserver.common.installing import install_command
 from weightserver.torch import ClassifierHead
 

@@ -19,8 +19,8 @@ import trainer.embed
 import trainer.evaluate.__main__
 import trainer.export.__main__
 import weightserver.cli
-from trainer.config import PRESETS
 from trainer.evaluate.protocols import PROTOCOLS
+from trainer.presets import PRESETS
 
 COLUMNS = 80
 Main = Callable[[list[str]], object]
@@ -90,7 +90,7 @@ def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
 @pytest.mark.guard
 def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     """They would double or triple the time that every command takes to start."""
-    modules = ["trainer.loop", "trainer.ending", "trainer.own_images", "trainer.data.command", "trainer.embedding"]
+    modules = ["trainer.loop", "trainer.results", "trainer.own_images", "trainer.data.command", "trainer.embedding"]
     modules += ["trainer.evaluate.run", "trainer.evaluate.classification", "trainer.export.command", "weightserver.cli"]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

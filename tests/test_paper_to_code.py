@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import PRESETS, parse_config
+from trainer.arguments import parse_config
+from trainer.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "paper-to-code.md").read_text()

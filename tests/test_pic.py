@@ -15,8 +15,8 @@ import pytest
 import trainer.pic
 from tests.helpers.image_tree import plain_tree
 from trainer.command_line import pic
-from trainer.config import PRESETS
 from trainer.pic import COMMANDS
+from trainer.presets import PRESETS
 from trainer.short_help import PAGES, overview
 
 ROOT = Path(__file__).parent.parent

@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     with exit_on_error("trainer"):
         config = _settings(arguments)
         with shown(), stage("loading libraries"):
-            from trainer.ending import finish
             from trainer.loop import train
+            from trainer.results import finish
         log_events(
             config.report.log_format, lambda: {"run": config.run.output.name, "rank": int(os.environ.get("RANK", "0"))}
         )
@@ -53,8 +53,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _settings(arguments: list[str]) -> TrainConfig:
     """The settings of a command line. Ends the process for --help, --print-config or an error."""
-    from trainer.config import PRESETS, parse_config
+    from trainer.arguments import parse_config
     from trainer.config_file import to_toml, with_config_file
+    from trainer.presets import PRESETS
 
     if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and Path(arguments[0]).exists():
         arguments = ["images", "--data-dir", *arguments]

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.arguments import parse_config
+from trainer.config import TrainConfig
+from trainer.presets import PRESETS
 from trainer.wrong_arguments import parsed
 from weightserver.common.logs import logs_json, print_error
 

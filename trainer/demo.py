@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         log_events(asked_format(arguments))  # a terminal shows the progress
     options = _parser().parse_args(arguments)
     with loading_libraries("trainer.demo"):
-        from trainer.ending import finish
         from trainer.loop import train
+        from trainer.results import finish
         from trainer.stopping import exit_on_error
         from weightserver.common.malloc import keep_large_buffers
     keep_large_buffers()
@@ -67,7 +67,7 @@ def demo_config(options: argparse.Namespace) -> TrainConfig:
     Raises ValueError for a wrong setting, or if there is no run to resume. A run with other settings is refused when
     it is resumed.
     """
-    from trainer.config import PRESETS
+    from trainer.presets import PRESETS
     from trainer.run.directory import CONFIG_FILE
     from trainer.run.resume import run_settings
 

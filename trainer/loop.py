@@ -26,9 +26,9 @@ from trainer.data import Dataset, load_dataset
 from trainer.data.cutmix import NUM_UNIFORMS, CutMix
 from trainer.display import shown, stage
 from trainer.distributed import averaging_gradients, process_group
-from trainer.ending import TrainResult, write_results
 from trainer.model import PICModel
 from trainer.monitors import Update
+from trainer.results import TrainResult, write_results
 from trainer.run.opening import images_of_run
 from trainer.run.resume import resolve_resume, with_pixel_scale
 from trainer.run.totals import Totals

@@ -1,6 +1,6 @@
 """Trains on a folder of images: `pic train FOLDER`.
 
-Surveys the images and the machine, chooses the settings that the command line does not give (`trainer.choosing`),
+Surveys the images and the machine, chooses the settings that the command line does not give (`trainer.autoconfig`),
 prints them with their reasons, packs the images if that is needed, and reports all problems together.
 """
 
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from trainer.choosing import Choice, Machine, choose
+from trainer.arguments import parse_config
+from trainer.autoconfig import Choice, Machine, choose
 from trainer.classes import classes_of
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.config import TrainConfig
 from trainer.cores import usable_cores, usable_memory
 from trainer.data import DECODED, Dataset, load_dataset
 from trainer.data.decoded_images import named
@@ -27,6 +28,7 @@ from trainer.data.survey import ImagesSurvey, survey
 from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
+from trainer.presets import PRESETS
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.settings import flag
 from weightserver.common.logs import logs_json

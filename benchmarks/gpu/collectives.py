@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import timing
-from trainer.config import parse_config
+from trainer.arguments import parse_config
 from trainer.distributed import process_group
 from trainer.model import build_model
 from weightserver.torch import Ranks

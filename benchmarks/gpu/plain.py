@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.arguments import parse_config
 from trainer.compute import set_matmul_precision
-from trainer.config import TrainConfig, parse_config
+from trainer.config import TrainConfig
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import process_group

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from trainer.config import parse_config
+from trainer.arguments import parse_config
 from trainer.loop import train
 
 _MAX_STEPS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from experiments.baselines.training import METHODS, REFERENCES, train_baseline
-from trainer.config import parse_config
+from trainer.arguments import parse_config
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import log_events, print_error
 

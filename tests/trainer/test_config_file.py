@@ -9,9 +9,10 @@ import pytest
 
 from tests.helpers.image_tree import plain_tree
 from trainer.__main__ import main
-from trainer.config import PRESETS, parse_config
+from trainer.arguments import parse_config
 from trainer.config_file import to_toml, with_config_file
 from trainer.own_images import images_config
+from trainer.presets import PRESETS
 
 
 @pytest.mark.parametrize("preset", PRESETS)

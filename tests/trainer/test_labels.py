@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
+from trainer.arguments import parse_config
 from trainer.build import _warn_of_few_classes
 from trainer.classes import classes_of
-from trainer.config import TrainConfig, parse_config
+from trainer.config import TrainConfig
 from trainer.data import Dataset, datasets
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
-from trainer.config import PRESETS, TrainConfig, parse_config
+from trainer.arguments import parse_config
+from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
+from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
 from trainer.schedule import learning_rates
 from weightserver.core.arrays import Int64Array

@@ -15,12 +15,12 @@ import pytest
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import once_within
-from trainer.config import PRESETS
 from trainer.data import load_dataset
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.own_images import images_config, problems_with
 from trainer.own_packs import check_same_source
+from trainer.presets import PRESETS
 from trainer.settings import flag
 from weightserver.common.logs import log_events
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.sizes import resident_rows
-from trainer.config import TrainConfig, parse_config
+from trainer.arguments import parse_config
+from trainer.config import TrainConfig
 from trainer.model import EncoderConfig, build_model
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import Ranks, RecentRows, RowOrder, VisitSchedule

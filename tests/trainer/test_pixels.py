@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.small_run import losses, small_run
-from trainer.config import PRESETS, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data import load_dataset
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured, normalise
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
+from trainer.presets import PRESETS
 from trainer.torchvision_schemas import import_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.sizes import resident_rows
-from trainer.config import PRESETS, parse_config
+from trainer.arguments import parse_config
+from trainer.presets import PRESETS
 from trainer.run.run_images import RunImages
 
 NUM_IMAGES = 1_281_167

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.sizes import resident_rows
 from tests.helpers.watching import wait_until
-from trainer.config import PRESETS
+from trainer.presets import PRESETS
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows

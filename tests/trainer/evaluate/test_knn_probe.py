@@ -16,8 +16,8 @@ from torch import Tensor
 import trainer.evaluate.knn_probe
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import small_run
+from trainer.arguments import parse_config
 from trainer.build import model_of
-from trainer.config import parse_config
 from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
 from trainer.evaluate.features import encode

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-import trainer.ending
+import trainer.results
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
+from trainer.arguments import parse_config
 from trainer.command_line import pic
-from trainer.config import TrainConfig, parse_config
+from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.data.augment import AugmentationConfig
-from trainer.ending import TrainResult, finish, next_commands, warnings_of, write_results
 from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
+from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_encoder
 from trainer.run.totals import Totals
@@ -326,12 +327,12 @@ def test_an_interrupted_ending_says_how_to_go_on(labelled: Any, monkeypatch: pyt
         raise KeyboardInterrupt
 
     output = labelled.config.run.output
-    monkeypatch.setattr(trainer.ending, "draw_training", interrupted)
+    monkeypatch.setattr(trainer.results, "draw_training", interrupted)
     with pytest.raises(Interrupted, match="training, which is complete and saved") as stopped:
         finish(labelled)
     assert stopped.value.exit_status == 130
     assert str(stopped.value).endswith(f"{pic()} train --resume --output {output}")
-    monkeypatch.setattr(trainer.ending, "encoder_features", interrupted)
+    monkeypatch.setattr(trainer.results, "encoder_features", interrupted)
     (output / "summary.json").rename(output / "aside.json")
     try:
         with pytest.raises(Interrupted, match=r"pic evaluate knn --run"):

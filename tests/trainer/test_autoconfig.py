@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.sizes import resident_rows
-from trainer.choosing import Machine, choose
-from trainer.config import PRESETS, TrainConfig
+from trainer.autoconfig import Machine, choose
+from trainer.config import TrainConfig
 from trainer.data.survey import ImagesSurvey
+from trainer.presets import PRESETS
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB, disk_bytes=100 * GIB)
