@@ -290,7 +290,7 @@ def _error(refused: CallFailed) -> type[WeightServerError]:
     fields = error_fields(refused.trailing_metadata())
     if "num_used" in fields:
         return MissingRatesError
-    if "is_empty" in fields:
+    if fields.get("is_empty"):
         return DataLossError
     return ERROR_OF_STATUS.get(refused.code(), WeightServerError)
 

@@ -39,6 +39,8 @@ class Call:
     """Number of the shard, or its address until that is known."""
     target: str
     """Number and address of the shard, for people."""
+    expected: str
+    """Number of the shard and of all; empty until they are known."""
     method: str
     num_rows: int = 0
     """Rows that it names; 0 for calls without rows."""
@@ -69,6 +71,9 @@ class Call:
     def failed(self, status: str) -> None:
         self.failure = status
         metrics.errors(*self.labels, status).inc()
+
+    def answered_by(self, other: str) -> None:
+        metrics.wrong_answers(self.shard, self.expected, other).inc()
 
 
 class CallWatch:

@@ -58,6 +58,7 @@ class ShardConnection:
     ) -> None:
         self.address = self.name = self._label = address
         """`name` is the address until `identify`."""
+        self._expected = ""
         self.shard = 0
         """Known after `identify`."""
         self._timeout_seconds = timeout_seconds
@@ -77,7 +78,8 @@ class ShardConnection:
 
     def identify(self, shard: int, num_shards: int) -> None:
         """The shard at the address has said which one it is; from now on every call is for that one."""
-        self._metadata.append((SHARD_KEY, f"{shard}/{num_shards}"))
+        self._expected = f"{shard}/{num_shards}"
+        self._metadata.append((SHARD_KEY, self._expected))
         self.shard, self.name, self._label = shard, f"shard {shard} at {self.address}", str(shard)
 
     def call(
@@ -111,7 +113,9 @@ class ShardConnection:
                 raise AnswerInDoubtError
             return answer
 
-        return self._attempts(Call(self._label, self.name, method, num_rows), attempt, rates, acknowledged)
+        return self._attempts(
+            Call(self._label, self.name, self._expected, method, num_rows), attempt, rates, acknowledged
+        )
 
     def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
@@ -177,7 +181,7 @@ class ShardConnection:
                 answer.cancel()
 
         while rows.num_arrived < rows.num_rows:
-            call = Call(self._label, self.name, "Fetch", rows.num_rows, rows)
+            call = Call(self._label, self.name, self._expected, "Fetch", rows.num_rows, rows)
             call.request_id = begun.request_id if begun else call.request_id
             self._attempts(call, attempt, rates)
 

@@ -23,6 +23,14 @@ _histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
 attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
 retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
 errors = cache(_counter(f"{_NAME}_errors", "Attempts that failed, by gRPC status.", (*_CALL, "status")).labels)
+wrong_answers = cache(
+    _counter(
+        f"{_NAME}_wrong_answers",
+        "Attempts that another one answered, by what was expected, shard/shards, and what it is: shard/shards, "
+        "another table, no table, or another program.",
+        ("shard", "expected", "answered"),
+    ).labels
+)
 late = cache(_counter(f"{_NAME}_late_calls", "Calls that take over 100 ms, counted before they end.", _CALL).labels)
 waiting = cache(Gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL, registry=registry).labels)
 oldest = cache(

@@ -70,6 +70,14 @@ class Failure:
         return self.status is status_of(WrongShardError)
 
     @property
+    def answered(self) -> str:
+        """What has, if it is another one."""
+        if "own_shard" in self.fields:
+            return f"{self.fields['own_shard']}/{self.fields.get('own_num_shards', 0)}"
+        is_empty = self.fields.get("is_empty")
+        return "another program" if is_empty is None else "no table" if is_empty else "another table"
+
+    @property
     def is_overload(self) -> bool:
         return self.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -100,6 +108,8 @@ class Retries:
             WeightServerError: no other attempt would help, or `budget_seconds` of the call have passed.
         """
         self._call.failed(failure.status.name)
+        if failure.is_of_another:
+            self._call.answered_by(failure.answered)
         if not failure.is_retried:
             raise self._told(self._refusal(failure))
         if self.have_rows_arrived and self._call.rows is not None:
@@ -138,7 +148,7 @@ class Retries:
             progress = f", {call.rows.num_arrived} of {call.rows.num_rows} rows had arrived"
         if failure.is_overload:
             return OverloadedError(f"{call.target} was overloaded for {waited:.1f} s{progress}: {failure.details}")
-        if "is_empty" in failure.fields:
+        if failure.fields.get("is_empty"):
             return DataLossError(
                 f"{call.target} lacked what it had acknowledged for {waited:.1f} s ({failure.details}){progress}: an "
                 "empty directory is in its place: put the newest directory back, or take all shards to one checkpoint "

@@ -65,10 +65,19 @@ class WrongShardError(WeightServerError):
     """Another shard or program answers at the address of one that has answered before. It applied nothing, but a copy
     of the request may still reach the right one."""
 
-    def __init__(self, message: str = "", *, is_empty: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        own_shard: int | None = None,
+        own_num_shards: int | None = None,
+        is_empty: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.own_shard, self.own_num_shards = own_shard, own_num_shards
+        """The one that answers, and of how many, if its number is the wrong one."""
         self.is_empty = is_empty
-        """1 if the right number answers, but from a directory without a table."""
+        """Where the right number answers: 1 from a directory without a table, 0 from one with another table."""
 
 
 class ClusterError(WeightServerError, not_applied=True):

@@ -40,7 +40,7 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
 _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
 
 
-_FIELDS = ("row", "step", "num_used", "is_empty", "silent_seconds")
+_FIELDS = ("row", "step", "num_used", "own_shard", "own_num_shards", "is_empty", "silent_seconds")
 """Fields of an error that travel with it, in the trailing metadata."""
 
 

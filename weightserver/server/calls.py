@@ -131,7 +131,11 @@ class Calls:
             )
         own = f"{self._shard.shard}/{self._shard.num_shards}"
         if (wanted := str(metadata.get(SHARD_KEY, own))) != own:
-            raise WrongShardError(f"shard {own} answers, the call is for shard {wanted[:20]}")
+            raise WrongShardError(
+                f"shard {own} answers, the call is for shard {wanted[:20]}",
+                own_shard=self._shard.shard,
+                own_num_shards=self._shard.num_shards,
+            )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged), str(metadata.get(TABLE_KEY, "")))
 

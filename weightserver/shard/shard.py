@@ -165,7 +165,7 @@ class Shard:
                 raise WrongShardError(
                     f"shard {self.shard}/{self.num_shards} of {f'table {own}' if own else 'no table'} answers, the "
                     f"call is for that of table {table[:32]}",
-                    is_empty=None if own else 1,
+                    is_empty=0 if own else 1,
                 )
             raise DataLossError(
                 f"shard {self.shard} lacks what it had acknowledged: its data is at {state.mark} and does not descend "
