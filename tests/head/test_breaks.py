@@ -173,6 +173,28 @@ def test_a_compiled_model(make_head: MakeHead) -> None:
     torch.testing.assert_close(head.rows(range(NUM_CLASSES)), Dense(head).trained(batches).rows, rtol=0, atol=2e-5)
 
 
+@pytest.mark.guard
+def test_a_compiled_loop(make_head: MakeHead, embeddings: torch.Tensor) -> None:
+    """With everything that a loop calls of a head."""
+    head, ids = make_head("dense"), [1, 2, 3, 4]
+
+    @torch.compile(backend="eager")
+    def loop() -> torch.Tensor:
+        with head.step_of(ids):
+            head(embeddings, ids).backward()
+            head.zero_grad()
+            head(embeddings, ids).backward()
+            head.step(0.1)
+        head.announce(ids)
+        head.active_rows()
+        head.skip(0.1)
+        head.evaluate(embeddings, ids)
+        return head.predict(embeddings, 2)
+
+    assert loop().shape == (4, 2)
+    assert head.num_steps == 2
+
+
 def test_a_forked_process_neither_uses_nor_closes_the_head(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     """Without the wait for servers that gRPC, which does not survive a fork, would cause; the parent goes on."""
     head = make_head()

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,28 @@ from weightserver.torch.steps import Steps
 from weightserver.torch.store_sizes import sizes_for_steps
 from weightserver.torch.table import Table, float32_rates
 from weightserver.torch.windows import RangesOrder
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _untraced(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A method that torch.compile leaves as it is: Dynamo would trace the calls of the servers.
+
+    Not a decorator of torch's: it would import Dynamo, which takes longer than all of torch, into every command.
+    """
+
+    @wraps(method)
+    def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        head: Any = arguments[0]
+        result: _Result = head._outside_of_graphs(method, *arguments, **named)
+        return result
+
+    return call
+
+
+def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return method(*arguments, **named)
 
 
 class ClassifierHead(nn.Module):
@@ -147,9 +169,7 @@ class ClassifierHead(nn.Module):
         self._ranks = Ranks()  # those of the rows that were opened last
         self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
-        # Dynamo would trace the calls of the servers. Not a decorator: it would import dynamo, which takes longer than
-        # all of torch, into every command.
-        self._untraced_loss = torch.compiler.disable(ClassifierHead._loss_of)  # type: ignore[no-untyped-call]
+        self._outside_of_graphs: Callable[..., Any] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
         self._process_id = os.getpid()
         finalizer = weakref.finalize(self, _close_in_process, self._stack, self._process_id)
         finalizer.atexit = False  # the shards end with the process
@@ -336,6 +356,7 @@ class ClassifierHead(nn.Module):
             )
         return AnnouncedBatches(self._steps, loader, ids_of, batches_per_step)
 
+    @_untraced
     def announce(self, *batches: Any) -> None:
         """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
         their rows are requested. Without it a step's first forward pass announces its own classes.
@@ -357,6 +378,7 @@ class ClassifierHead(nn.Module):
 
     # ---- a step
 
+    @_untraced
     def forward(
         self,
         embeddings: Tensor,
@@ -382,10 +404,6 @@ class ClassifierHead(nn.Module):
                 impossible temperature.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
-        loss: Tensor = self._untraced_loss(self, embeddings, ids, view, update_rows, temperature)
-        return loss
-
-    def _loss_of(self, embeddings: Tensor, ids: Any, view: int, update_rows: bool, temperature: float | None) -> Tensor:
         self._require_training()
         temperature = None if temperature is None else checked_temperature(temperature)
         checked = checked_ids(ids, self.spec.num_rows)
@@ -409,8 +427,7 @@ class ClassifierHead(nn.Module):
         )
         return loss
 
-    @contextmanager
-    def step_of(self, *batches: Any) -> Iterator[Step]:
+    def step_of(self, *batches: Any) -> AbstractContextManager[Step]:
         """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
         are made inside. If an exception leaves the block before `step()`, or nothing was done in it, the gradients are
         dropped and the rows are as before: give the same batch again, or (if it was not announced) another one, or
@@ -419,29 +436,37 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: as `announce` and `forward` do, or the step before has not ended.
         """
+        return _Block(self, batches)
+
+    @_untraced
+    def _enter(self, batches: Sequence[Any]) -> Step:
         self._require_training()
         if not batches:
             raise ValueError("a step needs at least one batch: call step_of(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
         if self._steps.current is not None and self._steps.current.has_passes:
             self._steps.current.check_classes(checked)
-        number = self.num_steps
         try:
-            step = self._steps.begin(*checked)
+            step = self._steps.begin(*checked, anew=True)
             step.check_classes(checked)
-            yield step
         except BaseException:
-            self._steps.abort(number)
+            self._steps.abort(self.num_steps)
             raise
-        if not step.has_passes:
-            self._steps.abort(number)
+        return step
 
+    @_untraced
+    def _exit(self, step: Step, *, failed: bool) -> None:
+        if failed or not step.has_passes:
+            self._steps.abort(step.number)
+
+    @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the step in progress; its batches may be given again. Of a step that was not
         announced, the next forward pass may be that of another batch."""
         super().zero_grad(set_to_none)
         self._steps.clear_gradients()
 
+    @_untraced
     def active_rows(self) -> Tensor:
         """The rows of the step in progress, or of the next one that was announced, before its update: float32
         (K of this rank, D), padded with zeros on several GPUs. Waits for them."""
@@ -459,6 +484,7 @@ class ClassifierHead(nn.Module):
         other ranks."""
         return torch.cat(list(self._steps.current.labels)) if self._steps.current else torch.zeros(0, dtype=torch.int64)
 
+    @_untraced
     def step(
         self,
         learning_rate: float | None = None,
@@ -538,6 +564,7 @@ class ClassifierHead(nn.Module):
             gradients = gradients * torch.clamp(scaling.max_norm / (norm + 1e-6), max=1.0).to(gradients.device)
         return gradients, norm
 
+    @_untraced
     def skip(self, learning_rate: float | None = None) -> None:
         """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
         move by their momentum and weight decay. For batches that failed or are left out; a step that failed in
@@ -561,6 +588,7 @@ class ClassifierHead(nn.Module):
         if not self.training:
             raise ValueError("the head is in eval mode, in which it does not train: call train(), or evaluate(...)")
 
+    @_untraced
     @torch.no_grad()
     def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
         """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
@@ -582,6 +610,7 @@ class ClassifierHead(nn.Module):
         comparison, own = self._comparison(classes, checked.reshape(len(checked), -1))
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
+    @_untraced
     @torch.no_grad()
     def predict(self, embeddings: Tensor, k: int = 1, *, classes: Any = "all") -> Tensor:
         """The `k` classes whose rows have the largest logits with each embedding, float (b, D): int64 (b, k), on the
@@ -700,6 +729,21 @@ class ClassifierHead(nn.Module):
             self._disconnect()
         self._saved = saved
         self._steps.reset(saved.step, recent)
+
+
+class _Block(AbstractContextManager[Step]):
+    """The block of `ClassifierHead.step_of`."""
+
+    def __init__(self, head: ClassifierHead, batches: Sequence[Any]) -> None:
+        self._head = head
+        self._batches = batches
+
+    def __enter__(self) -> Step:
+        self._step = self._head._enter(self._batches)
+        return self._step
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._head._exit(self._step, failed=error is not None)
 
 
 def _close_in_process(stack: ExitStack, process_id: int) -> None:

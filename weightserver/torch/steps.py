@@ -190,11 +190,11 @@ class Steps:
 
     # ---- the step in progress
 
-    def _forget_cleared(self, ids: Int64Array) -> None:
+    def _forget_cleared(self, ids: Int64Array, *, anew: bool) -> None:
         """Forgets a step that was not announced and has failed, if these classes may be given instead: any, or those
         that were announced after it."""
         current = self.current
-        if current is None or current.is_announced or not current.is_cleared:
+        if current is None or current.is_announced or not (current.is_cleared or (anew and not current.has_passes)):
             return
         after = [coming.announced.ids for coming in self.coming]
         if not after or self.coming.first.has(ids, self._open().ranks):
@@ -203,10 +203,11 @@ class Steps:
                 self._add(other)
 
     @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
-    def begin(self, *batches: Int64Array) -> Step:
-        """The step in progress; starts the next one that was announced, or one of these classes."""
+    def begin(self, *batches: Int64Array, anew: bool = False) -> Step:
+        """The step in progress, `anew` only if it has had a pass; starts the next one that was announced, or one of
+        these classes."""
         if batches:
-            self._forget_cleared(batches[0])
+            self._forget_cleared(batches[0], anew=anew)
         if self.current is None:
             is_announced, before = bool(self.coming), self.coming.visited()
             if not (is_announced or batches):
