@@ -232,6 +232,7 @@ def _print_choices(
         named(broken[:_NAMED])
         others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
         line = f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
+        line += f", up to {images.max_broken:,} (--max-broken)"
         console.print(f"  {line}", markup=False, soft_wrap=True)
     for name, value, reason in _rows(config, choices, given):
         console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)

@@ -43,7 +43,7 @@ def test_choices_are_printed_with_their_reasons_one_line_each(
     choices = [line for line in lines if line.startswith("  --")]
     (broken,) = [line for line in lines if line.startswith("  broken: ")]
     assert broken.startswith("  broken: pictures/a/cut.jpg (not an image of a known format), pictures/b/text.jpg (not")
-    assert broken.endswith(": training shows another image in place of each")
+    assert broken.endswith(": training shows another image in place of each, up to 100 (--max-broken)")
     for name in ("batch_size", "num_negatives", "window_size", "window_stride", "encoder.name", "encoder.image_size"):
         (line,) = [line for line in choices if line.startswith(f"  {flag(name)} ")]
         assert re.search(r"\S  ?\S.{10,}$", line), "a value and a reason"
@@ -98,13 +98,30 @@ def test_broken_images_are_counted_and_a_single_image_is_refused(
     images_config(["--data-dir", "pictures", "--device", "cpu"])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "broken" in line]
     assert line.count("pictures/a/text") == 3
-    assert line.endswith(", and 2 more: training shows another image in place of each")
+    assert line.endswith(", and 2 more: training shows another image in place of each, up to 100 (--max-broken)")
     plain_tree(tmp_path / "single", 1)
     for others in (0, 1):
         with pytest.raises(ValueError, match=r"a single image that can be read, of .: give at least 2") as caught:
             images_config(["--data-dir", "single", "--device", "cpu"])
         assert "\n" not in str(caught.value), others
         (tmp_path / "single/a/text.jpg").write_bytes(b"no image")
+
+
+def test_too_many_broken_images_are_refused_before_the_run_or_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = plain_tree(tmp_path / "pictures", 40)
+    for number in range(110):
+        (tree / f"a/{number}.jpg").write_bytes(b"<html>")
+    command = ["--data-dir", "pictures", "--device", "cpu"]
+    with pytest.raises(ValueError, match=r"about 110 of 150 images are broken .*, and 100 may be: .*--max-broken 220"):
+        images_config(command)
+    config = images_config([*command, "--max-broken", "110", "--broken-list", "broken.txt"])
+    images = load_dataset("folder", tree, options=config.data).train_images
+    assert len(images[:]) == 150
+    lines = (tmp_path / "broken.txt").read_text().splitlines()
+    assert sorted(lines) == sorted(f"{tree}/a/{number}.jpg\tnot an image of a known format" for number in range(110))
 
 
 def test_images_of_one_class_have_no_labels(
@@ -193,7 +210,7 @@ def test_choices_are_one_event_of_a_json_log(
     assert event["settings"]["batch_size"] == config.optimization.batch_size
     assert event["settings"].keys() == event["reasons"].keys()
     assert event["given"]["epochs"] == 3
-    assert len(event["broken"]) == 3
+    assert len(event["broken"]) == 4
 
 
 def test_what_would_end_a_run_of_a_preset_is_found_too(pictures: Path) -> None:

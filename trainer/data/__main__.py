@@ -50,13 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--no-labels", action="store_true", help="discard labels")
     packing.add_argument("--shard-mib", type=_mib, dest="shard_bytes", metavar="MIB", help="largest tar (default 256)")
     packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")
-    packing.add_argument(
-        "--max-broken",
-        type=int,
-        metavar="N",
-        help="maximum number of broken images (default 1 %%, at least 100)",
-    )
-
     add_source_arguments(packing)
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")

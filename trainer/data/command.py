@@ -46,7 +46,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
             labelled=not options.no_labels,
             extend=options.extend,
             threads=options.threads,
-            max_broken=options.max_broken,
+            max_broken=of_source.max_broken,
             source=of_source,
         ),
     )

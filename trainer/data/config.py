@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import SettingError, Settings, check_at_least, check_choice, flag, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_choice, check_positive, flag, resumable
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -40,6 +40,25 @@ class SourceOptions(Settings):
     """Column of a list or table that has the images' paths, or the images."""
     label_column: str | None = None
     """Column of a list or table that has the labels."""
+    pixel_range: tuple[float, float] | None = None
+    """Values that are black and white in images of more than 8 bits; without it, those of 16 bits. 0 4095 for 12."""
+    alpha: Literal["show", "ignore"] = "show"
+    """Whether a fourth channel is the pixels' opacity (show), or something else that is left out (ignore)."""
+    max_megapixels: float = 179.0
+    """Largest image that is decoded; a larger JPEG is decoded at part of its size, any other counts as broken."""
+    max_broken: int | None = resumable(None)
+    """Broken images that a run or a pack may have; without it 100, or one percent if that is more."""
+    broken_list: Path | None = resumable(None)
+    """File to which the path of each broken image is added, with the reason."""
+
+    def check(self) -> None:
+        check_choice(self, "stray", "auto", "use", "ignore")
+        check_choice(self, "tars", "auto", "classes", "shards")
+        check_choice(self, "alpha", "show", "ignore")
+        check_at_least(self, 0, "max_broken")
+        check_positive(self, "max_megapixels")
+        if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
+            raise SettingError(f"--pixel-range must rise, got {self.pixel_range}", "pixel_range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +80,8 @@ class DataConfig(SourceOptions):
     process's affinity and its cgroup allow, at most 16."""
 
     def check(self) -> None:
+        super().check()
         check_at_least(self, 1, "decode_threads")
-        check_choice(self, "stray", "auto", "use", "ignore")
-        check_choice(self, "tars", "auto", "classes", "shards")
         try:
             background_colour(self.background)
         except ValueError as error:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.config import SourceOptions
-from trainer.data.decode import Colour, background_colour, decoded_side
-from trainer.data.decoded_images import DecodedImages
+from trainer.data.decode import Rendering, background_colour, decoded_side
+from trainer.data.decoded_images import BrokenImages, DecodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
@@ -233,8 +233,8 @@ def load_dataset(
             raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
-        decoding = _Decoding(decode_threads, background_colour(background))
-        return DECODED[name](directory, image_size, decoding, options or SourceOptions())
+        options = options or SourceOptions()
+        return DECODED[name](directory, image_size, _Decoding.of(decode_threads, background, options), options)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -253,7 +253,7 @@ def load_splits(
         ValueError: a source that cannot be read, or has no images.
     """
     side = decoded_side(image_size)
-    decoding = _Decoding(decode_threads, background_colour(background))
+    decoding = _Decoding.of(decode_threads, background, options)
     if is_packed(source):
         packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
         found = {name: _packed(PackedImages(path), side, decoding).images for name, path in packed.items()}
@@ -291,7 +291,18 @@ class _Decoding(NamedTuple):
     """How images are decoded: arguments of `DecodedImages`."""
 
     threads: int | None
-    background: Colour | None
+    rendering: Rendering
+    broken: BrokenImages
+
+    @classmethod
+    def of(cls, threads: int | None, background: str, options: SourceOptions) -> "_Decoding":
+        shown = None if options.alpha == "ignore" else background_colour(background)
+        rendering = Rendering(shown, options.pixel_range, options.max_megapixels)
+        return cls(threads, rendering, BrokenImages(options.max_broken, options.broken_list))
+
+    def for_others(self) -> "_Decoding":
+        """The same for other images, whose broken ones are counted apart."""
+        return self._replace(broken=self.broken.of_others())
 
 
 def _load_folder(directory: Path, image_size: int, decoding: _Decoding, options: SourceOptions) -> Dataset:
@@ -300,7 +311,7 @@ def _load_folder(directory: Path, image_size: int, decoding: _Decoding, options:
     side = decoded_side(image_size)
     reading = read_source(directory, options)
     reading.left_out.log(directory)
-    test = _read(reading.test, side, decoding) if reading.test else None
+    test = _read(reading.test, side, decoding.for_others()) if reading.test else None
     where = Path(reading.test.source) if reading.test else None
     train = _read(reading.train, side, decoding)
     return _decoded(train, test, where, evaluated_side=image_size, reading=reading)
@@ -329,7 +340,7 @@ def _load_packed(directory: Path, image_size: int, decoding: _Decoding, _: Sourc
     side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
     return _decoded(
         _packed(packed, side, decoding),
-        _packed(PackedImages(test), side, decoding) if is_packed(test) else None,
+        _packed(PackedImages(test), side, decoding.for_others()) if is_packed(test) else None,
         test,
         evaluated_side=image_size,
         range_sizes=packed.manifest.sizes,

@@ -46,6 +46,32 @@ IMAGE_SUFFIXES = frozenset(
 Colour = tuple[int, int, int]
 """Red, green and blue, 0..255 each."""
 DEFAULT_BACKGROUND: Colour = (255, 255, 255)
+Image.MAX_IMAGE_PIXELS = (
+    None  # `Rendering.max_megapixels` takes its place, and reads larger JPEGs at part of their size
+)
+
+
+class Rendering(NamedTuple):
+    """How the pixels of an image become colours."""
+
+    background: Colour | None = DEFAULT_BACKGROUND
+    """What transparent pixels show; None for the colours that they hide."""
+    pixel_range: tuple[float, float] | None = None
+    """Values that are black and white, of images with more than 8 bits; None for the range of 16 bits."""
+    max_megapixels: float = 179.0
+    """Largest image that is decoded; larger JPEGs are decoded at a half, a quarter or an eighth of their size."""
+
+    def reduction(self, image: Image.Image) -> int:
+        """The factor by which an opened image must be reduced. Raises BrokenImageError if it cannot."""
+        megapixels = image.width * image.height / 1e6
+        factors = (1, 2, 4, 8) if image.format in ("JPEG", "MPO") else (1,)
+        for factor in factors:
+            if megapixels / factor**2 <= self.max_megapixels:
+                return factor
+        raise BrokenImageError(f"{megapixels:,.0f} megapixels, more than --max-megapixels {self.max_megapixels:g}")
+
+
+DEFAULT_RENDERING = Rendering()
 
 
 class BrokenImageError(ValueError):
@@ -110,37 +136,36 @@ def decoded_side(image_size: int) -> int:
     return round(image_size * 256 / 224)
 
 
-def check(content: bytes) -> str:
+def check(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> str:
     """Decodes a whole image and returns its format's suffix, such as 'jpg'. Raises BrokenImageError if it cannot."""
     with _foreign():
-        image = _open(content)
+        image = _open(content, rendering)
+        factor = rendering.reduction(image)
+        image.draft(None, (image.width // factor, image.height // factor))
         ImageOps.exif_transpose(image, in_place=True)
     return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
-def decode(
-    content: bytes, crops: Sequence[Crop], background: Colour | None = DEFAULT_BACKGROUND
-) -> list[NDArray[np.uint8]]:
+def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT_RENDERING) -> list[NDArray[np.uint8]]:
     """Decodes an image once and cuts squares out of it: uint8 [3, side, side] each.
 
-    The image is rotated by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB. Transparent pixels
-    show `background`; with None they keep whatever colour they hide. A JPEG is decoded at an eighth, a quarter or half
-    of its size if no crop needs more pixels.
+    The image is rotated by its EXIF orientation; grey, palette, CMYK and 16-bit images become RGB. A JPEG is decoded at
+    an eighth, a quarter or half of its size if no crop needs more pixels.
 
     Raises:
         BrokenImageError: not an image, or an incomplete one.
     """
     with _foreign():
-        image = _open(content)
-        size = _upright_size(image)
+        image = _open(content, rendering)
+        size, least = _upright_size(image), rendering.reduction(image)
     boxes = [crop.box(*size) for crop in crops]
     spare = min(min(b.right - b.left, b.bottom - b.top) / crop.side for crop, b in zip(crops, boxes, strict=True))
-    reduction = next((factor for factor in (8, 4, 2) if factor <= spare), 1)
+    reduction = max(least, next((factor for factor in (8, 4, 2) if factor <= spare), 1))
     with _foreign():
         if image.draft(None, (image.width // reduction, image.height // reduction)) is None:
             reduction = 1  # not a JPEG
         ImageOps.exif_transpose(image, in_place=True)
-        pixels = _rgb(image, background)
+        pixels = _rgb(image, rendering)
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
 
 
@@ -149,8 +174,6 @@ def is_picture(file: BinaryIO) -> bool:
     try:
         with Image.open(file, formats=_OPENED):
             return True
-    except Image.DecompressionBombError:
-        return True
     except Exception:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
         return False
 
@@ -209,7 +232,7 @@ def decode_whole(content: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
     with _foreign():
         image = _open(content)
         ImageOps.exif_transpose(image, in_place=True)
-        pixels = np.asarray(_rgb(image, DEFAULT_BACKGROUND).resize(size[::-1], Image.Resampling.BILINEAR))
+        pixels = np.asarray(_rgb(image, DEFAULT_RENDERING).resize(size[::-1], Image.Resampling.BILINEAR))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -219,12 +242,15 @@ def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.
     return (square[:, ::-1] if box.flipped else square).transpose(2, 0, 1)
 
 
-def _open(content: bytes) -> Image.Image:
+def _open(content: bytes, rendering: Rendering | None = None) -> Image.Image:
+    """Opens an image; with a rendering, refuses pixels that it has no range for."""
     if not content:
         raise BrokenImageError("the file is empty")
     image = Image.open(io.BytesIO(content), formats=_OPENED)
-    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-        raise BrokenImageError(f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel")
+    if rendering and not rendering.pixel_range and _unknown_range(image):
+        raise BrokenImageError(
+            f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel, or give --pixel-range"
+        )
     return image
 
 
@@ -248,9 +274,16 @@ def _foreign() -> Iterator[None]:
         raise BrokenImageError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def _rgb(image: Image.Image, background: Colour | None) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a pixel
-        return Image.fromarray((np.asarray(image) / 256).clip(0, 255).astype(np.uint8)).convert("RGB")
+def _unknown_range(image: Image.Image) -> bool:
+    return image.mode == "F" or (image.mode == "I" and image.format == "TIFF")
+
+
+def _rgb(image: Image.Image, rendering: Rendering) -> Image.Image:
+    background = rendering.background
+    if image.mode.startswith("I") or image.mode == "F":  # 16 bits a pixel, or more
+        low, high = rendering.pixel_range or (0, 65_280)
+        pixels = (np.asarray(image, np.float32) - low) * (255 / (high - low))
+        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert("RGB")
     if background is not None and image.has_transparency_data:
         layer = image.convert("RGBA")
         opaque = Image.new("RGBA", layer.size, background)

@@ -7,6 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,10 +19,10 @@ from torch import Tensor
 from trainer.cores import decode_threads
 from trainer.data.augment import Augmentation
 from trainer.data.decode import (
-    DEFAULT_BACKGROUND,
+    DEFAULT_RENDERING,
     BrokenImageError,
-    Colour,
     Crop,
+    Rendering,
     centre,
     decode,
     header_size,
@@ -96,6 +98,46 @@ class ImageHeader(NamedTuple):
     num_bytes: int
 
 
+@dataclass
+class BrokenImages:
+    """Counts the broken images of a data set, names each once, and ends the process when there are too many."""
+
+    most: int | None = None
+    """The number that is allowed; None for 100, or one percent if that is more."""
+    file: Path | None = None
+    """A file to which each is added: its path, a tab and the reason."""
+    found: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of_others(self) -> BrokenImages:
+        """The same for images under other ids."""
+        return BrokenImages(self.most, self.file)
+
+    def limit(self, num_images: int) -> int:
+        return max_broken(num_images) if self.most is None else self.most
+
+    def note(self, image: int, name: str, reason: str, num_images: int) -> None:
+        """Notes a broken image. Raises ValueError if there are too many."""
+        with self.lock:
+            if image in self.found:
+                return
+            self.found.add(image)
+            number = len(self.found)
+            if self.file is not None:
+                with self.file.open("a", encoding="utf-8", errors="surrogateescape") as file:
+                    file.write(f"{name}\t{reason}\n")
+        choice = ": the next intact one is shown in its place" if number == 1 else ""
+        if (line := f"{name} ({reason})") not in _named:
+            _named.add(line)
+            fields = {"path": name, "why": reason, "choice": choice, "image": image}
+            _log.warning("broken image: %(path)s (%(why)s)%(choice)s", fields)
+        if number > (limit := self.limit(num_images)):
+            raise ValueError(
+                f"more than {limit} of {num_images} images are broken, the last of them {name} ({reason}): "
+                "repair or remove them, or give a higher --max-broken"
+            )
+
+
 class DecodedImages:
     """Encoded images, decoded by threads for each batch: centre squares for evaluation, crops for training.
 
@@ -106,8 +148,7 @@ class DecodedImages:
     Args:
         num_images: use only the first `num_images` images.
         threads: default: this rank's share of the cores.
-        background: what transparent pixels show; None keeps the colours that they hide.
-        broken: ids of broken images that are counted already.
+        broken: the broken images; default: none so far.
 
     Raises:
         ValueError: side below 1.
@@ -122,17 +163,16 @@ class DecodedImages:
         threads: int | None = None,
         device: torch.device | str = "cpu",
         strict: bool = False,
-        background: Colour | None = DEFAULT_BACKGROUND,
-        broken: set[int] | None = None,
+        rendering: Rendering = DEFAULT_RENDERING,
+        broken: BrokenImages | None = None,
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._device = images, side, torch.device(device)
         self._num_images = len(images) if num_images is None else num_images
         self._strict = strict
-        self._background = background
-        self._broken = set[int]() if broken is None else broken
-        self._lock = threading.Lock()
+        self._rendering = rendering
+        self._broken = broken or BrokenImages()
         self._threads = threads or decode_threads()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
 
@@ -213,6 +253,11 @@ class DecodedImages:
             )
         return self._like(num_images=len(self), device=self._device, strict=True)
 
+    @property
+    def max_broken(self) -> int:
+        """Number of broken images beyond which a run ends."""
+        return self._broken.limit(len(self))
+
     def names(self) -> Iterator[str]:
         """The names of all images, in the order of their ids."""
         return map(self._images.name, range(len(self)))
@@ -231,7 +276,7 @@ class DecodedImages:
 
         def square(image: int) -> NDArray[np.uint8] | Remark:
             try:
-                return decode(self._images.read(image), [Crop(self._side, centre)], self._background)[0]
+                return decode(self._images.read(image), [Crop(self._side, centre)], self._rendering)[0]
             except (BrokenImageError, OSError) as error:
                 return unread(image, why(error))
 
@@ -273,14 +318,14 @@ class DecodedImages:
             threads=self._threads,
             device=device,
             strict=self._strict if strict is None else strict,
-            background=self._background,
-            broken=self._broken if images is None else None,
+            rendering=self._rendering,
+            broken=self._broken if images is None else self._broken.of_others(),
         )
 
     def _decode(self, image: int, crops: list[Crop]) -> list[NDArray[np.uint8]]:
         if self._strict:
             try:
-                return decode(self._images.read(image), crops, self._background)
+                return decode(self._images.read(image), crops, self._rendering)
             except (BrokenImageError, OSError) as error:
                 raise ValueError(
                     f"broken image: {self._images.name(image)} ({why(error)}): an evaluation counts every test image; "
@@ -290,26 +335,8 @@ class DecodedImages:
         for distance in range(num_tried):
             shown = (image + distance) % len(self)
             try:
-                return decode(self._images.read(shown), crops, self._background)
+                return decode(self._images.read(shown), crops, self._rendering)
             except (BrokenImageError, OSError) as error:
-                self._note_broken(shown, error)
+                self._broken.note(shown, self._images.name(shown), why(error), len(self))
         name = self._images.name(image)
         raise ValueError(f"{name} and all {num_tried} images from it on are broken: check their disk")
-
-    def _note_broken(self, image: int, error: Exception) -> None:
-        with self._lock:
-            if image in self._broken:
-                return
-            self._broken.add(image)
-            num_broken = len(self._broken)
-        name = self._images.name(image)
-        choice = ": the next intact one is shown in its place" if num_broken == 1 else ""
-        if (line := f"{name} ({why(error)})") not in _named:
-            _named.add(line)
-            fields = {"path": name, "why": why(error), "choice": choice, "image": image}
-            _log.warning("broken image: %(path)s (%(why)s)%(choice)s", fields)
-        if num_broken > (limit := max_broken(len(self))):
-            raise ValueError(
-                f"more than {limit} of {len(self)} images are broken, the last of them {name} ({why(error)}): "
-                "repair or remove them"
-            )

@@ -25,7 +25,7 @@ import numpy as np
 
 from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
-from trainer.data.decode import BrokenImageError, check, max_broken, why
+from trainer.data.decode import BrokenImageError, Rendering, check, max_broken, why
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import (
@@ -214,6 +214,7 @@ class _Packer:
             raise ValueError(
                 f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
             )
+        self._rendering = Rendering(None, options.source.pixel_range, options.source.max_megapixels)
         limit = options.max_broken
         self._max_broken = max_broken(self._part.count) if limit is None else limit
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
@@ -312,7 +313,7 @@ class _Packer:
             shown = (image - first + distance) % count
             try:
                 content = self._listing.read(shown)
-                suffix = check(content)
+                suffix = check(content, self._rendering)
             except (BrokenImageError, OSError) as error:
                 broken = broken or why(error)
                 continue

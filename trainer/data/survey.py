@@ -1,4 +1,4 @@
-"""Surveys images before training: how many, how large, with which labels; only headers of a sample are read."""
+"""Surveys images before training: how many, how large, with which labels; a sample is read."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class ImagesSurvey:
     """Whether the images are packed."""
     unreadable: tuple[str, ...] = ()
     """A line for each image of the sample that is not one; the first ones are to be shown."""
+    max_broken: int = 0
+    """Number of broken images beyond which the run ends."""
 
     @property
     def total_bytes(self) -> int:
@@ -47,26 +49,38 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
     """Surveys the training images of a data set of decoded images; the sample is spread evenly over their ids.
 
     Raises:
-        ValueError: none of the sampled images can be read.
+        ValueError: none of the sampled images can be read, or so few that a run would end.
     """
     images = dataset.train_images
     assert isinstance(images, DecodedImages), "images in memory need no survey"
+    labels = dataset.train_labels if dataset.labelled else torch.empty(0)
     number = len(images)
-    headers = [images.header(image) for image in np.unique(np.linspace(0, number - 1, _SAMPLE).astype(int)).tolist()]
+    sample = np.unique(np.linspace(0, number - 1, _SAMPLE).astype(int))
+    headers = [images.header(image) for image in sample.tolist()]
     unreadable = tuple(header for header in headers if isinstance(header, str))
+    if not packed:
+        unreadable = tuple(dict.fromkeys((*unreadable, *map(str, images.intact(sample)[2]))))
     intact = [header for header in headers if not isinstance(header, str)]
     if number == 1 or (len(headers) == number and len(intact) == 1):
         raise ValueError(f"a single image that can be read, of {number:,}: give at least 2, to compare with each other")
     if not intact:
         raise ValueError(f"none of {len(headers)} sampled images can be read, first {unreadable[0]}: repair them")
+    most, estimate = images.max_broken, len(unreadable) * number // len(sample)
+    if estimate > most:
+        raise ValueError(
+            f"about {estimate:,} of {number:,} images are broken ({len(unreadable):,} of {len(sample):,} that were "
+            f"read, first {unreadable[0]}), and {most:,} may be: repair or remove them, or give --max-broken "
+            f"{2 * estimate}; --broken-list FILE names them"
+        )
     return ImagesSurvey(
         number=number,
         shorter_side=round(statistics.median(min(header.width, header.height) for header in intact)),
         pixels=round(statistics.median(header.width * header.height for header in intact)),
         image_bytes=round(statistics.mean(header.num_bytes for header in intact)),
-        num_classes=len(torch.unique(dataset.train_labels)) if dataset.labelled else 0,
+        num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
         num_tests=len(dataset.test_images),
         can_hold_out=dataset.can_hold_out,
         packed=packed,
         unreadable=unreadable,
+        max_broken=most,
     )

@@ -17,6 +17,7 @@ from trainer.data.decode import (
     Box,
     BrokenImageError,
     Crop,
+    Rendering,
     background_colour,
     centre,
     check,
@@ -231,7 +232,7 @@ def transparent_pictures() -> dict[str, bytes]:
 def test_transparent_pixels_show_the_background_without_halos(form: str, name: str) -> None:
     colour = background_colour(name)
     assert colour is not None
-    (pixels,) = decode(transparent_pictures()[form], [Crop(24, centre)], colour)
+    (pixels,) = decode(transparent_pictures()[form], [Crop(24, centre)], Rendering(colour))
     assert tuple(pixels[:, 0, 0]) == colour
     assert pixels[0, 12, 12] >= 127, "the disc is opaque"
     # every pixel, also on the edge, lies between the disc's colour and the background's: no black shines through
@@ -239,7 +240,35 @@ def test_transparent_pixels_show_the_background_without_halos(form: str, name: s
 
 
 def test_hidden_colours_are_kept_without_a_background() -> None:
-    (pixels,) = decode(transparent_pictures()["png"], [Crop(24, centre)], background_colour("none"))
+    (pixels,) = decode(transparent_pictures()["png"], [Crop(24, centre)], Rendering(background_colour("none")))
     assert tuple(pixels[:, 0, 0]) == (0, 0, 0)
     with pytest.raises(ValueError, match="'transparent-ish' is not a colour: give a name, as white, #rrggbb, or none"):
         background_colour("transparent-ish")
+
+
+def test_values_of_12_bits_and_a_fourth_band_are_what_one_says_they_are() -> None:
+    twelve = np.linspace(0, 4_095, 48 * 48).astype(np.uint16).reshape(48, 48)
+    content = encoded(Image.fromarray(twelve), "PNG")
+    crops, own = [Crop(48, centre)], Rendering(pixel_range=(0, 4_095))
+    (dark,), (full,) = decode(content, crops), decode(content, crops, own)
+    assert (int(dark.max()), int(full.max())) == (15, 255)
+    np.testing.assert_allclose(full[0], twelve * (255 / 4_095), atol=1)
+    floats = encoded(Image.fromarray(twelve.astype(np.float32)), "TIFF")
+    with pytest.raises(BrokenImageError, match=r"unknown range: .* or give --pixel-range"):
+        decode(floats, crops)
+    np.testing.assert_array_equal(decode(floats, crops, own)[0], full)
+    bands = np.full((24, 24, 4), (10, 200, 30, 0), np.uint8)
+    (pixels,) = decode(encoded(Image.fromarray(bands), "TIFF"), [Crop(24, centre)], Rendering(background=None))
+    assert pixels[:, 5, 5].tolist() == [10, 200, 30]
+
+
+def test_images_of_many_megapixels() -> None:
+    large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 60, 3), np.uint8)).resize((1_200, 1_600))
+    whole, reduced = (
+        decode(encoded(large), [Crop(300, centre)], Rendering(max_megapixels=most))[0] for most in (179, 0.1)
+    )
+    assert np.abs(whole.astype(int) - reduced).mean() < 20, "decoded at a quarter"
+    assert check(encoded(large), Rendering(max_megapixels=0.1)) == "jpg"
+    for content, most in ((encoded(large), 0.01), (encoded(large, "PNG"), 1)):
+        with pytest.raises(BrokenImageError, match=f"2 megapixels, more than --max-megapixels {most}"):
+            decode(content, [Crop(300, centre)], Rendering(max_megapixels=most))
