@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from trainer.evaluate.features import encode
-from trainer.loop import dataset_of
 from trainer.model import load_encoder
 from trainer.run.directory import ENCODER_FILE
 from trainer.run.resume import run_settings
+from trainer.run_dataset import dataset_of
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write, to_path
 from weightserver.core.arrays import Float64Array, Int64Array

@@ -33,10 +33,10 @@ from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
 from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import load_subject
-from trainer.loop import dataset_of, train
+from trainer.loop import train
 from trainer.model import load_encoder
 from trainer.run.directory import ENCODER_FILE
-from trainer.run.resume import with_pixel_scale
+from trainer.run_dataset import dataset_of, with_pixel_scale
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.malloc import keep_large_buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.model import PICModel, build_model, check_image_size, load_encoder
 from trainer.monitors import Monitors
+from trainer.observing import Observer
 from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import load, probe_tensors, saved_images, saved_steps
@@ -69,15 +70,15 @@ class Run:
     """A × V views for each step, (B / A / ranks, C, side, side) each, computed some steps ahead."""
     parts: list[tuple[int, int]]
     """(part of the batch, view), in the order of a step."""
-    recorder: Recorder
-    monitors: Monitors
-    probe: OnlineProbe | None
-    knn: KnnProbe | None
+    observer: Observer
     checkpoints: Checkpoints
     usage: Usage
     signals: list[int]
     """Numbers of the signals received so far."""
-    leaves_checkpoints: bool
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """See `Recorder.stage`."""
+        return self.observer.recorder.stage(name)
 
 
 @stage("building the encoder and opening the rows")
@@ -137,14 +138,18 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
         views=views_of_steps(config, dataset, sampler, ranks, steps, stack),
         parts=list(itertools.product(range(config.optimization.accumulate), range(len(config.augmentations())))),
-        recorder=recorder,
-        monitors=Monitors(model.encoder, config.loss, ranks, batch_size=config.optimization.batch_size),
-        probe=probe,
-        knn=knn_probe_of(config, dataset, model, ranks),
+        observer=Observer(
+            config,
+            num_images,
+            recorder,
+            Monitors(model.encoder, config.loss, ranks, batch_size=config.optimization.batch_size),
+            probe,
+            knn_probe_of(config, dataset, model, ranks),
+            steps,
+        ),
         checkpoints=checkpoints,
         usage=usage,
         signals=signals,
-        leaves_checkpoints=head.client is not None,
     )
 
 

@@ -11,7 +11,6 @@ for x, y in sliding_window_data_scheduler:            run.views, run.announcemen
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,16 +21,16 @@ from torch import Tensor
 
 from trainer.build import Run, build_run
 from trainer.config import TrainConfig
-from trainer.data import Dataset, load_dataset
+from trainer.data import Dataset
 from trainer.data.cutmix import NUM_UNIFORMS, CutMix
 from trainer.display import shown, stage
 from trainer.distributed import averaging_gradients, process_group
 from trainer.model import PICModel
 from trainer.monitors import Update
 from trainer.results import TrainResult, write_results
-from trainer.run.opening import images_of_run
-from trainer.run.resume import resolve_resume, with_pixel_scale
+from trainer.run.resume import resolve_resume
 from trainer.run.totals import Totals
+from trainer.run_dataset import dataset_of, images_of_run, with_pixel_scale
 from trainer.schedule import batch_uniforms, forward_seed
 from trainer.stopping import Interrupted
 from weightserver.common.interrupts import interruption
@@ -57,7 +56,6 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     with shown(wanted=config.report.log_format == "text"):
         with stage("loading the images"):
             dataset = dataset_of(config)
-        _check_images(config, dataset)
         timeout_seconds = config.compute.rank_timeout_seconds + max(
             config.servers.retry_seconds, config.servers.wait_for_servers
         )
@@ -71,51 +69,21 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
         return write_results(config, dataset, model, totals)
 
 
-def dataset_of(config: TrainConfig) -> Dataset:
-    """Loads the images that a run's settings name. Raises ValueError as `load_dataset` does."""
-    return load_dataset(
-        config.data.dataset,
-        config.data.data_dir,
-        num_images=config.data.num_images,
-        image_size=config.model.encoder.image_size,
-        seed=config.sampling.seed,
-        decode_threads=config.data.decode_threads,
-        background=config.data.background,
-        options=config.data,
-    )
-
-
-def _check_images(config: TrainConfig, dataset: Dataset) -> None:
-    """Raises ValueError for images that the encoder cannot take, or that lack the labels to evaluate with."""
-    channels = dataset.test_images.shape[1]
-    if channels != config.model.encoder.in_channels:
-        raise ValueError(
-            f"the encoder takes {config.model.encoder.in_channels}-channel images, those of {config.data.dataset!r} "
-            f"have {channels}: give --encoder.in-channels {channels}"
-        )
-    if config.report.evaluate:
-        dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
-    elif config.report.knn_every or config.report.online_probe:
-        dataset.check_labelled()
-
-
 def _train_rank(
     config: TrainConfig, dataset: Dataset, ranks: Ranks, on_step: Callable[[int], None], started: float
 ) -> tuple[PICModel, Totals]:
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     with ExitStack() as stack:
         run = build_run(config, dataset, ranks, stack, started)
-        if run.knn is not None and run.steps.start == 0:
-            with run.recorder.paused("kNN evaluation"):
-                run.knn.observe_beginning()
+        run.observer.begin()
         for step in run.steps:
-            with run.recorder.stage("rows"):
+            with run.stage("rows"):
                 classes = next(run.announcements)  # ids (A, b) of the batch; rows (K,): the most recently visited
             on_step(step)
             update = _update(run, step, classes)
-            last = step + 1 == run.steps.stop
-            _observe(run, step, update, len(classes.rows), last=last)
-            _save_if_due(run, step, last=last)
+            run.observer.observe(step, update, float(run.rates[step]), len(classes.rows))
+            if step + 1 < run.steps.stop:
+                _save_if_due(run, step + 1)
         with stage("writing the rows"):
             run.head.flush()  # every update is durable
         if run.steps:
@@ -133,7 +101,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
 
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
     """
-    stage, device = run.recorder.stage, run.ranks.device
+    stage, device = run.stage, run.ranks.device
     seed_generators(forward_seed(run.config.sampling.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
     ids = classes.ids[:, run.ranks.share(run.config.optimization.part_size)]  # (A, b)
@@ -172,42 +140,17 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     return Update(loss, torch.stack(first_views), weight, labels)
 
 
-def _observe(run: Run, step: int, update: Update, num_active: int, *, last: bool) -> None:
-    """Records the steps since the last record if one is due."""
-    config, every = run.config, run.config.report.log_every
-    run.recorder.advance(step)
-    run.monitors.keep(update.embeddings)
-    if run.probe is not None:
-        run.probe.learn(step)
-    if not last and (step + 1) % every:
-        return
-    if not math.isfinite(loss := update.loss.item()):
-        raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
-    monitored = run.monitors.measure(update, num_active)
-    if (temperature := config.loss.temperature_of(step, run.steps.stop)) is not None:
-        monitored["temperature"] = temperature
-    if run.probe is not None:
-        monitored["online_top1"] = run.probe.take_top1()
-    record = run.recorder.measure(step, loss, float(run.rates[step]), num_active, monitored)
-    if run.knn is not None:
-        knn_steps = config.report.knn_every * len(run.dataset.train_images) / config.optimization.batch_size
-        with run.recorder.paused("kNN evaluation"):
-            record |= run.knn.observe(record["seconds"], due=is_due(knn_steps, step, every, last), last=last)
-    run.recorder.write(record)
-
-
-def _save_if_due(run: Run, step: int, *, last: bool) -> None:
-    """Saves a checkpoint if one is due. If a rank received a signal, saves one and ends the run."""
-    if last:
-        return
-    if run.ranks.world_size == 1 or (step + 1) % _SIGNAL_STEPS == 0:
+def _save_if_due(run: Run, finished: int) -> None:
+    """Saves a checkpoint after so many steps if one is due. If a rank received a signal, saves one and ends the run."""
+    signalled = 0.0
+    if run.ranks.world_size == 1 or finished % _SIGNAL_STEPS == 0:
         (signalled,) = run.ranks.max_over_ranks([max(run.signals, default=0)])  # ranks receive it at different steps
-        if signalled:
-            run.checkpoints.save(step + 1, run.model, run.optimizer)
-            hint = "--resume continues from there" if run.leaves_checkpoints else "dense rows leave no checkpoint"
-            raise Interrupted(int(signalled), interruption(f"after {step + 1} steps", hint))
-    if run.config.run.checkpoint_every and (step + 1) % run.config.run.checkpoint_every == 0:
-        run.checkpoints.save(step + 1, run.model, run.optimizer)
+    every = run.config.run.checkpoint_every
+    if signalled or (every and finished % every == 0):
+        run.checkpoints.save(finished, run.model, run.optimizer)
+    if signalled:
+        hint = "--resume continues from there" if run.head.client is not None else "dense rows leave no checkpoint"
+        raise Interrupted(int(signalled), interruption(f"after {finished} steps", hint))
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -216,8 +159,3 @@ def seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
-    """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
-    return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps

@@ -24,9 +24,9 @@ from trainer.config import TrainConfig
 from trainer.data.augment import Augmentation
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.distributed import process_group
-from trainer.loop import dataset_of
 from trainer.model import build_model
 from trainer.run.prometheus import peak_gpu_bytes
+from trainer.run_dataset import dataset_of
 from trainer.schedule import visit_uniforms
 from weightserver.torch import Ranks, cosine_softmax_loss
 

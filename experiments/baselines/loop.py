@@ -18,8 +18,9 @@ from trainer.build import model_of, views_of_steps
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.loop import is_due, seed_generators
+from trainer.loop import seed_generators
 from trainer.model import PICModel
+from trainer.observing import is_due
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import METRICS_FILE
 from trainer.run.recorder import Recorder

@@ -18,11 +18,11 @@ from experiments.cells import PIXELS
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import FeatureSet, encoder_features, evaluate_features, pixel_features, untrained_encoder
-from trainer.loop import dataset_of
 from trainer.model import save_encoder
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE, read_summary
-from trainer.run.resume import resolve_resume, with_pixel_scale
+from trainer.run.resume import resolve_resume
+from trainer.run_dataset import dataset_of, with_pixel_scale
 from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.torch import Ranks
 

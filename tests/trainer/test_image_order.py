@@ -14,8 +14,9 @@ from trainer.build import _sampler
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export_main
-from trainer.loop import dataset_of, train
+from trainer.loop import train
 from trainer.run.opening import head_of
+from trainer.run_dataset import dataset_of
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import Ranks
 

@@ -10,25 +10,13 @@ from typing import Any
 from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.run.checkpoint_file import head_state, num_images_to_resume, saved_images
+from trainer.run.checkpoint_file import head_state, saved_images
 from trainer.run.resume import step_to_resume
 from trainer.run.run_images import RunImages
 from weightserver import NoTableError, WeightClient
 from weightserver.torch import ClassifierHead, Loss, Ranks, Rows, Servers
 
 _log = logging.getLogger(__name__)
-
-
-def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
-    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
-    if not config.run.resume or config.run.extend:
-        return dataset
-    had = ranks.of_first(lambda: num_images_to_resume(config.run.output / "checkpoints", config.run.resume_step))
-    before = dataset.first(had)
-    if ranks.is_first and len(before.train_images) < len(dataset.train_images):
-        numbers = {"images": had, "all": len(dataset.train_images)}
-        _log.warning("continuing with %(images)d of %(all)d images: --extend includes all", numbers)
-    return before
 
 
 def head_of(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> ClassifierHead:

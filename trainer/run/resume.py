@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainer.config import LENGTH, RESUMABLE, TrainConfig
-from trainer.data import Dataset
-from trainer.model import load_encoder
 from trainer.run.checkpoint_file import (
     RESUME_STEP,
     STEM,
@@ -47,34 +43,6 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     if config.run.resume_step is not None and not resumes:
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume-step, or give the run's --output")
     return config.with_settings(resume=bool(resumes))
-
-
-def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
-    """Fills in the mean and deviation of pixels if the settings leave them open, identically on every rank.
-
-    They come from the run that is resumed; otherwise from --init-encoder, whose weights expect them; otherwise from the
-    images.
-    """
-    if config.model.encoder.pixel_mean is not None:
-        return config
-    found: dict[str, Any] = {}
-    if ranks.is_first:
-        found = _pixel_scale(config, dataset)
-    found = json.loads(ranks.broadcast_text(json.dumps(found)))
-    numbers: dict[str, Any] = {name: value and tuple(value) for name, value in found.items()}
-    return config.with_settings(encoder=replace(config.model.encoder, **numbers))
-
-
-def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
-    """pixel_mean and pixel_std as config.json has them."""
-    names = ("pixel_mean", "pixel_std")
-    if config.run.resume and (config.run.output / CONFIG_FILE).exists():
-        stored = read_settings(config.run.output)["encoder"]
-        return {name: stored[name] for name in names}
-    if config.model.init_encoder is not None:
-        encoder = load_encoder(config.model.init_encoder)[1]
-        return {name: getattr(encoder, name) for name in names}
-    return dict(zip(names, dataset.pixels, strict=True))
 
 
 def check_same_run(config: TrainConfig, num_images: int) -> None:

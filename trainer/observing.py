@@ -1,0 +1,60 @@
+"""What is observed of a run while it trains: records of its steps, monitors, the online probe and kNN evaluations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.config import TrainConfig
+from trainer.evaluate.knn_probe import KnnProbe
+from trainer.monitors import Monitors, Update
+from trainer.online_probe import OnlineProbe
+from trainer.run.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Watches each update; every rank calls all methods. The run is the same to the bit without it."""
+
+    config: TrainConfig
+    num_images: int
+    recorder: Recorder
+    monitors: Monitors
+    probe: OnlineProbe | None
+    knn: KnnProbe | None
+    steps: range
+
+    def begin(self) -> None:
+        """Evaluates the encoder of a new run before its first step."""
+        if self.knn is not None and self.steps.start == 0:
+            with self.recorder.paused("kNN evaluation"):
+                self.knn.observe_beginning()
+
+    def observe(self, step: int, update: Update, learning_rate: float, num_active: int) -> None:
+        """Records the steps since the last record if one is due. Raises ValueError if a loss is not finite."""
+        last = step + 1 == self.steps.stop
+        self.recorder.advance(step)
+        self.monitors.keep(update.embeddings)
+        if self.probe is not None:
+            self.probe.learn(step)
+        if not last and (step + 1) % self.config.report.log_every:
+            return
+        if not math.isfinite(loss := update.loss.item()):
+            raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
+        monitored = self.monitors.measure(update, num_active)
+        if (temperature := self.config.loss.temperature_of(step, self.steps.stop)) is not None:
+            monitored["temperature"] = temperature
+        if self.probe is not None:
+            monitored["online_top1"] = self.probe.take_top1()
+        record = self.recorder.measure(step, loss, learning_rate, num_active, monitored)
+        if self.knn is not None:
+            knn_steps = self.config.report.knn_every * self.num_images / self.config.optimization.batch_size
+            due = is_due(knn_steps, step, self.config.report.log_every, last)
+            with self.recorder.paused("kNN evaluation"):
+                record |= self.knn.observe(record["seconds"], due=due, last=last)
+        self.recorder.write(record)
+
+
+def is_due(every_steps: float, step: int, log_every: int, last: bool) -> bool:
+    """Whether a multiple of `every_steps` lies between this logged step and the previous one."""
+    return last or (step + 1) // every_steps > max(0, step + 1 - log_every) // every_steps

@@ -1,0 +1,92 @@
+"""The images that a run trains on: those that its settings name, or that it had before."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainer.config import TrainConfig
+from trainer.data import Dataset, load_dataset
+from trainer.model import load_encoder
+from trainer.run.checkpoint_file import num_images_to_resume
+from trainer.run.directory import CONFIG_FILE, read_settings
+from weightserver.torch import Ranks
+
+_log = logging.getLogger(__name__)
+
+
+def dataset_of(config: TrainConfig) -> Dataset:
+    """Loads the images that a run's settings name.
+
+    Raises:
+        ValueError: as `load_dataset`; images that the encoder cannot take, or that lack the labels to evaluate with.
+    """
+    dataset = load_dataset(
+        config.data.dataset,
+        config.data.data_dir,
+        num_images=config.data.num_images,
+        image_size=config.model.encoder.image_size,
+        seed=config.sampling.seed,
+        decode_threads=config.data.decode_threads,
+        background=config.data.background,
+        options=config.data,
+    )
+    _check_images(config, dataset)
+    return dataset
+
+
+def _check_images(config: TrainConfig, dataset: Dataset) -> None:
+    """Raises ValueError for images that the encoder cannot take, or that lack the labels to evaluate with."""
+    channels = dataset.test_images.shape[1]
+    if channels != config.model.encoder.in_channels:
+        raise ValueError(
+            f"the encoder takes {config.model.encoder.in_channels}-channel images, those of {config.data.dataset!r} "
+            f"have {channels}: give --encoder.in-channels {channels}"
+        )
+    if config.report.evaluate:
+        dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
+    elif config.report.knn_every or config.report.online_probe:
+        dataset.check_labelled()
+
+
+def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:
+    """The images to train on: a run that is resumed without --extend keeps its own, whatever was added since."""
+    if not config.run.resume or config.run.extend:
+        return dataset
+    had = ranks.of_first(lambda: num_images_to_resume(config.run.output / "checkpoints", config.run.resume_step))
+    before = dataset.first(had)
+    if ranks.is_first and len(before.train_images) < len(dataset.train_images):
+        numbers = {"images": had, "all": len(dataset.train_images)}
+        _log.warning("continuing with %(images)d of %(all)d images: --extend includes all", numbers)
+    return before
+
+
+def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
+    """Fills in the mean and deviation of pixels if the settings leave them open, identically on every rank.
+
+    They come from the run that is resumed; otherwise from --init-encoder, whose weights expect them; otherwise from the
+    images.
+    """
+    if config.model.encoder.pixel_mean is not None:
+        return config
+    found: dict[str, Any] = {}
+    if ranks.is_first:
+        found = _pixel_scale(config, dataset)
+    found = json.loads(ranks.broadcast_text(json.dumps(found)))
+    numbers: dict[str, Any] = {name: value and tuple(value) for name, value in found.items()}
+    return config.with_settings(encoder=replace(config.model.encoder, **numbers))
+
+
+def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[float] | None]:
+    """pixel_mean and pixel_std as config.json has them."""
+    names = ("pixel_mean", "pixel_std")
+    if config.run.resume and (config.run.output / CONFIG_FILE).exists():
+        stored = read_settings(config.run.output)["encoder"]
+        return {name: stored[name] for name in names}
+    if config.model.init_encoder is not None:
+        encoder = load_encoder(config.model.init_encoder)[1]
+        return {name: getattr(encoder, name) for name in names}
+    return dict(zip(names, dataset.pixels, strict=True))
