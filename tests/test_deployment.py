@@ -49,7 +49,7 @@ def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
 
-# ---- docker-compose
+# ---- docker compose
 
 
 def test_every_list_of_shards_in_the_compose_file_is_as_long() -> None:
@@ -246,8 +246,10 @@ def test_prometheus_takes_the_relabelling(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_the_deployment_can_be_brought_up() -> None:
     """It prints its progress."""
-    runs = shutil.which("docker") and subprocess.run(["docker", "ps"], capture_output=True).returncode == 0
-    if os.geteuid() != 0 or not shutil.which("docker-compose") or not (runs or shutil.which("dockerd")):
-        pytest.skip("needs root, docker-compose, and a Docker engine or dockerd to start one")
+    docker = shutil.which("docker")
+    runs = docker and subprocess.run([docker, "ps"], capture_output=True).returncode == 0
+    composes = docker and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
+    if os.geteuid() != 0 or not (composes or shutil.which("docker-compose")) or not (runs or shutil.which("dockerd")):
+        pytest.skip("needs root, docker compose, and a Docker engine or dockerd to start one")
     done = subprocess.run([sys.executable, "-m", "deploy.bring_up"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,7 @@
     python -m deploy.bring_up --engine DIR   # keeps the engine's files there: the next time takes half as long
 
 If no Docker engine runs, it starts its own and stops it at the end; if the images' base cannot be pulled, it makes a
-stand-in from Debian's packages. It needs the commands docker (with BuildKit), docker-compose, and if used dockerd and
+stand-in from Debian's packages. It needs the commands docker (with BuildKit), docker compose, and if used dockerd and
 debootstrap. Exit status 0 if everything behaves as documented, else 1 with a line that says what does not.
 """
 
@@ -41,7 +41,7 @@ def bring_up(directory: Path, engine_directory: Path) -> None:
         look_into_images(docker)
         _clean(docker)
         try:
-            title("INIT=--init docker-compose up -d")
+            title("INIT=--init docker compose up -d")
             names = services(docker)
             start(docker, names, init=True)
             shards = Shards.of(docker, directory)

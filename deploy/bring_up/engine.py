@@ -39,7 +39,7 @@ class Docker:
         seconds: float = 120,
         fails: bool = False,
     ) -> str:
-        """Runs docker-compose with `override` merged into the compose file; `init` for a first start."""
+        """Runs docker compose with `override` merged into the compose file; `init` for a first start."""
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(override or {}, file)
             file.flush()
@@ -114,8 +114,8 @@ def engine(directory: Path) -> Iterator[Docker]:
     """Yields the running engine, or starts one that keeps its files in `directory` and stops it at the end."""
     check(os.geteuid() == 0, "this needs root")
     docker = _docker_command()
-    compose = ("docker-compose",) if shutil.which("docker-compose") else (docker, "compose")
-    check(_answers(*compose, "version"), "docker-compose is missing: install it, or Docker's compose plugin")
+    compose = (docker, "compose") if _answers(docker, "compose", "version") else ("docker-compose",)
+    check(_answers(*compose, "version"), "docker compose is missing: install Docker's compose plugin")
     environment = _environment()
     if _answers(docker, "ps"):
         say("using the Docker engine that already runs")
