@@ -101,7 +101,7 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     """Trains and evaluates by kNN and linear probe; returns the measures and where they were taken."""
     summary: dict[str, Any] = {}
     if cell.method == PIC:
-        summary = train(config).summary
+        summary = {name: value for name, value in train(config).summary.items() if name != "warnings"}
     elif cell.method in METHODS:
         summary = train_baseline(cell.method, config, config.run.output)
     probes = evaluate_features(_features(cell.method, config))

@@ -91,8 +91,10 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
         "seconds": totals.train_seconds + evaluation_seconds,
     }
+    result = TrainResult(config, dataset, model, summary, results)
+    summary["warnings"] = [str(warning) for warning in warnings_of(result)]
     _write_json(output / SUMMARY_FILE, summary)
-    return TrainResult(config, dataset, model, summary, results)
+    return result
 
 
 def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> None:
@@ -134,7 +136,8 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
         print(_gaps(summary))
     for warning in warnings_of(result):
         print(f"Note: {warning}")
-    print(" ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in summary.items()))
+    numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    print(" ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in numbers.items()))
     print(_written(config, summary))
     print("Next:", *next_commands(config), sep="\n  ")
 

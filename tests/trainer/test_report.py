@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from trainer.data import Dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
 from trainer.report.inspection import inspect_encoder
+from trainer.run.result_names import in_words
+from trainer.run.totals import Totals
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WATCH = """<script>
@@ -87,10 +89,24 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     text = (run / "report.html").read_text()
     assert text.count('<th scope="col">sneaker</th>') == text.count('<th scope="row">sneaker</th>') == 1
     assert all(size > 20 for image in found["images"] for size in image)
-    assert found["results"].keys() == summary.keys()
-    for name, value in summary.items():
-        assert float(found["results"][name]) == pytest.approx(value, rel=1e-5)
-    assert found["results"]["knn_top1"] == "87.75"
+    notes = summary.pop("warnings")
+    assert found["results"] == in_words(summary)
+    assert found["results"]["accuracy of kNN, top-1"] == "87.75 %"
+    assert notes
+    assert text.count("<strong>Note:</strong>") == len(notes)
+
+
+def test_results_have_names_and_units() -> None:
+    results = {"peak_memory_bytes": 473_296_896, "seconds": 5400.0, "steps": 3195, "knn_top1": 58.0913, "other": 0.5}
+    assert in_words(results) == {
+        "accuracy of kNN, top-1": "58.09 %",
+        "steps": "3,195",
+        "time with evaluation": "90 min",
+        "peak memory": "451 MiB",
+        "other": "0.5",
+    }
+    every = dict.fromkeys(asdict(Totals()), 1.0) | {"steps": 1, "epochs": 1, "loss": 1.0, "seconds": 1.0}
+    assert not [name for name in in_words(every) if "_" in name and name != "evaluation_seconds"]
 
 
 @pytest.mark.guard

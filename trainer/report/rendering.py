@@ -34,6 +34,7 @@ from trainer.run.directory import (
     read_summary,
 )
 from trainer.run.plot import draw_training
+from trainer.run.result_names import in_words
 from trainer.settings import settings_of
 
 _NUM_PAIRS = 24
@@ -62,16 +63,18 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     duplicates = read_duplicates(run)
     pairs, pairs_reason = _pairs(duplicates, load)
     done, last = records[-1]["step"] + 1, records[-1]
-    results = summary or {"steps": done, "loss": last["loss"]}
+    results = dict(summary) or {"steps": done, "loss": last["loss"]}
+    notes = results.pop("warnings", [])
     if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
-        results["knn_top1 during training"] = accuracies[-1]
+        results["knn_top1"] = accuracies[-1]
     return _TEMPLATES.get_template("report.html").render(
         name=run.resolve().name,
         state="finished" if summary else f"not finished, {done:,} steps so far",
         dataset=config.get("dataset", "?"),
         encoder=(config.get("encoder") or {}).get("name", "?"),
         curves=_curves(run, config),
-        results={key: number(value) for key, value in results.items()},
+        results=in_words(results),
+        notes=notes,
         settings={key: number(value) for key, value in flat(config).items() if value is not None},
         inspection=inspection,
         source=source,

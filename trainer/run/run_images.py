@@ -41,7 +41,7 @@ class RunImages:
         if before not in itertools.accumulate(range_sizes):
             raise ValueError(
                 f"the run has {before} images, the data set {now}, and the images of the run may have other rows in "
-                "it: add images by 'python -m trainer.data pack --extend', which leaves the old ones unchanged"
+                "it: add images by 'pic pack --extend', which leaves the old ones unchanged"
             )
         if not extend:
             raise ValueError(
