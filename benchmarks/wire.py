@@ -56,7 +56,7 @@ def measure(
         store = make_store(client, rates)
         seconds = []
         before, used_before = loopback_bytes(), 0.0
-        for step, active in enumerate(announced(recent.active, store, range(len(rates)))):
+        for step, active in enumerate(announced(map(recent.active, range(len(rates))), store, range(len(rates)))):
             if step == warm_up:
                 used_before = processor_seconds(cluster)
                 before, rows_before = loopback_bytes(), store.counters.fetched_rows + store.counters.pushed_rows

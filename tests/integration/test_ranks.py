@@ -74,7 +74,8 @@ def replay(
             client.extend_schedule(0, rates)
         rows = open_store(store, client, rates, capacity, rank, world_size, device)
         step_losses, feature_gradients, held = [], [], 0
-        shares = announced(lambda step: recent.active(step).share(sharding, rank), rows, range(steps))
+        of_steps = (recent.active(step).share(sharding, rank) for step in range(steps))
+        shares = announced(of_steps, rows, range(steps))
         for step, active in enumerate(shares):
             batch = torch.from_numpy(visits.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE))
             whole = centres[batch] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)

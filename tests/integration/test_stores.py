@@ -44,7 +44,7 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
     centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     noise = torch.Generator().manual_seed(2)
     losses, feature_gradients = [], []
-    for step, active in enumerate(announced(recent.active, store, range(num_steps))):
+    for step, active in enumerate(announced(map(recent.active, range(num_steps)), store, range(num_steps))):
         visited = torch.from_numpy(active.rows[active.labels])
         features = (centres[visited] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)).requires_grad_()
         weight = store.weights(active.rows, step=step).requires_grad_()

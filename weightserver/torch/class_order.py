@@ -83,16 +83,8 @@ class ClassOrder:
         rows: Int64Array = np.searchsorted(self._first, positions, side="right") - 1
         return rows
 
-    def rows_of_images(self, images: Int64Array) -> Int64Array:
-        """The row of each image's class: int64 [n] to int64 [n]."""
-        return self.row_of_class(np.asarray(self._labels[images], np.int64))
-
-    def row_of_class(self, classes: Int64Array) -> Int64Array:
-        """The row of each class: int64 [n] to int64 [n]."""
-        return self._order.rows(classes)
-
     def class_of_row(self, rows: Int64Array) -> Int64Array:
-        """The class of each row: the inverse of `row_of_class`."""
+        """The class of each row: int64 [n] to int64 [n]."""
         return self._order.images(rows)
 
     @cached_property

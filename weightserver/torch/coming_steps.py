@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.negatives import NegativeSampler, ScheduledRows
+from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.recency import ActiveRows, MostRecent
+from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.windows import RangesOrder
+
+
+@dataclass(frozen=True)
+class Visited:
+    """The recently visited rows after a step."""
+
+    rows: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (≤ K,), strictly increasing
+    last_visit: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # the same shape
+    drawn_by: WindowSampler | None = None
+    """The sampler that drew the step, if one did."""
 
 
 @dataclass(frozen=True)
@@ -22,153 +32,100 @@ class Announced(ActiveRows):
     """The classes of one step that was announced. Rows are those of this rank."""
 
     ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
-
-
-@dataclass(frozen=True)
-class Visited:
-    """The recently visited rows before a step."""
-
-    rows: Int64Array  # (≤ K,)
-    last_visit: Int64Array  # the same shape
-    sampler: WindowSampler | None = None
-    """It drew the step before: then the rows are a function of it, and the arrays are older."""
-
-
-@dataclass(frozen=True)
-class Coming:
-    """A step in the queue."""
-
-    announced: Announced
     before: Visited
-    """What was recently visited before it."""
+    after: Visited
 
     def has(self, ids: Int64Array, ranks: Ranks) -> bool:
         """Whether a batch of it has these classes on this rank."""
-        share = ranks.share(self.announced.ids.shape[1])
-        return any(np.array_equal(of_part[share], ids) for of_part in self.announced.ids)
+        return any(np.array_equal(of_part[ranks.share(len(of_part))], ids) for of_part in self.ids)
 
 
 class ComingSteps:
     """A queue of announced steps, with the active rows of each.
 
-    Steps that the sampler draws are a function of their number; of others, the recently visited rows are kept.
+    What is recent follows from the step before; before the first step that a sampler draws, from the visits that the
+    sampler would have made.
     """
 
     def __init__(self, negatives: NegativeSampler, order: RangesOrder) -> None:
+        self.sampler: WindowSampler | None = None
         self._negatives = negatives
         self._order = order
         self._ranks, self._sharding = Ranks(), Sharding(1, 1)
-        self._recent = MostRecent(negatives.num_recent)
-        self._sampled: tuple[WindowSampler, ScheduledRows] | None = None
-        self._drawn_by: WindowSampler | None = None  # the sampler of the last step in the queue, or before it
-        self._steps: deque[Coming] = deque()
+        self._steps: deque[Announced] = deque()
+        self._last = Visited()  # after the last step in the queue
 
     def use(self, ranks: Ranks, sharding: Sharding) -> None:
         """Sets the ranks that share the rows, and how."""
         self._ranks, self._sharding = ranks, sharding
 
-    @property
-    def sampler(self) -> WindowSampler | None:
-        return self._sampled[0] if self._sampled else None
-
-    @sampler.setter
-    def sampler(self, sampler: WindowSampler) -> None:
-        self._sampled = sampler, self._scheduled(sampler)
-
-    def _scheduled(self, sampler: WindowSampler) -> ScheduledRows:
-        return ScheduledRows(sampler.row_visits, self._negatives, batch_size=sampler.step_size)
-
-    def visited_before(self, step: int, visited: Visited | None = None) -> tuple[Int64Array, Int64Array]:
-        """Rows (≤ K,) and their last visits before `step`: those of the next one that begins unless `visited`."""
-        visited = visited or (self._steps[0].before if self._steps else self.visited())
-        if visited.sampler is None:
-            return visited.rows, visited.last_visit
-        return self._scheduled(visited.sampler).visited(step - 1)
-
-    def restore(self, visited: tuple[Int64Array, Int64Array]) -> None:
-        """Forgets all steps, and sets what `visited_before` returned."""
-        self._steps.clear()
-        self._set(Visited(*visited))
-
-    def visited(self) -> Visited:
-        """What was recently visited after the last step in the queue."""
-        return Visited(self._recent.rows, self._recent.last_visit, self._drawn_by)
-
-    def _set(self, visited: Visited) -> None:
-        self._recent.rows, self._recent.last_visit = visited.rows, visited.last_visit
-        self._drawn_by = visited.sampler
-
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[Coming]:
+    def __iter__(self) -> Iterator[Announced]:
         return iter(self._steps)
 
-    def of_sampler(self, sampler: WindowSampler) -> Callable[[int], Announced]:
-        """A function from a step to its classes, for one thread that asks for the steps in order."""
-        scheduled = self._scheduled(sampler)
+    @property
+    def visited(self) -> Visited:
+        """What was recently visited before the next step."""
+        return self._steps[0].before if self._steps else self._last
 
-        def announced(step: int) -> Announced:
+    def of_batches(self, step: int, ids: Int64Array) -> Announced:
+        """The step after the last one, of these classes: int64 (A, B), or (A, B, P) with -1 for none."""
+        sampler = self.sampler
+        is_drawn = sampler is not None and np.array_equal(
+            sampler.classes_of_step(step), ids.reshape(-1, *ids.shape[2:])
+        )
+        return self._after(self._last, step, ids, drawn_by=sampler if is_drawn else None)
+
+    def of_sampler(self, sampler: WindowSampler, steps: range) -> Iterator[Announced]:
+        """The steps that a sampler draws."""
+        visited = Visited()
+        for step in steps:
             ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
-            return self._shared(scheduled.active(step), ids)
+            announced = self._after(visited, step, ids, drawn_by=sampler)
+            visited = announced.after
+            yield announced
 
-        return announced
-
-    def add_batches(self, step: int, ids: Int64Array) -> Announced:
-        """Adds the next step, of these classes: int64 (A, B), or (A, B, P) with -1 for none; returns it."""
-        before, drawn_by = self.visited(), None
-        if self._sampled is not None and self._is_drawn(self._sampled[0], step, ids):
-            drawn_by, scheduled = self._sampled
-            active = scheduled.active(step)
-        else:
-            if before.sampler is not None:
-                self._recent.rows, self._recent.last_visit = self._scheduled(before.sampler).visited(step - 1)
-            active = self._active(step, ids)
-        self._drawn_by = drawn_by
-        announced = self._shared(active, ids)
-        self._steps.append(Coming(announced, before))
-        return announced
-
-    @staticmethod
-    def _is_drawn(sampler: WindowSampler, step: int, ids: Int64Array) -> bool:
-        return np.array_equal(sampler.classes_of_step(step), ids.reshape(-1, *ids.shape[2:]))
-
-    def _active(self, step: int, ids: Int64Array) -> ActiveRows:
-        """The active rows of a step that no sampler has drawn, and the positions of its classes: (A·B,) or (A·B, P)."""
-        rows, recent = self._order.rows(ids[ids >= 0]), self._recent if self._negatives.num_recent else None
-        if recent is not None:
+    def _after(self, before: Visited, step: int, ids: Int64Array, *, drawn_by: WindowSampler | None) -> Announced:
+        if drawn_by is not None and before.drawn_by is not drawn_by:
+            before = self._past(drawn_by, step)
+        rows, recent, after = self._order.rows(ids[ids >= 0]), None, before
+        if self._negatives.num_recent and not (drawn_by is not None and self._negatives.takes_all):
+            recent = MostRecent(self._negatives.num_recent)
+            recent.rows, recent.last_visit = before.rows, before.last_visit
             recent.add(rows, int(recent.last_visit.max(initial=-1)) + 1)
+            after = Visited(recent.rows, recent.last_visit)
         active = self._negatives.active(step, rows, recent)
         labels = np.full(ids.shape, -1)
         labels[ids >= 0] = active.labels
-        return ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:]))
+        mine = ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:])).share(self._sharding, self._ranks.rank)
+        return Announced(mine.rows, mine.labels, ids, before, Visited(after.rows, after.last_visit, drawn_by))
 
-    def add_sampled(self, announced: Announced, sampler: WindowSampler) -> None:
-        """Adds the next step, drawn by a sampler."""
-        self._steps.append(Coming(announced, self.visited()))
-        self._drawn_by = sampler
+    def _past(self, sampler: WindowSampler, step: int) -> Visited:
+        """What was recently visited before a step if the sampler drew all earlier ones."""
+        if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
+            return Visited()
+        with_past = not self._negatives.only_met  # visits before step 0 count
+        recent = RecentRows(
+            sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size, with_past=with_past
+        )
+        return Visited(*recent.visited(step - 1))
 
-    def remove_last(self) -> None:
-        """Removes the step that was added last."""
-        self._set(self._steps.pop().before)
+    def add(self, announced: Announced) -> None:
+        """Adds the next step."""
+        self._steps.append(announced)
+        self._last = announced.after
 
-    @property
-    def first(self) -> Coming:
-        """The next step."""
-        return self._steps[0]
-
-    def take(self) -> Coming:
+    def take(self) -> Announced:
         """Removes and returns the next step."""
         return self._steps.popleft()
 
-    def forget(self, before: Visited | None = None) -> None:
-        """Forgets all steps; with `before`, also the one that was taken last, or whatever came after it."""
-        if self._steps:
-            before = before or self._steps[0].before
+    def forget(self, visited: Visited | None = None) -> None:
+        """Forgets all steps; then that is recent which was `visited` before the next one, or other rows."""
+        self._last = visited or self.visited
         self._steps.clear()
-        if before is not None:
-            self._set(before)
 
-    def _shared(self, active: ActiveRows, ids: Int64Array) -> Announced:
-        mine = active.share(self._sharding, self._ranks.rank)
-        return Announced(mine.rows, mine.labels, ids)
+    def forget_last(self) -> None:
+        """Forgets the step that was added last."""
+        self._last = self._steps.pop().before

@@ -322,6 +322,7 @@ class ClassifierHead(nn.Module):
             next_step=lambda: self.num_steps,
             ranks=self._own_ranks(),
         )
+        self.negatives.check(sampler.step_size)
         self._steps.coming.sampler = sampler
         return sampler
 

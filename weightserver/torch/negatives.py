@@ -22,8 +22,8 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows, check_num_active
-from weightserver.torch.windows import RowOrder, Visits, VisitSchedule, resident_rows
+from weightserver.torch.recency import ActiveRows, MostRecent, check_num_active
+from weightserver.torch.windows import RowOrder, VisitSchedule, resident_rows
 
 Negatives = Literal["recent", "uniform", "both"]
 NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
@@ -191,36 +191,6 @@ def share_of_recent(kind: Negatives, share: float | None) -> float:
     if share is not None and kind != "both":
         raise ValueError(f"recent_share is for negatives both, got negatives {kind}: omit it")
     return 0.5 if share is None else share
-
-
-class ScheduledRows:
-    """The active rows of the steps of a schedule: batch t is visits t·B … t·B+B−1. Not thread-safe.
-
-    Raises:
-        ValueError: K exceeds the number of rows, or is too small for a batch.
-    """
-
-    def __init__(self, visits: Visits, negatives: NegativeSampler, *, batch_size: int) -> None:
-        negatives.check(batch_size)
-        self._visits = visits
-        self._negatives = negatives
-        self._batch_size = batch_size
-        self._recent: RecentRows | None = None
-        if negatives.num_recent and not negatives.takes_all:
-            self._recent = RecentRows(
-                visits, num_active=negatives.num_recent, batch_size=batch_size, with_past=not negatives.only_met
-            )
-
-    def active(self, step: int) -> ActiveRows:
-        """The active rows of a step ≥ 0, and each visit's place among them; in any order of steps."""
-        if self._recent is not None:
-            self._recent.active(step)
-        batch = self._visits.visits(step * self._batch_size, (step + 1) * self._batch_size)
-        return self._negatives.active(step, batch, self._recent.most_recent if self._recent else None)
-
-    def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
-        """The recent rows of a step, and the number of the last visit of each; none if none are kept."""
-        return (np.zeros(0, np.int64),) * 2 if self._recent is None else self._recent.visited(step)
 
 
 def with_rows(active: ActiveRows, more: Int64Array) -> ActiveRows:

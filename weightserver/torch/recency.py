@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,14 +38,13 @@ class ActiveRows:
 Active = TypeVar("Active", bound=ActiveRows)
 
 
-def announced(active: Callable[[int], Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
+def announced(active: Iterable[Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
     """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
 
-    A thread computes them by `active`, in the order of the steps; the store is called in this thread. Close the
-    generator to end the thread.
+    A thread takes them from `active`; the store is called in this thread. Close the generator to end the thread.
     """
     upcoming: deque[Active] = deque()
-    with closing(computed_ahead(map(active, steps), ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
+    with closing(computed_ahead(active, ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
         for step in steps:
             while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
                 ahead = step + len(upcoming)

@@ -11,7 +11,7 @@ from torch import Tensor
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.arguments import Doing, exchanged, first_of
 from weightserver.torch.beginnings import Beginnings
-from weightserver.torch.coming_steps import Coming
+from weightserver.torch.coming_steps import Announced
 from weightserver.torch.loss import padded
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.rows import RowStore
@@ -26,7 +26,7 @@ class Step:
 
     Args:
         rows: with an open store.
-        coming: the classes of the step, and what was recently visited before it.
+        announced: the classes of the step.
         number: of finished updates before it.
         attempt: number of attempts at any step that failed before, on every rank the same.
         is_announced: whether its classes were announced before it began.
@@ -37,7 +37,7 @@ class Step:
     def __init__(
         self,
         rows: OpenedRows,
-        coming: Coming,
+        announced: Announced,
         *,
         number: int,
         attempt: int,
@@ -46,8 +46,7 @@ class Step:
         init_norm: float | None,
     ) -> None:
         assert rows.store is not None
-        self.announced = coming.announced
-        self.before = coming.before
+        self.announced = announced
         self.number = number
         self.attempt = attempt
         self.is_announced = is_announced

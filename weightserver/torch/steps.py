@@ -13,7 +13,7 @@ from torch import Tensor
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.arguments import Doing, checked_ids, exchanged, ids_of_all_ranks
-from weightserver.torch.coming_steps import Announced, ComingSteps
+from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
@@ -73,11 +73,8 @@ class Steps:
 
     def reset(self, number: int | None = None, recent: tuple[Int64Array, Int64Array] | None = None) -> None:
         """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
-        self.coming.forget()
-        self._first_step, self._opened = self.number, None
-        if number is not None and recent is not None:
-            self.coming.restore(recent)
-            self._first_step = number
+        self._first_step, self._opened = self.number if number is None else number, None
+        self.coming.forget(None if recent is None else Visited(*recent))
         self._begun = None
         self._iteration += 1
 
@@ -88,7 +85,8 @@ class Steps:
 
     def visited(self) -> tuple[Int64Array, Int64Array]:
         """What was recently visited before the next update: rows (≤ K,) and their last visits."""
-        return self.coming.visited_before(self.number, self.current.before if self.current else None)
+        visited = self.current.announced.before if self.current else self.coming.visited
+        return visited.rows, visited.last_visit
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
@@ -148,13 +146,14 @@ class Steps:
     def _add(self, ids: Int64Array) -> None:
         """Adds a step with these classes of all ranks."""
         opened, store, step = self._open(), self._open_store(ids.size), self._next_number
-        announced = self.coming.add_batches(step, ids)
+        announced = self.coming.of_batches(step, ids)
+        self.coming.add(announced)
         if step - self.number <= store.prefetch_steps:
             try:
                 with opened.naming_classes():
                     store.prefetch(announced.rows, step=step)
             except BaseException:
-                self.coming.remove_last()
+                self.coming.forget_last()
                 raise
 
     def announce_end(self) -> None:
@@ -169,7 +168,7 @@ class Steps:
         """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
         `in_progress` also the one in progress, with its gradients."""
         current = self.current if in_progress else None
-        self.coming.forget(current.before if current else None)
+        self.coming.forget(current.announced.before if current else None)
         if current is not None:
             current.end()
             self._begun = None
@@ -181,11 +180,11 @@ class Steps:
         opened = self._open()
         self._negatives.check(sampler.step_size)
         store = self._open_store(sampler.step_size)
-        with closing(announced(self.coming.of_sampler(sampler), store, steps)) as coming:
+        with closing(announced(self.coming.of_sampler(sampler, steps), store, steps)) as coming:
             for _ in steps:
                 with opened.naming_classes():
                     step = next(coming)
-                self.coming.add_sampled(step, sampler)
+                self.coming.add(step)
                 yield step
 
     # ---- the step in progress
@@ -196,11 +195,11 @@ class Steps:
         current = self.current
         if current is None or current.is_announced or not (current.is_cleared or (anew and not current.has_passes)):
             return
-        after = [coming.announced.ids for coming in self.coming]
-        if not after or self.coming.first.has(ids, self._open().ranks):
+        after = list(self.coming)
+        if not after or after[0].has(ids, self._open().ranks):
             self.forget(in_progress=True)
             for other in after:
-                self._add(other)
+                self._add(other.ids)
 
     @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
     def begin(self, *batches: Int64Array, anew: bool = False) -> Step:
@@ -209,7 +208,7 @@ class Steps:
         if batches:
             self._forget_cleared(batches[0], anew=anew)
         if self.current is None:
-            is_announced, before = bool(self.coming), self.coming.visited()
+            is_announced, before = bool(self.coming), self.coming.visited
             if not (is_announced or batches):
                 raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
             try:
@@ -231,7 +230,7 @@ class Steps:
             num_padded = padded_rows(self._negatives.num_active, opened.spec.rows_per_block, opened.ranks)
         return Step(
             opened,
-            self.coming.first,
+            next(iter(self.coming)),
             number=self.number,
             attempt=self._attempt,
             is_announced=is_announced,

@@ -10,12 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightserver.core.arrays import Float64Array
-from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler, ScheduledRows
-from weightserver.torch.recency import RecentRows
+from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler
+from weightserver.torch.recency import ActiveRows, RecentRows
 from weightserver.torch.windows import VisitSchedule
 
 SIGMAS = 4.5
 """Bound of a test statistic in standard deviations: a right sampler exceeds it once in 150,000 times."""
+
+
+def active_rows(sampler: NegativeSampler, schedule: VisitSchedule, step: int, batch_size: int) -> ActiveRows:
+    """Those of a step of a schedule."""
+    recent = None
+    if sampler.num_recent and not sampler.takes_all:
+        visited = RecentRows(
+            schedule, num_active=sampler.num_recent, batch_size=batch_size, with_past=not sampler.only_met
+        )
+        visited.active(step)
+        recent = visited.most_recent
+    return sampler.active(step, schedule.visits(step * batch_size, (step + 1) * batch_size), recent)
 
 
 @given(st.data())
@@ -29,18 +41,21 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
     schedule = VisitSchedule(num_rows=num_rows, window_size=num_rows, window_stride=3, seed=1)
     num_active = min(num_active, num_rows)
 
-    def scheduled() -> ScheduledRows:
-        sampler = NegativeSampler(num_active, num_rows=num_rows, rows_per_block=rows_per_block, kind=negatives, seed=5)
-        return ScheduledRows(schedule, sampler, batch_size=batch_size)
-
-    source, again = scheduled(), scheduled()
+    sampler, again = (
+        NegativeSampler(num_active, num_rows=num_rows, rows_per_block=rows_per_block, kind=negatives, seed=5)
+        for _ in range(2)
+    )
+    sampler.check(batch_size)
     whole = set(range(num_rows))
     for step in (0, 1, 2, 30, 4):
-        active, batch = source.active(step), schedule.visits(step * batch_size, (step + 1) * batch_size)
+        active = active_rows(sampler, schedule, step, batch_size)
+        batch = schedule.visits(step * batch_size, (step + 1) * batch_size)
         assert np.array_equal(active.rows[active.labels], batch)
         assert (np.diff(active.rows) > 0).all()  # a row that is positive and sampled counts once
         assert set(active.rows.tolist()) <= whole
-        assert np.array_equal(again.active(step).rows, active.rows), "not a function of the step"
+        assert np.array_equal(active_rows(again, schedule, step, batch_size).rows, active.rows), (
+            "not a function of the step"
+        )
         if num_active >= num_rows:
             assert len(active.rows) == num_rows
             continue
@@ -124,8 +139,8 @@ def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_
 
 def test_only_classes_that_were_met() -> None:
     schedule = VisitSchedule(num_rows=30, window_size=30, window_stride=30, seed=0)
-    met = ScheduledRows(schedule, NegativeSampler(30, num_rows=30, rows_per_block=5, only_met=True), batch_size=8)
-    assert [len(met.active(step).rows) for step in range(5)] == [8, 16, 24, 30, 30]
+    sampler = NegativeSampler(30, num_rows=30, rows_per_block=5, only_met=True)
+    assert [len(active_rows(sampler, schedule, step, 8).rows) for step in range(5)] == [8, 16, 24, 30, 30]
     with pytest.raises(ValueError, match="negatives both would include classes that were not met"):
         NegativeSampler(30, num_rows=30, rows_per_block=5, kind="both", only_met=True)
 
@@ -148,11 +163,8 @@ def test_only_classes_that_were_met() -> None:
     ],
 )
 def test_impossible_sizes_are_refused(negatives: Negatives, num_active: int, share: float, message: str) -> None:
-    schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)
-
-    def scheduled() -> ScheduledRows:
-        sampler = NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share)
-        return ScheduledRows(schedule, sampler, batch_size=8)
+    def check() -> None:
+        NegativeSampler(num_active, num_rows=100, rows_per_block=5, kind=negatives, recent_share=share).check(8)
 
     with pytest.raises(ValueError, match=message):
-        scheduled()
+        check()
