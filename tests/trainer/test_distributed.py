@@ -18,9 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from scipy.stats import norm
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import numerics
 from trainer.distributed import process_group
@@ -82,22 +80,6 @@ CASES = [
 ]
 
 
-def encoder(dtype: torch.dtype) -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = (torch.nn.Linear(NUM_INPUTS, 16), torch.nn.GELU(), torch.nn.Linear(16, DIM))
-    return torch.nn.Sequential(*layers).to(dtype)
-
-
-def images(case: Case) -> Tensor:
-    generator = torch.Generator().manual_seed(case.batch_size)
-    return torch.randn(case.batch_size, NUM_INPUTS, generator=generator, dtype=torch.float64).to(case.dtype)
-
-
-def gradients(model: torch.nn.Module) -> Tensor:
-    """Gradients of all parameters, (number of parameters,)."""
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
-
 def loss_and_gradients(
     features: Tensor,
     weight: Tensor,
@@ -117,16 +99,6 @@ def loss_and_gradients(
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
 
-def parallel_gradients(case: Case, ranks: Ranks) -> Tensor:
-    """Of an encoder under DistributedDataParallel, which does not outlive the process group."""
-    _, weight, labels = case.share(ranks)
-    model = encoder(case.dtype)
-    parallel = DistributedDataParallel(model)
-    embeddings = parallel(images(case)[ranks.share(case.batch_size)])
-    cosine_softmax_loss(embeddings, weight, labels, temperature=case.temperature, ranks=ranks).backward()
-    return gradients(model)
-
-
 def record_rank(out: Path) -> None:
     """Computes and records the results of one rank of several."""
     torch.set_num_threads(1)
@@ -136,8 +108,6 @@ def record_rank(out: Path) -> None:
             features, weight, labels = case.share(ranks)
             result = loss_and_gradients(features, weight, labels, case.temperature, ranks)
             recorded |= {f"{case}: {name}": value.numpy() for name, value in result.items()}
-
-            recorded[f"{case}: encoder"] = parallel_gradients(case, ranks).numpy()
 
             result = loss_and_gradients(
                 features, padded(weight, NUM_ROWS), labels, case.temperature, ranks, num_rows=len(weight)
@@ -200,43 +170,9 @@ def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> N
 
 
 @pytest.mark.guard
-def test_an_encoder_under_ddp_gets_the_gradients_of_one_process(recorded: list[Recorded]) -> None:
-    for case in CASES:
-        expected = encoder_gradients(case)
-        model, (_, weight, labels) = encoder(case.dtype), case.inputs()
-        cosine_softmax_loss(model(images(case)), weight, labels, temperature=case.temperature).backward()
-        expected.assert_near(gradients(model), f"{case}, one process")
-        for part in recorded:
-            expected.assert_near(part[f"{case}: encoder"], f"{case}, parameters")
-
-
-def encoder_gradients(case: Case) -> numerics.Rounded:
-    """Gradients of all parameters, as `gradients` returns them."""
-    first, first_bias, second, second_bias = (
-        numerics.Rounded.exact(parameter, case.dtype) for parameter in encoder(case.dtype).parameters()
-    )
-    inputs = numerics.Rounded.exact(images(case), case.dtype)
-    hidden = inputs @ first.T + first_bias
-    slope = hidden.apply(lambda x: norm.cdf(x) + x * norm.pdf(x), lambda x: (2 - x * x) * norm.pdf(x))  # of GELU
-    active = hidden.apply(lambda x: x * norm.cdf(x), lambda x: norm.cdf(x) + x * norm.pdf(x))
-    by_output = expected_of(case, active @ second.T + second_bias).features
-    by_hidden = (by_output @ second) * slope
-    parts = [by_hidden.T @ inputs, by_hidden.sum(axis=0), by_output.T @ active, by_output.sum(axis=0)]
-    value, error = (np.concatenate([getattr(part, name).ravel() for part in parts]) for name in ("value", "error"))
-    return numerics.Rounded(value, error, inputs.unit)
-
-
-@pytest.mark.guard
 def test_autocast_changes_no_bit(recorded: list[Recorded]) -> None:
     for case in CASES:
         plain, autocast = of_whole(recorded, case), of_whole(recorded, case, "autocast ")
-        assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
-
-
-def test_autocast_changes_no_bit_on_one_rank() -> None:
-    for case in CASES:
-        plain = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
-        autocast = loss_and_gradients(*case.inputs(), case.temperature, Ranks(), autocast=True)
         assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
 
 

@@ -20,7 +20,6 @@ from trainer.loss import LossConfig
 from trainer.monitors import (
     Monitors,
     Update,
-    feature_std,
     gradient_norm,
     is_own_class_first,
     mean_cosine,
@@ -49,32 +48,9 @@ def test_rankme_by_hand(features: Tensor, expected: float) -> None:
     assert rankme(features.double()) == pytest.approx(expected, rel=2e-5)  # ε adds up to 8e-7 times its logarithm
 
 
-def test_rankme_is_that_of_the_singular_values() -> None:
-    generator = np.random.default_rng(0)
-    features = generator.normal(size=(200, 24)) * np.geomspace(1, 1e-5, 24)
-    singular = np.linalg.svd(features, compute_uv=False)
-    share = singular / singular.sum() + 1e-7
-    assert rankme(torch.from_numpy(features)) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-6)
-
-
-def test_spread_and_collapsed_embeddings() -> None:
-    spread = torch.cat([torch.eye(16), -torch.eye(16)]).double()
-    assert feature_std(spread) == pytest.approx(1 / math.sqrt(16))
-    assert mean_cosine(spread) == pytest.approx(-1 / 31)  # each has one opposite among the 31 others
-    collapsed = unit(*[(3.0, 4.0)] * 5)
-    assert feature_std(collapsed) == pytest.approx(0, abs=1e-9)
-    assert mean_cosine(collapsed) == pytest.approx(1)
-
-
 def test_mean_cosine_by_hand() -> None:
     assert mean_cosine(unit((1, 0), (5, 0), (0, 2))) == pytest.approx(1 / 3)  # 1, 0 and 0
     assert math.isnan(mean_cosine(unit((1, 0))))
-
-
-def test_gradient_norm_is_that_of_all_parameters() -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(9))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert gradient_norm(parameters) == 5  # the last takes no part in the loss
 
 
 def test_an_image_is_recognised_if_its_own_class_is_above_all_others() -> None:
