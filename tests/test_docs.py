@@ -209,7 +209,7 @@ TABLE = block("README.md", "Top-1 on the test images")
 FOLDER = block("README.md", "pic train pictures/")
 IMAGES = block("README.md", "pic pack")
 SERVERS = block("README.md", "weightserver serve")
-PYTHON = block("README.md", "import numpy")
+(PYTHON,) = [block for block in blocks_of("docs/servers.md") if block.startswith("import numpy")]
 HEAD = block("README.md", "from torch.utils.data import DataLoader")
 LAYOUT = block("README.md", "weightserver/")
 START_MAKE = block("docs/start-here.md", "make demo")
@@ -287,6 +287,10 @@ def form(table: str) -> list[str]:
     """The lines of a printed table, without its frame and with # for each number."""
     text = re.sub(r"(?<![\w-])\d[\d.e-]*", "#", re.sub(r"[\u2500-\u257f]", " ", table))
     return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_start_here_repeats_the_readme() -> None:
