@@ -54,10 +54,11 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
 
 
 def _longer(config: TrainConfig, visits: int, num_images: int) -> str:
-    """The setting of a run with so many visits."""
+    """The setting of a run with at least so many visits, which come in whole batches."""
+    steps = -(-visits // config.optimization.batch_size)
     if config.optimization.steps is not None:
-        return f"--steps {-(-visits // config.optimization.batch_size)}"
-    return f"--epochs {_rounded_up(visits / num_images):g}"
+        return f"--steps {steps}"
+    return f"--epochs {_rounded_up(steps * config.optimization.batch_size / num_images):g}"
 
 
 def _rounded_up(number: float) -> float:
