@@ -46,6 +46,8 @@ def parse_config(
     preset = arguments[0] if arguments else ""
     if preset in PRESETS:
         config = _parsed(preset, default or PRESETS[preset][1], arguments[1:])
+        if config.data.num_images and default is None:
+            config = _parsed(preset, _for_fewer_images(PRESETS[preset][1], config.data.num_images), arguments[1:])
         return _parsed(preset, _of_run(config, arguments), arguments[1:]) if _is_there(config) else config
     if any(argument.partition("=")[0] == "--resume" for argument in arguments) and preset.startswith("-"):
         config = _parsed("", TrainConfig(), arguments)
@@ -77,6 +79,16 @@ def _parsed(preset: str, default: TrainConfig, arguments: Sequence[str]) -> Trai
         )
 
     return parsed_or_exit(parse, arguments, command="trainer")
+
+
+def _for_fewer_images(preset: TrainConfig, num_images: int) -> TrainConfig:
+    """A preset whose window and classes of a step fit into a number of images."""
+    sampling, rows = preset.sampling, preset.rows
+    return preset.with_settings(
+        window_size=min(sampling.window_size, num_images),
+        window_stride=min(sampling.window_stride, num_images),
+        num_negatives=min(rows.num_negatives, num_images),
+    )
 
 
 def _is_there(config: TrainConfig) -> bool:

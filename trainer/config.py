@@ -23,6 +23,7 @@ from trainer.settings import (
     Settings,
     changed,
     leaves,
+    named_by_flags,
     problems_of,
     settings_of,
     unused_in,
@@ -158,6 +159,11 @@ class TrainConfig:
             only_met=self.rows.init == "embedding",
             seed=self.sampling.seed,
         )
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raises ValueError unless the classes of a step fit into those of a run."""
+        with named_by_flags("num_negatives", "rows_per_block", "batch_size"):
+            self.negative_sampler(num_classes).check(self.optimization.batch_size)
 
     def to_json(self) -> str:
         """The text of the run's config.json: the settings of all parts by name."""

@@ -90,7 +90,7 @@ def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
         num_classes = number
     checks: list[Callable[[], object]] = [
         lambda: config.sampling.visit_schedule(number),
-        lambda: config.negative_sampler(num_classes).check(config.optimization.batch_size),
+        lambda: config.check_classes(num_classes),
         lambda: config.optimization.num_steps(number),
         lambda: config.optimization.warmup_steps(number, 1),
         lambda: _check_labels(config, dataset),
@@ -102,14 +102,7 @@ def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
             check()
         except ValueError as error:
             problems.append(str(error))
-    return list(dict.fromkeys(_with_flags(problem) for problem in problems))
-
-
-def _with_flags(problem: str) -> str:
-    """A message of the head's library, which names its arguments, with the flags of the command line."""
-    for name in ("window_size", "window_stride", "num_negatives", "rows_per_block", "batch_size"):
-        problem = problem.replace(name, flag(name))
-    return problem
+    return list(dict.fromkeys(problems))
 
 
 def _check_labels(config: TrainConfig, dataset: Dataset) -> None:

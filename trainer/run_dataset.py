@@ -46,6 +46,8 @@ def _check_images(config: TrainConfig, dataset: Dataset) -> None:
             f"the encoder takes {config.model.encoder.in_channels}-channel images, those of {config.data.dataset!r} "
             f"have {channels}: give --encoder.in-channels {channels}"
         )
+    if config.sampling.labels is None:
+        config.check_classes(len(dataset.train_images))
     if config.report.evaluate:
         dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
     elif config.report.knn_every or config.report.online_probe:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from trainer.settings import SettingError, Settings, resumable
+from trainer.settings import SettingError, Settings, named_by_flags, resumable
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
 
@@ -55,9 +55,10 @@ class SamplingConfig(Settings):
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""
         from weightserver.torch import VisitSchedule
 
-        return VisitSchedule(
-            num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
-        )
+        with named_by_flags("window_size", "window_stride"):
+            return VisitSchedule(
+                num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
+            )
 
 
 def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +116,18 @@ def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def flag(name: str) -> str:
     """The command line's flag of a setting: batch_size is --batch-size."""
     return f"--{name.replace('_', '-')}"
+
+
+@contextmanager
+def named_by_flags(*names: str) -> Iterator[None]:
+    """Names settings by their flags in the ValueErrors of the head's library, which names its arguments."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for name in names:
+            text = text.replace(name, flag(name))
+        raise ValueError(text) from None
 
 
 def check_at_least(settings: Settings, least: int, *names: str) -> None:

@@ -266,6 +266,18 @@ def test_each_setting_belongs_to_one_part() -> None:
     assert list(json.loads(TrainConfig().to_json())) == ["format", *of_parts]
 
 
+def test_a_preset_fits_fewer_images_and_messages_name_options(tmp_path: Path) -> None:
+    config = parse_config(["synthetic", "--num-images", "5000"])
+    assert (config.sampling.window_size, config.rows.num_negatives) == (5_000, 5_000)
+    config.check_classes(5_000)
+    config.sampling.visit_schedule(5_000)
+    given = parse_config(["synthetic", "--num-images", "5000", "--num-negatives", "6000", "--window-size", "5001"])
+    with pytest.raises(ValueError, match="--num-negatives is 6000"):
+        given.check_classes(5_000)
+    with pytest.raises(ValueError, match="--window-size"):
+        given.sampling.visit_schedule(5_000)
+
+
 def test_settings_change_by_name() -> None:
     scale = {"encoder.pixel_mean": (0.1,), "encoder.pixel_std": (0.2,)}
     config = TrainConfig().with_settings(rows="dense", window_size=9, **scale)

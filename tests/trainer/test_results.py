@@ -191,6 +191,9 @@ def test_the_advice_visits_all_images(tmp_path: Path) -> None:
     assert "--window-stride 40, or --epochs 7" in other
     (whole,) = coverage_warnings(config.with_settings(window_size=300, window_stride=300, steps=9), 300)
     assert whole.endswith("To visit all: --steps 30")
+    batches = config.with_settings(window_size=90, window_stride=90, batch_size=64, steps=None, epochs=1.0)
+    assert coverage_warnings(batches, 90)[0].endswith("To visit all: --epochs 1.5")
+    assert "visits only" not in " ".join(coverage_warnings(batches.with_settings(epochs=1.5), 90))
     assert "visits only" not in " ".join(coverage_warnings(config.with_settings(window_stride=40), 300))
     assert "visits only" in " ".join(coverage_warnings(config.with_settings(window_stride=39), 300))
     assert coverage_warnings(config.with_settings(steps=None, epochs=7.0), 300) != [warning]
