@@ -22,7 +22,7 @@ import torch
 from benchmarks.measure import at_least, draw_bars, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
-from weightserver.torch import RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
+from weightserver.torch import LearningRates, RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)
@@ -85,7 +85,7 @@ def resident(client: WeightClient, rates: np.ndarray) -> ResidentRows:
     return ResidentRows(
         client,
         SPEC,
-        rates,
+        LearningRates(SPEC, rates),
         capacity=WINDOW_SIZE + 2 * WINDOW_STRIDE,
         prefetch_steps=PREFETCH_STEPS,
         write_back_rows=WINDOW_STRIDE,

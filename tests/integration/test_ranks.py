@@ -27,6 +27,7 @@ from weightserver.core.sharding import Sharding
 from weightserver.torch import (
     ClassifierHead,
     DenseRows,
+    LearningRates,
     Ranks,
     RecentRows,
     RemoteRows,
@@ -117,13 +118,15 @@ def open_store(
 ) -> RowStore:
     if store == "dense":
         sharding = Sharding(SPEC.rows_per_block, world_size)
-        return DenseRows(SPEC, rates, device=device, sharding=sharding, shard=rank)
+        return DenseRows(SPEC, LearningRates(SPEC, rates), device=device, sharding=sharding, shard=rank)
     client.open_session("ranks", join=client.describe().epoch)
     if store == "remote":
         return RemoteRows(client)
     sharding = Sharding(SPEC.rows_per_block, world_size)
     share = len(sharding.rows_of_shard(0, min(NUM_ROWS, capacity + SPEC.rows_per_block * world_size)))
-    return ResidentRows(client, SPEC, rates, capacity=share, prefetch_steps=3, write_back_rows=10, device=device)
+    return ResidentRows(
+        client, SPEC, LearningRates(SPEC, rates), capacity=share, prefetch_steps=3, write_back_rows=10, device=device
+    )
 
 
 def replay_on_gpu(*arguments: Any) -> None:

@@ -21,7 +21,7 @@ from tests.integration.test_stores import (
 from trainer.loop import train
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.torch import DenseRows
+from weightserver.torch import DenseRows, LearningRates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +74,7 @@ def test_resident_rows_train_like_remote_ones(cluster: LocalCluster) -> None:
         fetched = replay(store, 60, num_steps)
     with resident(cluster, spec, rates, capacity=100, prefetch_steps=4, delays=3) as store:
         assert_same_bits(replay(store, 60, num_steps), fetched)
-    exact = replay(DenseRows(stored("exact"), rates), 60, num_steps)
+    exact = replay(DenseRows(stored("exact"), LearningRates(stored("exact"), rates)), 60, num_steps)
     assert relative(fetched.rows.weight, exact.rows.weight) > 1e-3, "it is another correction"
 
 

@@ -18,6 +18,7 @@ from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 from weightserver.torch import (
     DenseRows,
+    LearningRates,
     RecentRows,
     RemoteRows,
     ResidentRows,
@@ -104,7 +105,7 @@ def resident(
         store = ResidentRows(
             client if delays is None else cast(WeightClient, SlowClient(client, delays)),
             spec,
-            rates,
+            LearningRates(spec, rates),
             capacity=capacity,
             prefetch_steps=prefetch_steps,
             write_back_rows=write_back_rows,
@@ -160,7 +161,7 @@ def test_remote_and_resident_rows_train_like_dense_ones(
     """The window passes over all images several times; without correction only active rows move."""
     spec = table(correction=correction)
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=num_steps // 10)
-    dense = replay(DenseRows(spec, rates), num_active, num_steps)
+    dense = replay(DenseRows(spec, LearningRates(spec, rates)), num_active, num_steps)
     with remote(cluster, spec, rates) as store:
         fetched = replay(store, num_active, num_steps)
     assert_alike(fetched, dense)
@@ -192,7 +193,7 @@ def test_timing_changes_no_bit(
     num_steps = 250
     schedule = VisitSchedule(num_rows=NUM_ROWS, window_size=window_size, window_stride=window_stride, seed=5)
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)
-    dense = replay(DenseRows(table(), rates), num_active, num_steps, schedule)
+    dense = replay(DenseRows(table(), LearningRates(table(), rates)), num_active, num_steps, schedule)
     runs = []
     for delays in (None, 1):
         with resident(

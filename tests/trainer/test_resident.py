@@ -65,7 +65,7 @@ def make_store(watched: WatchedClient) -> Iterator[Any]:
             ResidentRows(
                 watched,  # type: ignore[arg-type]
                 SPEC,
-                RATES,
+                LearningRates(SPEC, RATES),
                 capacity=capacity,
                 prefetch_steps=prefetch_steps,
                 write_back_rows=write_back_rows,

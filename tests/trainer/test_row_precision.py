@@ -25,7 +25,7 @@ from trainer.run.checkpoint import Checkpoints
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError
 from weightserver.operations.inspect import inspect_directory
-from weightserver.torch import ClassifierHead, VisitSchedule
+from weightserver.torch import ClassifierHead, LearningRates, VisitSchedule
 from weightserver.torch.rows import DenseRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,7 @@ def test_rows_in_bfloat16_train_near_dense_ones(cluster: LocalCluster) -> None:
     """Resident rows are rounded when they leave, remote ones in each step, so they lie farther off."""
     spec, num_steps = replace(table(), dtype="bfloat16"), 250
     rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=25)
-    dense = replay(DenseRows(table(), rates), 60, num_steps)
+    dense = replay(DenseRows(table(), LearningRates(table(), rates)), 60, num_steps)
     with remote(cluster, spec, rates) as store:
         fetched = replay(store, 60, num_steps)
     assert_near(fetched, dense, 0.05)

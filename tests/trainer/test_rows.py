@@ -11,7 +11,7 @@ import torch
 from tests.helpers.numerics import Rounded, sgd_update
 from weightserver import TableSpec
 from weightserver.core.initial import initial_rows
-from weightserver.torch import DenseRows
+from weightserver.torch import DenseRows, LearningRates
 
 NUM_ROWS, DIM, NUM_STEPS = 40, 6, 60
 ALL = np.arange(NUM_ROWS)
@@ -35,7 +35,7 @@ def test_dense_rows_are_sgd_over_the_whole_matrix() -> None:
     spec = table(correction=True)
     weight = torch.nn.Parameter(torch.from_numpy(initial_rows(spec, ALL)))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    store = DenseRows(spec, RATES)
+    store = DenseRows(spec, LearningRates(spec, RATES))
     for step, rows, gradients in updates():
         assert torch.equal(store.weights(rows, step=step), weight.detach()[rows])
         store.apply_gradients(rows, gradients, step=step)
@@ -54,7 +54,7 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
     spec = table(correction=False)
     weights = [torch.nn.Parameter(torch.from_numpy(row)) for row in initial_rows(spec, ALL)]
     optimizer = torch.optim.SGD(weights, lr=1.0, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    store = DenseRows(spec, RATES)
+    store = DenseRows(spec, LearningRates(spec, RATES))
     expected = [
         (Rounded.exact(weight, torch.float32), Rounded.exact(np.zeros(DIM), torch.float32)) for weight in weights
     ]
@@ -80,7 +80,8 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
 @pytest.mark.parametrize("correction", [True, False])
 def test_weights_are_a_copy(correction: bool) -> None:
     """The loop differentiates with respect to them after the store has moved on."""
-    store = DenseRows(table(correction=correction), RATES)
+    spec = table(correction=correction)
+    store = DenseRows(spec, LearningRates(spec, RATES))
     weight = store.weights(np.array([3]), step=0)
     before = weight.clone()
     store.apply_gradients(np.array([3]), torch.ones(1, DIM), step=0)

@@ -21,7 +21,7 @@ from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, m
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import ActiveRows, RecentRows, announced, check_num_active
+from weightserver.torch.recency import RecentRows, announced
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
@@ -33,7 +33,6 @@ __all__ = [
     "MARGINS",
     "NEGATIVES",
     "NO_MARGIN",
-    "ActiveRows",
     "Announced",
     "ClassOrder",
     "ClassVisits",
@@ -62,7 +61,6 @@ __all__ = [
     "Visits",
     "WindowSampler",
     "announced",
-    "check_num_active",
     "cosine_softmax_loss",
     "gathered",
     "margin_of",

@@ -54,8 +54,3 @@ class LearningRates:
         if num_steps > (horizon := self._schedule.horizon):
             self._schedule = self._schedule.followed_by(self._rates[horizon:num_steps])
         return self._schedule
-
-
-def as_learning_rates(spec: TableSpec, learning_rates: LearningRates | npt.ArrayLike) -> LearningRates:
-    """The object itself, or one of learning rates that are all known in advance, float32 [num_steps]."""
-    return learning_rates if isinstance(learning_rates, LearningRates) else LearningRates(spec, learning_rates)

@@ -165,7 +165,7 @@ def names_of(kind: type) -> list[str]:
 def refuse_unknown(settings: Mapping[str, object]) -> None:
     """Raises TypeError for settings that no group has."""
     for name in settings:
-        known = [known for kind in (Servers, Rows, Loss) for known in names_of(kind)]
+        known = [known for kind in (Servers, Rows, Loss) for known in names_of(kind)[1:]]
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise TypeError(f"ClassifierHead has no setting {name!r}: {hint}")

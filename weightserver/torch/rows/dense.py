@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from weightserver import RowState, TableSpec
-from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
-from weightserver.torch.rates import LearningRates, as_learning_rates
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.store import Begun, RowCounters
 from weightserver.torch.transfer import to_device
 
@@ -38,7 +38,7 @@ class DenseRows:
     Without `spec.correction` only active rows move (the paper's ablation, Table 2).
 
     Args:
-        learning_rates: float32 [num_steps], one for each update; or those told so far.
+        rates: those of the updates, as far as they are known.
         sharding, shard: this rank's share of the rows; all rows by default.
     """
 
@@ -47,7 +47,7 @@ class DenseRows:
     def __init__(
         self,
         spec: TableSpec,
-        learning_rates: Float32Array | LearningRates,
+        rates: LearningRates,
         *,
         device: torch.device | str = "cpu",
         sharding: Sharding | None = None,
@@ -56,7 +56,7 @@ class DenseRows:
         assert spec.correction != "paper", "all rows move in each step: there is no gap to correct"
         self.counters = RowCounters()
         self._spec = spec
-        self._rates = as_learning_rates(spec, learning_rates)
+        self._rates = rates
         self._sharding = sharding or Sharding(spec.rows_per_block, 1)
         held = self._sharding.rows_of_shard(shard, spec.num_rows)
         self.counters.resident_rows = len(held)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weightserver import RowState, TableSpec, WeightClient
-from weightserver.core.arrays import Float32Array, Int64Array
-from weightserver.torch.rates import LearningRates, as_learning_rates
+from weightserver.core.arrays import Int64Array
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
 from weightserver.torch.rows.store import Begun, RowCounters
@@ -41,7 +41,7 @@ class ResidentRows:
 
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
-        learning_rates: float32 [num_steps], one for each update; or those told so far.
+        rates: those of the updates, as far as they are known.
         capacity: rows held here; at least those of any `prefetch_steps` + 1 consecutive steps.
         prefetch_steps: number of steps by which `prefetch` runs ahead; one fetch gathers the rows of half as many
             steps. write_back_rows: rows written back at once; the queue holds up to four times as many.
@@ -51,7 +51,7 @@ class ResidentRows:
         self,
         client: WeightClient,
         spec: TableSpec,
-        learning_rates: Float32Array | LearningRates,
+        rates: LearningRates,
         *,
         capacity: int,
         prefetch_steps: int,
@@ -64,7 +64,7 @@ class ResidentRows:
         self._device = device
         self._is_rounded = spec.dtype != "float32"
         self._slots = SlotMap(capacity)
-        self._values = SlotValues(spec, as_learning_rates(spec, learning_rates), capacity, device)
+        self._values = SlotValues(spec, rates, capacity, device)
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
         self.fresh = np.zeros(0, bool)
