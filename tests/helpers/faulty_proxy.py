@@ -102,14 +102,6 @@ class LateAnswer:
     answer: Answer
 
 
-@dataclass(frozen=True)
-class TwinAnswers:
-    """A shard's answers to two copies of one request that arrived at the same time."""
-
-    request: Request
-    answers: tuple[Answer, Answer]
-
-
 class _Deck(Generic[Card]):
     """A hundred cards, dealt in a random order, all of them before any comes again: what has a probability of 0.02
     happens twice in a hundred calls. Safe to call from any thread.
@@ -142,8 +134,6 @@ class FaultyProxy:
 
     address: str
     counts: Counter[Fault]
-    late_answers: list[LateAnswer]
-    twin_answers: list[TwinAnswers]
 
     def __init__(self, target: str, *, seed: int, faults: Faults) -> None:
         self._faults = faults
@@ -158,7 +148,7 @@ class FaultyProxy:
         self._fetch_faults = _Deck(partial(_faults, fetches), None, f"{seed} fetches")
         self._old: list[Request] = []
         self._closing = threading.Event()
-        self.counts, self.late_answers, self.twin_answers = Counter(), [], []
+        self.counts = Counter()
 
         self._channel = grpc.insecure_channel(target, _OPTIONS)
         self._stubs: dict[str, Any] = {}
@@ -195,7 +185,6 @@ class FaultyProxy:
         ]
         with self._lock:
             self.counts[Fault.REPLAYED] += sum(isinstance(one.answer, bytes) for one in late)
-            self.late_answers += late
         return late
 
     def close(self) -> None:
@@ -310,8 +299,6 @@ class FaultyProxy:
         one, other = map(_outcome, futures)
         if isinstance(one, bytes) and isinstance(other, bytes):
             self._count(Fault.TWIN)
-        with self._lock:
-            self.twin_answers.append(TwinAnswers(request, (_answer(one), _answer(other))))
         return futures[0]
 
     def _replay_at_random(self) -> None:
