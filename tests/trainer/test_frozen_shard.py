@@ -51,7 +51,6 @@ def test_waits_and_speed_move_while_a_shard_is_frozen(tmp_path: Path) -> None:
                 times.append(time.monotonic())
                 shortest, longest = times[2] - times[1], times[3] - times[0]  # between the two answers
                 assert 0.7 * shortest < waited[1] - waited[0] < 1.3 * longest, "all of the time, and never more than it"
-                assert metric(address, "pic_trainer_images_per_second") < 16 * 8
                 assert metric(address, "pic_trainer_steps_total") <= steps + 2
                 cluster.processes[1].send_signal(signal.SIGCONT)
                 wait_until(lambda: any("answers again" in str(line["event"]) for line in events()))

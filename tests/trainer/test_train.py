@@ -226,11 +226,11 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     def scrape() -> None:
         while not (announced := re.search(r"metrics on (http://\S+)", capfd.readouterr().out)):
             time.sleep(0.01)
-        while True:  # until the page has a record, and what was fetched
+        while True:  # until the page has a record
             page = urllib.request.urlopen(announced[1]).read().decode()
             values = dict(re.findall(r"^pic_trainer_(\w+) (\S+)$", page, re.MULTILINE))
             shown = [float(values[name]) for name in ("loss", "learning_rate", "active_rows")]
-            if np.isfinite(shown).all() and float(values["row_fetched_bytes_total"]) > 0:
+            if np.isfinite(shown).all():
                 break
             time.sleep(0.01)
         pages.append(page)
@@ -245,9 +245,7 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "learning_rate", "active_rows"):
         assert seen[f"pic_trainer_{name}"] in [record[name] for record in records], name
-    assert seen["pic_trainer_prefetch_pending_rows"] >= 0  # it and the resident rows change between records too
-    assert seen["pic_trainer_row_fetched_bytes_total"] > 0
-    assert seen["pic_trainer_resident_rows"] >= 64
+    assert 0 < seen["pic_trainer_steps_total"] <= 120
 
 
 @pytest.mark.guard

@@ -74,7 +74,6 @@ class Recorder:
             batch_size=config.optimization.batch_size,
             num_steps=config.optimization.num_steps(num_images),
             device=ranks.device,
-            retry_seconds=config.servers.retry_seconds,
         )
         self._next_step = 0
         self._recorded_seconds = 0.0
@@ -184,7 +183,7 @@ class Recorder:
             "seconds": seconds,
         } | monitored
         own, rows = interval.largest(), interval.rows() | {"active_rows": active_rows}
-        self._metrics.observe(common | own | rows | {"num_steps": num_steps})
+        self._metrics.observe(common | {"active_rows": active_rows})
         sums = ranks.sum_over_ranks([float(value) for value in rows.values()])
         total = dict(zip(rows, map(round, sums), strict=True))
         *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])

@@ -60,11 +60,7 @@ class ArrivingRows:
         """Starts one fetch of all wanted rows."""
         rows, slots = (np.concatenate(parts) for parts in zip(*self._wanted, strict=True))
         order = np.argsort(rows)
-        fetch = self._thread.submit(self._fetch, rows[order])
+        fetch = self._thread.submit(self._client.fetch_state, rows[order])
         self._fetches.append((self._wanted_from, slots[order], fetch))
         self._wanted = []
         self._counters.prefetch_pending_rows += len(rows)
-
-    def _fetch(self, rows: Int64Array) -> RowState:
-        with self._counters.fetching():
-            return self._client.fetch_state(rows)

@@ -112,8 +112,7 @@ class RemoteRows:
         self._thread.shutdown(cancel_futures=True)
 
     def _fetch(self, rows: Int64Array, step: int) -> Tensor:
-        with self.counters.fetching():
-            weight = self._client.fetch(rows, step=step)
+        weight = self._client.fetch(rows, step=step)
         self.counters.fetched(len(rows), weight.size)
         return to_device(weight, self._device)
 

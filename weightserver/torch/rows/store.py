@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from weightserver import RowState
 from weightserver.core.arrays import Int64Array
-
-_KEPT_FETCHES = 1 << 14
 
 
 @dataclass
@@ -41,8 +38,6 @@ class RowCounters:
     missed_steps: int = 0
     """Sum of the steps that these rows had missed, their gaps."""
     largest_gap: int = 0
-    fetch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
-    """Duration of each fetch since `take_fetch_seconds` was last called, of the last ones if there were many."""
 
     _waits: tuple[float, float | None] = (0.0, None)
     """`wait_seconds` before the newest wait, and when that began, if it has not ended."""
@@ -59,17 +54,6 @@ class RowCounters:
         self.corrected_rows += len(gaps)
         self.missed_steps += int(gaps.sum())
         self.largest_gap = max(self.largest_gap, int(gaps.max(initial=0)))
-
-    def take_fetch_seconds(self) -> list[float]:
-        """Removes and returns the durations of the fetches so far."""
-        return [self.fetch_seconds.popleft() for _ in range(len(self.fetch_seconds))]  # others may be added meanwhile
-
-    @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Measures the fetch inside, if it succeeds; any thread may use it."""
-        started = time.perf_counter()
-        yield
-        self.fetch_seconds.append(time.perf_counter() - started)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
