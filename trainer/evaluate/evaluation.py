@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +18,7 @@ from trainer.counting import counting
 from trainer.data import Dataset
 from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.torch import Ranks
 
 Advance = Callable[..., None]
@@ -131,27 +129,16 @@ def state_directory(directory: Path, name: str, identity: dict[str, Any]) -> Pat
 @contextmanager
 def _alone(evaluation: Evaluation, file: Path) -> Iterator[None]:
     """Lets no other evaluation write `file` meanwhile. Raises ValueError on all ranks if one does."""
-    problem, lock = "", None
-    path = file.parent / f".{file.stem}.lock"
-    if evaluation.ranks.is_first:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = path.exists() and os.fstat(lock.fileno()).st_ino == path.stat().st_ino  # not just removed
-        except BlockingIOError:
-            alone = False
-        if not alone:
-            problem = f"another evaluation is writing {file}: wait for its end, or give another --name"
-    try:
+    with ExitStack() as stack:
+        problem = ""
+        if evaluation.ranks.is_first:
+            try:
+                stack.enter_context(directory_lock(file.with_name(f".{file.stem}.lock")))
+            except OSError as error:
+                problem = f"{error}, or another --name"
         if problem := evaluation.ranks.broadcast_text(problem):
             raise ValueError(problem)
         yield
-    finally:
-        if lock is not None:
-            if not problem:
-                path.unlink()
-            lock.close()
 
 
 def source_commit() -> str | None:

@@ -19,7 +19,7 @@ from tests.helpers.evaluations import (
 )
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import stored_features
-from trainer.evaluate.features import FeatureSet, encoder_features
+from trainer.evaluate.features import encoder_features
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.knn import knn, knn_top1
 from trainer.evaluate.settings import KnnConfig
@@ -115,16 +115,3 @@ def test_labels_are_needed(tmp_path: Path) -> None:
             KnnConfig(k=wrong).check()
     with pytest.raises(ValueError, match=r"--temperature is .* positive and finite"):
         KnnConfig(temperature=(0.0,)).check()
-
-
-def test_in_memory_top5_counts_the_five_classes_of_most_votes() -> None:
-    directions = torch.eye(8)
-    labels = torch.arange(8)
-    features = FeatureSet(
-        train=directions.repeat_interleave(10, 0),
-        train_labels=labels.repeat_interleave(10),
-        test=directions,
-        test_labels=labels,
-    )
-    result = knn_top1(features)
-    assert (result.top1, result.top5) == (100, 100)

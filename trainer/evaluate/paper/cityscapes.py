@@ -60,26 +60,16 @@ def read_pair(pair: LabelledImage) -> tuple[Image.Image, UInt8Array]:
     """
     image, labels = _read(pair.image).convert("RGB"), read_labels(pair.label)
     if labels.shape[::-1] != image.size:
-        raise ValueError(
-            f"{pair.label} has {labels.shape[1]}×{labels.shape[0]} pixels, but its image has "
-            f"{image.width}×{image.height}: restore both from Cityscapes' archives"
-        )
+        raise ValueError(f"{pair.label} is not of the size of its image: restore both from Cityscapes' archives")
     return image, labels
 
 
 def read_labels(path: Path) -> UInt8Array:
-    """The class of each pixel: uint8 [height, width], 0..18 or IGNORED.
-
-    Raises:
-        ValueError: the file is damaged, or has an unknown label id.
-    """
-    image = _read(path)
-    if image.mode not in ("L", "P"):
-        raise ValueError(f"{path} has pixels of mode {image.mode}, not label ids of 8 bits: restore it")
-    ids = np.asarray(image)
-    labels: UInt8Array = _class_of_id()[ids]
-    if (labels == _UNKNOWN).any():
-        raise ValueError(f"{path} has the label id {ids[labels == _UNKNOWN][0]}, but Cityscapes has 0..33: restore it")
+    """The class of each pixel: uint8 [height, width], 0..18 or IGNORED. Raises ValueError as `read_pair`."""
+    ids = np.asarray(_read(path))
+    labels: UInt8Array = _class_of_id()[ids.astype(np.uint8)]
+    if ids.ndim != 2 or ids.dtype != np.uint8 or (labels == _UNKNOWN).any():
+        raise ValueError(f"{path} has other label ids than Cityscapes' 0..33: restore it")
     return labels
 
 
@@ -95,11 +85,8 @@ def _read(path: Path) -> Image.Image:
         with Image.open(path, formats=["PNG"]) as image:
             image.load()
             return image
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is not a complete PNG image ({reason}): restore it") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not a complete PNG image ({' '.join(str(error).split())}): restore it") from None
 
 
 @cache

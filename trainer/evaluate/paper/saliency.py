@@ -49,10 +49,10 @@ def saliency(evaluation: Evaluation, config: SaliencyConfig) -> Outcome:
     if outside := [number for number in config.pictures if not 0 <= number < num_images]:
         raise ValueError(f"--pictures has {outside[0]}, but test images have numbers 0..{num_images - 1}")
     shown = list(config.pictures) or _random_order(num_images, config.seed)[: config.num_pictures].tolist()
-    mappers = [_Mapper(subject, evaluation) for subject in (evaluation.subject, *_other(config))]
-    computed = [mapper.maps_and_features(dataset.test_images, torch.arange(num_images)) for mapper in mappers]
+    subjects = [evaluation.subject, *_other(config)]
+    computed = [_mapped(subject, evaluation, dataset.test_images) for subject in subjects]
     maps, features = [own for own, _ in computed], computed[0][1]
-    correct = _correct(mappers[0], features, dataset, config, evaluation) if dataset.labelled else None
+    correct = _correct(features, config, evaluation) if dataset.labelled else None
     noise = torch.rand(maps[-1].shape, generator=torch.Generator().manual_seed(config.seed))
     results: dict[str, float] = {}
     details: dict[str, Any] = {"random": similarity(to_sum_one(noise), maps[-1]).mean().item()}
@@ -63,7 +63,7 @@ def saliency(evaluation: Evaluation, config: SaliencyConfig) -> Outcome:
         results["similarity"] = values.mean().item()
         details |= by_similarity(values, correct, config.bins)
     if evaluation.ranks.is_first:
-        draw_maps(_pictures(dataset, shown, maps), [mapper.name for mapper in mappers], directory / MAPS_FILE)
+        draw_maps(_pictures(dataset, shown, maps), [subject.name for subject in subjects], directory / MAPS_FILE)
         if len(maps) > 1:
             draw_similarities(details["histogram"], details["accuracy"], directory / SIMILARITY_FILE)
     return Outcome(results=results, details=details)
@@ -85,43 +85,36 @@ def by_similarity(values: Tensor, correct: Tensor | None, bins: int) -> dict[str
     return {"histogram": counts.tolist(), "accuracy": accuracy}
 
 
-class _Mapper:
-    """Computes an encoder's maps and features of a data set's images, each rank a part of them."""
+def _mapped(
+    subject: Subject, evaluation: Evaluation, images: TrainImages, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Saliency maps float32 [n, h, w] and features float16 [n, d] of length 1 of all images, or of `ids`, int64 [n].
 
-    def __init__(self, subject: Subject, evaluation: Evaluation) -> None:
-        encoder, config = subject.require_encoder("saliency")
-        dataset = evaluation.load()
-        self._side = dataset.evaluated_side or dataset.test_images.shape[-1]
-        subject.check_images(dataset.test_images.shape[1], self._side)
-        self.name, self._pixels, self._evaluation = subject.name, config.pixels, evaluation
-        self._encoder = encoder.to(evaluation.ranks.device).eval()
-
-    def maps_and_features(self, images: TrainImages, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Saliency maps float32 [n, h, w] and features float16 [n, d] of length 1, of images `ids` (int64 [n])."""
-        ranks = self._evaluation.ranks
-        if len(ids) < ranks.world_size:
-            raise ValueError(f"{len(ids)} images are fewer than {ranks.world_size} ranks: start fewer ranks")
-        parts, mine = [], ids[ranks.share(len(ids))]
-        with self._evaluation.progress(f"maps of {self.name}", len(ids)) as advance:
-            for pixels in centres(images, self._side, mine, _BATCH_SIZE):
-                parts.append(self._computed(pixels))
-                advance(len(pixels) * ranks.world_size)
-        maps, features = (torch.cat(part) for part in zip(*parts, strict=True))
-        return gathered(maps, len(ids), ranks), gathered(features, len(ids), ranks)
-
-    @torch.no_grad()
-    def _computed(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        device = self._evaluation.ranks.device
-        images = normalise(pixels.to(device), self._pixels).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._evaluation.bfloat16):
-            try:
-                maps, features = maps_and_features(self._encoder, images)
-            except ValueError as error:
-                raise ValueError(f"{self.name} {error}") from None
-        found = saliency_maps(maps).cpu()
-        if not found.isfinite().all():
-            raise ValueError(f"the maps of {self.name} are not all finite: are its weights damaged?")
-        return found, F.normalize(features.float()).half().cpu()
+    Each rank computes a part of them.
+    """
+    encoder, config = subject.require_encoder("saliency")
+    dataset, ranks = evaluation.load(), evaluation.ranks
+    ids = torch.arange(len(images)) if ids is None else ids
+    side = dataset.evaluated_side or images.shape[-1]
+    subject.check_images(images.shape[1], side)
+    if len(ids) < ranks.world_size:
+        raise ValueError(f"{len(ids)} images are fewer than {ranks.world_size} ranks: start fewer ranks")
+    encoder, found = encoder.to(ranks.device).eval(), []
+    with evaluation.progress(f"maps of {subject.name}", len(ids)) as advance, torch.no_grad():
+        for pixels in centres(images, side, ids[ranks.share(len(ids))], _BATCH_SIZE):
+            views = normalise(pixels.to(ranks.device), config.pixels).contiguous(memory_format=torch.channels_last)
+            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=evaluation.bfloat16):
+                try:
+                    activations, features = maps_and_features(encoder, views)
+                except ValueError as error:
+                    raise ValueError(f"{subject.name} {error}") from None
+            maps = saliency_maps(activations).cpu()
+            if not maps.isfinite().all():
+                raise ValueError(f"the maps of {subject.name} are not all finite: are its weights damaged?")
+            found.append((maps, F.normalize(features.float()).half().cpu()))
+            advance(len(pixels) * ranks.world_size)
+    maps, features = (torch.cat(part) for part in zip(*found, strict=True))
+    return gathered(maps, len(ids), ranks), gathered(features, len(ids), ranks)
 
 
 def _other(config: SaliencyConfig) -> list[Subject]:
@@ -135,13 +128,11 @@ def _random_order(num_images: int, seed: int) -> Tensor:
     return torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
 
 
-def _correct(
-    mapper: _Mapper, features: Tensor, dataset: Dataset, config: SaliencyConfig, evaluation: Evaluation
-) -> Tensor:
+def _correct(features: Tensor, config: SaliencyConfig, evaluation: Evaluation) -> Tensor:
     """Whether each test image is classified correctly by its neighbours: bool [M]."""
-    ranks = evaluation.ranks
+    ranks, dataset = evaluation.ranks, evaluation.load()
     searched = _random_order(len(dataset.train_images), config.seed)[: config.num_neighbour_images].sort().values
-    _, bank = mapper.maps_and_features(dataset.train_images, searched)
+    _, bank = _mapped(evaluation.subject, evaluation, dataset.train_images, searched)
     mine = ranks.share(len(features))
     cosine, index = nearest(bank, features[mine], min(config.k, len(bank)), device=ranks.device)
     labels, wanted = dataset.train_labels[searched], dataset.test_labels

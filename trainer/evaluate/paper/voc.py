@@ -10,7 +10,9 @@ pixels, so that pixel 1 reaches from 0 to 1: xmin − 1, ymin − 1, xmax, ymax,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, decode_whole, upright_size
-from trainer.evaluate.paper.average_precision import Float64Array, Objects
+from trainer.evaluate.paper.average_precision import Objects
 from trainer.torchvision_schemas import import_module
 
 CLASSES = (
@@ -30,8 +32,6 @@ CLASSES = (
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 """The names of the classes; a label is an index in this tuple."""
-_TOLERANCE = 1.0
-"""Pixels by which a box may exceed its image, for tools that count pixels from 0; such a box is clipped."""
 
 
 @dataclass(frozen=True)
@@ -71,41 +71,31 @@ def read_split(root: Path, split: str) -> list[VocImage]:
 
 def load_pixels(image: VocImage) -> NDArray[np.uint8]:
     """The pixels of an image: uint8 [3, height, width]. Raises ValueError."""
-    try:
+    with _restored(image.path):
         return decode_whole(image.path.read_bytes(), (image.height, image.width))
-    except (OSError, BrokenImageError) as error:
-        raise _broken(image.path, error) from None
 
 
-def _broken(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be decoded ({error}): restore it from VOC's archive")
+@contextmanager
+def _restored(path: Path) -> Iterator[None]:
+    """Raises ValueError, which names a file of VOC, for whatever is wrong with it."""
+    try:
+        yield
+    except (OSError, BrokenImageError, ParseError, DefusedXmlException, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is missing or damaged ({reason}): restore it from VOC's archive") from None
 
 
 def _read_image(path: Path, annotation: Path) -> VocImage:
-    for file in (path, annotation):
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: unpack VOC's archive again")
-    try:
+    with _restored(path):
         width, height = upright_size(path)
-    except (OSError, BrokenImageError) as error:
-        raise _broken(path, error) from None
-    try:
-        root = parse(annotation).getroot()
-        found = [_read_object(element) for element in root.findall("object")]
-        declared = [float(size.text) for size in root.findall("size/*")[:2]]
-    except (ParseError, DefusedXmlException, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{annotation} is not an annotation of VOC ({reason}): restore it") from None
-    if declared and declared != [width, height]:
-        raise ValueError(
-            f"{annotation} is for {declared[0]:g}×{declared[1]:g} px, but {path.name} has {width}×{height}"
-        )
-    boxes = np.array([box for box, _, _ in found]).reshape(-1, 4)
-    for box in boxes:
-        _check_box(annotation, box, width, height)
+    with _restored(annotation):
+        found = [_read_object(element) for element in parse(annotation).getroot().findall("object")]
+        boxes = np.array([box for box, _, _ in found]).reshape(-1, 4).clip(0, [width, height, width, height])
+        if not (boxes[:, 2:] > boxes[:, :2]).all():  # NaN also fails
+            raise ValueError(f"a box is empty or outside the {width}×{height} px image")
     objects = Objects(
         labels=np.array([label for _, label, _ in found], np.int64),
-        boxes=boxes.clip(0, [width, height, width, height]),
+        boxes=boxes,
         difficult=np.array([difficult for _, _, difficult in found], bool),
     )
     return VocImage(path=path, width=width, height=height, objects=objects)
@@ -118,13 +108,3 @@ def _read_object(found: Any) -> tuple[list[float], int, bool]:
         raise ValueError(f"class {name!r} is unknown")
     left, top, right, bottom = (float(found.findtext(f"bndbox/{edge}")) for edge in ("xmin", "ymin", "xmax", "ymax"))
     return [left - 1, top - 1, right, bottom], CLASSES.index(name), found.findtext("difficult", "0").strip() == "1"
-
-
-def _check_box(annotation: Path, box: Float64Array, width: int, height: int) -> None:
-    left, top, right, bottom = box.tolist()
-    inside = min(left, top) >= -_TOLERANCE and right <= width + _TOLERANCE and bottom <= height + _TOLERANCE
-    if not (inside and min(right, width) > max(left, 0) and min(bottom, height) > max(top, 0)):  # NaN also fails
-        raise ValueError(
-            f"{annotation} has a box from ({left + 1:g}, {top + 1:g}) to ({right:g}, {bottom:g}), which is empty or "
-            f"outside the {width}×{height} px image: correct it"
-        )

@@ -1,9 +1,11 @@
-"""Fine-tuning and semi-supervised classification: learning, labelled images, splits."""
+"""Classification by training: learning, frozen encoders, choices on held-out images, labelled images, splits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +21,22 @@ from tests.helpers.evaluations import (
     made_evaluation,
 )
 from trainer.data import load_dataset
-from trainer.evaluate.classification import balanced_share, default_epochs, fine_tune, labelled_images, semi_supervised
+from trainer.evaluate.classification import (
+    balanced_share,
+    default_epochs,
+    fine_tune,
+    labelled_images,
+    linear,
+    semi_supervised,
+)
 from trainer.evaluate.classifiers import CosineClassifier
-from trainer.evaluate.evaluation import Evaluation
-from trainer.evaluate.settings import FineTuneConfig, SemiSupervisedConfig
+from trainer.evaluate.evaluation import Evaluation, Outcome
+from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
 from trainer.evaluate.subjects import Subject
+from trainer.settings import Settings
 
 FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
+LINEAR = LinearConfig(epochs=3, batch_size=32, learning_rates=(1.0,))
 SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
 
 
@@ -36,13 +47,51 @@ def test_cosine_classifier_is_scaled_cosine() -> None:
     torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [2**-0.5, -(2**-0.5)]]) / 0.03)
 
 
-def test_fine_tuning_learns_and_leaves_the_encoder_as_it_was(tmp_path: Path) -> None:
-    encoder = Convolution().eval()
-    before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    found = fine_tune(made_evaluation(encoder, tmp_path / "good"), FINE_TUNE)
-    assert found.results["top1"] > 90
-    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
-    assert fine_tune(made_evaluation(SeesNothing(), tmp_path / "bad"), FINE_TUNE).results["top1"] < 45
+@pytest.mark.parametrize(
+    ("protocol", "config", "encoder"),
+    [(linear, replace(LINEAR, epochs=10), SeesRows), (fine_tune, FINE_TUNE, Convolution)],
+)
+def test_tells_a_good_encoder_from_a_bad_one_and_leaves_it_as_it_was(
+    tmp_path: Path, protocol: Callable[[Evaluation, Any], Outcome], config: Settings, encoder: type[nn.Module]
+) -> None:
+    given = encoder().eval()
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    good = protocol(made_evaluation(given, tmp_path / "good"), config).results
+    assert good["top1"] > 90
+    assert good["top5"] == 100, "there are four classes"
+    assert protocol(made_evaluation(SeesNothing(), tmp_path / "bad"), config).results["top1"] < 45
+    assert all(torch.equal(value, before[name]) for name, value in given.state_dict().items())
+
+
+def test_refuses_the_result_of_an_encoder_that_changed(tmp_path: Path) -> None:
+    class Counting(SeesRows):
+        def forward(self, images: Tensor) -> Tensor:
+            assert self.norm.running_mean is not None
+            self.norm.running_mean += 1e-3
+            return super().forward(images)
+
+    with pytest.raises(RuntimeError, match="running_mean of the frozen encoder has changed"):
+        linear(made_evaluation(Counting(), tmp_path), LINEAR)
+
+
+def test_held_out_images_choose_among_learning_rates(tmp_path: Path) -> None:
+    dataset, config = made_dataset(), replace(LINEAR, learning_rates=(1e-6, 1.0), epochs=8)
+    assert linear(made_evaluation(SeesRows(), tmp_path / "one"), LINEAR).chosen == {}
+    chosen = linear(made_evaluation(SeesRows(), tmp_path / "two"), config).chosen
+    assert chosen["learning_rate"] == 1.0
+    assert chosen["held_out_top1"] > 90
+    without_labels = replace(dataset, test_labels=dataset.test_labels * 0)
+    other = linear(made_evaluation(SeesRows(), tmp_path / "three", without_labels), config)
+    assert other.chosen == chosen, "no test label chooses"
+
+
+def test_infinite_numbers_are_no_result(tmp_path: Path) -> None:
+    encoder = SeesRows()
+    encoder.norm.weight.data *= 1e38
+    with pytest.raises(ValueError, match=r"not all finite|the loss is"):
+        linear(made_evaluation(encoder, tmp_path / "one"), LINEAR)
+    with pytest.raises(ValueError, match="the loss is nan after 10 steps: give a lower learning rate"):
+        linear(made_evaluation(SeesRows(), tmp_path / "two"), replace(LINEAR, learning_rates=(1e38,)))
 
 
 def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Path) -> None:
@@ -141,17 +190,21 @@ def test_a_broken_image_is_an_error(tree: Path, tmp_path: Path) -> None:
 
 def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
     evaluation = made_evaluation(SeesRows(), tmp_path)
-    with pytest.raises(ValueError, match="320 training images make no batch of 400"):
+    with pytest.raises(ValueError, match="320 training images make no batch of 400: give a smaller --batch-size"):
         fine_tune(evaluation, replace(FINE_TUNE, batch_size=400))
-    with pytest.raises(ValueError, match="fine-tune needs an encoder, not raw pixels"):
-        fine_tune(replace(evaluation, subject=Subject(name="raw pixels", encoder=None, config=None)), FINE_TUNE)
-    for wrong in (0.0, 1.5):
-        with pytest.raises(ValueError, match=rf"--labels is {wrong}: give a share"):
-            SemiSupervisedConfig(labels=wrong).check()
-    with pytest.raises(ValueError, match="--learning-rates is"):
-        SemiSupervisedConfig(learning_rates=()).check()
-    with pytest.raises(ValueError, match="--temperature must be positive"):
-        FineTuneConfig(temperature=0.0).check()
+    without = replace(made_dataset(), train_labels=torch.empty(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="have no labels"):
+        linear(made_evaluation(SeesRows(), tmp_path, without), LINEAR)
+    for config, message in (
+        (SemiSupervisedConfig(labels=0.0), "--labels is 0.0: give a share"),
+        (SemiSupervisedConfig(labels=1.5), "--labels is 1.5: give a share"),
+        (SemiSupervisedConfig(learning_rates=()), "--learning-rates is .* positive and finite"),
+        (LinearConfig(learning_rates=(1.0, float("nan"))), "--learning-rates is .* positive and finite"),
+        (FineTuneConfig(temperature=0.0), "--temperature must be positive"),
+        (LinearConfig(epochs=0), "--epochs must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config.check()
 
 
 def test_epochs_follow_the_share_of_labels() -> None:
