@@ -38,31 +38,40 @@ class AnnouncedBatches:
         self._ids_of = ids_of
         self._batches_per_step = batches_per_step
 
+    @property
+    def sampler(self) -> WindowSampler | None:
+        """The head's sampler, if the loader uses it."""
+        sampler = self._steps.coming.sampler
+        return sampler if getattr(self._loader, "batch_sampler", self) is sampler else None
+
     def __len__(self) -> int:
         num_batches = len(self._loader)  # type: ignore[arg-type]
-        return num_batches if self._steps.sampler_of(self._loader) else self._whole_steps(num_batches)
-
-    def _whole_steps(self, num_batches: int) -> int:
-        return num_batches // self._batches_per_step * self._batches_per_step
+        return num_batches if self.sampler else num_batches // self._batches_per_step * self._batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
-        iteration, sampler = self._steps.begin_iteration(), self._steps.sampler_of(self._loader)
-        batches = self._by_loading() if sampler is None else self._by_sampler(sampler)
+        self._steps.forget(in_progress=True)
+        self._steps.iteration = iteration = object()
+        batches = self._by_loading() if self.sampler is None else self._by_sampler(self.sampler)
         return self._while_current(iteration, batches)
 
-    def _while_current(self, iteration: int, batches: Generator[Any, None, None]) -> Iterator[Any]:
-        """The batches; ends the iteration with them, unless it ended before."""
+    def _while_current(self, iteration: object, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """The batches; forgets what they announced in vain, unless their iteration has ended before."""
         try:
             with closing(batches):
                 while True:
-                    self._steps.check_iteration(iteration)
+                    if self._steps.iteration is not iteration:
+                        raise ValueError(
+                            "the iteration over announced(...) has ended, since another one began, or the head was "
+                            "closed or loaded a state: begin a new one"
+                        )
                     try:
                         batch = next(batches)
                     except StopIteration:
                         return
                     yield batch
         finally:
-            self._steps.end_iteration(iteration)
+            if self._steps.iteration is iteration:
+                self._steps.forget()
 
     def _by_sampler(self, sampler: WindowSampler) -> Generator[Any, None, None]:
         first, parts = self._steps.number, sampler.batches_per_step

@@ -336,7 +336,7 @@ class ClassifierHead(nn.Module):
         """The batches of a loader, whose rows are requested before they are needed; may be iterated repeatedly.
 
         If the loader's batch_sampler is that of `sampler`, the classes to come are known; otherwise the batches of two
-        further steps are loaded in advance.
+        further steps are loaded in advance. If a step is skipped, the batches that are left of it are left out.
 
         Args:
             ids_of: returns the classes of a batch, integers (b,); by default its first element.
@@ -349,13 +349,13 @@ class ClassifierHead(nn.Module):
         """
         if checked_integer(batches_per_step, "batches_per_step") < 1:
             raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
-        sampler = self._steps.sampler_of(loader)
-        if sampler is not None and batches_per_step not in (1, sampler.batches_per_step):
+        announced = AnnouncedBatches(self._steps, loader, ids_of, batches_per_step)
+        if (sampler := announced.sampler) is not None and batches_per_step not in (1, sampler.batches_per_step):
             raise ValueError(
                 f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: "
                 "give it to sampler() alone"
             )
-        return AnnouncedBatches(self._steps, loader, ids_of, batches_per_step)
+        return announced
 
     @_untraced
     def announce(self, *batches: Any) -> None:

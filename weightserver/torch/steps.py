@@ -52,7 +52,8 @@ class Steps:
         self._num_classes = order.num_rows
         self._init_norm = init_norm
         self._attempt = 0  # number of those at a step that failed
-        self._iteration = 0  # number of the current iteration over announced batches
+        self.iteration: object = None
+        """The iteration over announced batches that has not ended."""
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
     def use(self, opened: OpenedRows) -> None:
@@ -75,8 +76,7 @@ class Steps:
         """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
         self._first_step, self._opened = self.number if number is None else number, None
         self.coming.forget(None if recent is None else Visited(*recent))
-        self._begun = None
-        self._iteration += 1
+        self._begun = self.iteration = None
 
     def _open(self) -> OpenedRows:
         open_rows = self._open_rows()
@@ -97,39 +97,10 @@ class Steps:
             self._announced_in_vain = False
         return store
 
-    # ---- iterations over announced batches
-
-    def sampler_of(self, loader: object) -> WindowSampler | None:
-        """The head's sampler, if the loader uses it."""
-        return self.coming.sampler if getattr(loader, "batch_sampler", self) is self.coming.sampler else None
-
-    def begin_iteration(self) -> int:
-        """Returns the number of a new iteration over announced batches. It ends the iteration before, whose steps are
-        forgotten, those in progress too."""
-        self.forget(in_progress=True)
-        self._iteration += 1
-        return self._iteration
-
-    def check_iteration(self, number: int) -> None:
-        """Raises ValueError if an iteration has ended."""
-        if number != self._iteration:
-            raise ValueError(
-                "the iteration over announced(...) has ended, since another one began, or the head was closed or "
-                "loaded a state: begin a new one"
-            )
-
-    def end_iteration(self, number: int) -> None:
-        """Forgets what an iteration announced in vain; one that has ended before changes nothing."""
-        if number == self._iteration:
-            self.forget()
+    # ---- announced steps
 
     def announce(self, *batches: Any) -> None:
-        """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
-        their rows are requested. Without it a step's first forward pass announces its own classes.
-
-        Raises:
-            ValueError: classes that do not exist, or not as many on every rank.
-        """
+        """See `ClassifierHead.announce`."""
         if not batches:
             raise ValueError("a step needs at least one batch: call announce(ids)")
         checked = [checked_ids(batch, self._num_classes) for batch in batches]
@@ -165,8 +136,7 @@ class Steps:
         exchanged(self._open().ranks, Doing.HAS_NONE, self._next_number, self._attempt)
 
     def forget(self, *, in_progress: bool = False) -> None:
-        """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with
-        `in_progress` also the one in progress, with its gradients."""
+        """See `ClassifierHead.forget_announced`."""
         current = self.current if in_progress else None
         self.coming.forget(current.announced.before if current else None)
         if current is not None:
@@ -175,8 +145,7 @@ class Steps:
         self._announced_in_vain = True
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
-        """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
-        thread."""
+        """See `ClassifierHead.announcements`."""
         opened = self._open()
         self._negatives.check(sampler.step_size)
         store = self._open_store(sampler.step_size)
