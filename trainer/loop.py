@@ -30,7 +30,7 @@ from trainer.monitors import Update
 from trainer.results import TrainResult, write_results
 from trainer.run.resume import resolve_resume
 from trainer.run.totals import Totals
-from trainer.run_dataset import dataset_of, images_of_run, with_pixel_scale
+from trainer.run_dataset import dataset_of, images_of_run, with_pixel_scale, write_reading
 from trainer.schedule import batch_uniforms, forward_seed
 from trainer.stopping import Interrupted
 from weightserver.common.interrupts import interruption
@@ -75,6 +75,8 @@ def _train_rank(
     """One rank's part of the training: a slice of every batch, and a share of the rows."""
     with ExitStack() as stack:
         run = build_run(config, dataset, ranks, stack, started)
+        if ranks.is_first:
+            write_reading(config, dataset)
         run.observer.begin()
         for step in run.steps:
             with run.stage("rows"):

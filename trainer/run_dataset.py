@@ -12,7 +12,8 @@ from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.model import load_encoder
 from trainer.run.checkpoint_file import num_images_to_resume
-from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run.directory import CONFIG_FILE, READING_FILE, read_settings
+from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,15 @@ def dataset_of(config: TrainConfig) -> Dataset:
     )
     _check_images(config, dataset)
     return dataset
+
+
+def write_reading(config: TrainConfig, dataset: Dataset) -> None:
+    """Writes into the run's directory what the source of its images was read as."""
+    if dataset.reading:
+        text = "\n".join([f"{config.data.data_dir}", *dataset.reading.lines(), ""])
+        atomic_write(
+            config.run.output / READING_FILE, lambda path: path.write_text(text, "utf-8", errors="surrogateescape")
+        )
 
 
 def _check_images(config: TrainConfig, dataset: Dataset) -> None:

@@ -38,6 +38,8 @@ with suppress(ImportError):  # the extra `heic`
 
     pillow_heif.register_heif_opener()
     _SUFFIX_OF_FORMAT["HEIF"] = "heic"
+_EXTRA_SAMPLES = 338
+"""TIFF's tag that says what further bands are: 1 or 2 for alpha. Source: TIFF 6.0, page 31."""
 _OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
@@ -199,7 +201,7 @@ class ImageFacts(NamedTuple):
     largest: int | None
     """Largest value, of 16-bit images."""
     fourth_band: bool
-    """Whether it is a TIFF with a fourth band beside red, green and blue."""
+    """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
 
 def facts(content: bytes) -> ImageFacts:
@@ -208,7 +210,8 @@ def facts(content: bytes) -> ImageFacts:
         image = _open(content)
         image.load()
         largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
-        fourth_band = image.format == "TIFF" and image.mode in ("RGBA", "RGBX")
+        is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
+        fourth_band = not is_alpha and image.mode in ("RGBA", "RGBX")
         return ImageFacts(image.format or "", image.mode, *image.size, largest, fourth_band)
 
 

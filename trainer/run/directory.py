@@ -16,6 +16,8 @@ RUN_FORMAT = 4
 """The format of a run's directory, which its config.json names."""
 CONFIG_FILE = "config.json"
 """The settings; its existence claims the directory for a run."""
+READING_FILE = "images.txt"
+"""What the source of the images was read as."""
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 ENCODER_FILE = "encoder.safetensors"
