@@ -46,7 +46,7 @@ def train(num_rows: int, steps: int, *options: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "run"
         command = [sys.executable, "-c", TRAINER, "synthetic", "--num-images", str(num_rows), "--steps", str(steps)]
-        command += ["--log-every", "1", "--output", str(output), *options]
+        command += ["--rows-per-block", "63", "--log-every", "1", "--output", str(output), *options]
         subprocess.run(command, check=True, capture_output=True)
         records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
         summary = json.loads((output / "summary.json").read_text())
