@@ -5,13 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lmdb
@@ -171,10 +169,10 @@ def ends(process: psutil.Process, directory: Path, seconds: float = 60) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def dies(command: list[str], directory: Path, seconds: str) -> None:
+def dies(command: list[str], directory: Path) -> None:
     """Kills the parent of a starting shard, and checks that the shard ends."""
     parent = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.dying_parent", seconds, *command],
+        [sys.executable, "-m", "tests.helpers.dying_parent", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -190,7 +188,7 @@ def dies(command: list[str], directory: Path, seconds: str) -> None:
 def test_a_shard_ends_if_its_announcement_is_not_read(tmp_path: Path) -> None:
     """Even without --stop-with-parent: stdout is closed."""
     point = "weightserver.server.process:_announce"
-    dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data", "never")
+    dies(serve(tmp_path / "data", "--announce", what=("orphaned", point)), tmp_path / "data")
     command = serve(tmp_path / "data", "--announce")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shard:
         assert shard.stdout is not None
@@ -207,16 +205,7 @@ def test_a_shard_ends_if_its_announcement_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize("point", POINTS)
 def test_parents_die_at_a_point_of_a_start(point: str, tmp_path: Path) -> None:
-    dies(serve(tmp_path, "--announce", "--stop-with-parent", what=("orphaned", point)), tmp_path, "never")
-
-
-@pytest.mark.slow
-def test_parents_die_at_any_moment_of_a_start(tmp_path: Path) -> None:
-    for number in range(8):
-        seconds = random.Random(number).uniform(0, 3)
-        dies(serve(tmp_path, "--announce", "--stop-with-parent"), tmp_path, str(seconds))
-    with LocalCluster(1, tmp_path, serve_options=["--data-dir", str(tmp_path)]):
-        pass
+    dies(serve(tmp_path, "--announce", "--stop-with-parent", what=("orphaned", point)), tmp_path)
 
 
 @pytest.mark.guard
@@ -229,16 +218,6 @@ def test_sigterm_ends_a_start(point: str, tmp_path: Path) -> None:
     assert done.returncode == (0 if drains else 128 + signal.SIGTERM), done.stderr
     assert ("draining" in done.stderr) is drains
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_start_at_any_moment(tmp_path: Path) -> None:
-    for number in range(8):
-        process = psutil.Popen(serve(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
-        time.sleep(random.Random(number).uniform(0, 3))
-        process.terminate()
-        assert process.wait(60) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-        ends(process, tmp_path)
 
 
 @pytest.mark.guard
