@@ -16,7 +16,6 @@ from trainer.data import Dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.protocol import split_held_out
 from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
 
@@ -32,12 +31,11 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
     Raises:
         ValueError: images without labels, or fewer of them than a batch.
     """
-    dataset, subject, rates = evaluation.load(), evaluation.subject, config.learning_rates
-    dataset.check_labelled(tested=True)
+    dataset, rates = evaluation.labelled(), config.learning_rates
     fitted, held_out = torch.arange(len(dataset.train_images)), None
     if len(rates) > 1:
         fitted, held_out = split_held_out(len(dataset.train_images))
-    frozen = Frozen(subject.network, subject.pixels, evaluation.ranks.device, bfloat16=evaluation.bfloat16)
+    frozen = evaluation.frozen()
     heads = Classifiers(evaluation, fitted, config, rates, epochs=config.epochs, frozen=frozen)
     heads.train("linear")
     best, chosen = 0, {}
@@ -61,8 +59,7 @@ def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
         ValueError: images without labels, fewer of them than a batch, or no encoder.
     """
     evaluation.subject.require_encoder("fine-tune")
-    dataset = evaluation.load()
-    dataset.check_labelled(tested=True)
+    dataset = evaluation.labelled()
     every, rates = torch.arange(len(dataset.train_images)), (config.learning_rate,)
     classifier = Classifiers(evaluation, every, config, rates, epochs=config.epochs, temperature=config.temperature)
     classifier.train("fine-tune")
@@ -77,8 +74,7 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
         ValueError: images without labels, fewer of them than a batch, no encoder, or a split that does not fit.
     """
     evaluation.subject.require_encoder("semi-supervised")
-    dataset = evaluation.load()
-    dataset.check_labelled(tested=True)
+    dataset = evaluation.labelled()
     labelled = labelled_images(dataset, config)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
 

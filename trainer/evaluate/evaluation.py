@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.counting import counting
 from trainer.data import Dataset
+from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write, directory_lock
@@ -54,6 +55,16 @@ class Evaluation:
     state: Path
     """A directory for what an interrupted evaluation continues from; removed once the result is written. Ranks on
     several machines must share its file system."""
+
+    def labelled(self) -> Dataset:
+        """The images. Raises ValueError if they have no labels, or no test images."""
+        dataset = self.load()
+        dataset.check_labelled(tested=True)
+        return dataset
+
+    def frozen(self) -> Frozen:
+        """The encoder, on the device."""
+        return Frozen(self.subject.network, self.subject.pixels, self.ranks.device, bfloat16=self.bfloat16)
 
     def folder(self, what: str) -> Path:
         """`data_dir`. Raises ValueError, which says `what` to give, without one."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
-from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.neighbours import Features, nearest, predict
 from trainer.evaluate.protocol import ProbeResult, split_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig
@@ -39,9 +38,7 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
     Features are stored in half precision and read in blocks; memory does not grow with the number of images, except for
     labels and the neighbours of a rank's share of the queries (12 bytes times the highest k each).
     """
-    dataset, ranks = evaluation.load(), evaluation.ranks
-    dataset.check_labelled(tested=True)
-    frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
+    dataset, ranks, frozen = evaluation.labelled(), evaluation.ranks, evaluation.frozen()
     num_images = len(dataset.train_images) + len(dataset.test_images)
     with evaluation.progress("features", num_images) as advance:
         bank, queries = (

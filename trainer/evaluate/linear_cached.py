@@ -52,12 +52,9 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
 
 
 def _fitted(evaluation: Evaluation, config: LinearCachedConfig) -> ProbeResult:
-    dataset = evaluation.load()
-    dataset.check_labelled(tested=True)
+    dataset, frozen = evaluation.labelled(), evaluation.frozen()
     _splits(dataset.train_labels, config.folds)  # refused before the features are computed
     num_images = len(dataset.train_images) + len(dataset.test_images)
-    device = evaluation.ranks.device
-    frozen = Frozen(evaluation.subject.network, evaluation.subject.pixels, device, bfloat16=evaluation.bfloat16)
     with evaluation.progress("features", num_images) as advance:
         train = _features(frozen, dataset.train_images, dataset.evaluated_side, advance)
         test = _features(frozen, dataset.test_images, dataset.evaluated_side, advance)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import logging
 import re
 import warnings
 from contextlib import redirect_stdout
@@ -128,6 +129,8 @@ def export_encoder(
 def _write_onnx(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
     """Writes the graph from `images`, normalised float32 [batch, C, H, W], to `features` float32 [batch, d]."""
     images = torch.zeros(2, config.in_channels, config.image_size, config.image_size)
+    for name in ("onnx_ir", "onnxscript"):  # they log each step
+        logging.getLogger(name).setLevel(logging.WARNING)
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # of the exporter, about itself
         torch.onnx.export(

@@ -1,10 +1,9 @@
 """Average precision of detections by the rules of Pascal VOC 2007, at ten overlaps, as Detectron2 computes it.
 
-A detection belongs to the object of its class and image with which it overlaps most. It is correct if the intersection
-over union exceeds the threshold and no detection with a higher score has found that object; otherwise it is false. One
-that belongs to a difficult object by more than the threshold is ignored, and difficult objects need not be found. No
-library has these rules: those of COCO (pycocotools, torchmetrics) accept an overlap of exactly the threshold, match the
-best object that is still free, and measure the overlap with ignored objects by the detection's area alone.
+A detection belongs to the object of its class and image with which it overlaps most. It is correct if their overlap
+exceeds the threshold and no detection with a higher score has found that object. One that belongs to a difficult object
+is ignored, and difficult objects need not be found. No library has these rules: those of COCO (pycocotools,
+torchmetrics) match the best object that is still free, and accept an overlap of exactly the threshold.
 
 Boxes are edges (`trainer.evaluate.paper.voc`), not first and last pixels: their plain overlap equals that of VOC's
 development kit, which adds 1 to each side of a box of pixels.

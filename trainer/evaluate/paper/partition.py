@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.paper.settings import PartitionConfig
 from trainer.evaluate.stored_features import StoredFeatures, store_features, write_array
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -31,8 +30,7 @@ def partition(evaluation: Evaluation, config: PartitionConfig) -> Outcome:
     images_of_class = np.bincount(labels)
     for num_classes in config.classes:
         _check(num_classes, int(np.count_nonzero(images_of_class)), len(labels))
-    subject, ranks = evaluation.subject, evaluation.ranks
-    frozen = Frozen(subject.network, subject.pixels, ranks.device, bfloat16=evaluation.bfloat16)
+    ranks, frozen = evaluation.ranks, evaluation.frozen()
     with evaluation.progress("features", len(labels)) as advance:
         features = store_features(
             frozen, dataset.train_images, dataset.evaluated_side, evaluation.state / "train", ranks, advance

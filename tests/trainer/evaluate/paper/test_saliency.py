@@ -14,7 +14,7 @@ from tests.helpers.evaluations import made_dataset, made_evaluation
 from trainer.data import Dataset
 from trainer.evaluate.evaluation import Outcome
 from trainer.evaluate.paper.saliency import MAPS_FILE, SIMILARITY_FILE, by_similarity, saliency
-from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity
+from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
 from trainer.evaluate.paper.settings import SaliencyConfig
 from trainer.model import EncoderConfig, build_encoder, build_model, save_encoder
 from weightserver.torch import Ranks
@@ -54,15 +54,10 @@ def test_a_map_is_the_norm_over_channels_divided_by_its_sum() -> None:
     assert torch.equal(saliency_maps(torch.zeros(1, 8, 2, 2)), torch.full((1, 2, 2), 0.25))
 
 
-def test_similarity_is_the_sum_of_minima() -> None:
-    one = torch.tensor([[[0.5, 0.25], [0.25, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])
-    other = torch.tensor([[[0.25, 0.0], [0.25, 0.5]], [[0.0, 0.5], [0.5, 0.0]]])
-    torch.testing.assert_close(similarity(one, other), torch.tensor([0.5, 0.0]))
-    torch.testing.assert_close(similarity(one, one), torch.ones(2))
-
-
-def test_the_smaller_of_two_maps_is_resized() -> None:
+def test_similarity_is_the_sum_of_minima_at_the_larger_size() -> None:
     """Bilinearly, a row 0.25, 0.75 of two values becomes 0.25, 0.375, 0.625, 0.75, divided by their sum of 2."""
+    equal = to_sum_one(torch.rand(2, 3, 5))
+    torch.testing.assert_close(similarity(equal, equal), torch.ones(2))
     one = torch.tensor([[[0.25, 0.75]]])
     other = torch.tensor([[[0.5, 0.0, 0.0, 0.5]]])
     torch.testing.assert_close(similarity(one, other), torch.tensor([0.125 + 0.375]))
