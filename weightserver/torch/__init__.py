@@ -13,7 +13,7 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError(f"weightserver.torch needs torch: {install_advice('torch')}", name=__name__)
 
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
-from weightserver.torch.coming_steps import Announced
+from weightserver.torch.coming_steps import Announced, announced
 from weightserver.torch.head import ClassifierHead
 from weightserver.torch.looking import Evaluation
 from weightserver.torch.loss import Loss, cosine_softmax_loss, padded, padded_rows, softmax_loss
@@ -21,7 +21,7 @@ from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, m
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import RecentRows, announced
+from weightserver.torch.recency import RecentRows
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.recency import ActiveRows, MostRecent, RecentRows
+from weightserver.torch.recency import ActiveRows, RecentRows, Visited
+from weightserver.torch.rows.store import RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.windows import RangesOrder
 
-
-@dataclass(frozen=True)
-class Visited:
-    """The recently visited rows after a step."""
-
-    rows: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (≤ K,), strictly increasing
-    last_visit: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # the same shape
-    drawn_by: WindowSampler | None = None
-    """The sampler that drew the step, if one did."""
+_COMPUTED_AHEAD = 2
+"""Steps whose active rows are computed before they are announced to the store."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +87,14 @@ class ComingSteps:
     def _after(self, before: Visited, step: int, ids: Int64Array, *, drawn_by: WindowSampler | None) -> Announced:
         if drawn_by is not None and before.drawn_by is not drawn_by:
             before = self._past(drawn_by, step)
-        rows, recent, after = self._order.rows(ids[ids >= 0]), None, before
+        rows, recent = self._order.rows(ids[ids >= 0]), None
         if self._negatives.num_recent and not (drawn_by is not None and self._negatives.takes_all):
-            recent = MostRecent(self._negatives.num_recent)
-            recent.rows, recent.last_visit = before.rows, before.last_visit
-            recent.add(rows, int(recent.last_visit.max(initial=-1)) + 1)
-            after = Visited(recent.rows, recent.last_visit)
+            recent = before.followed_by(rows, num_active=self._negatives.num_recent)
         active = self._negatives.active(step, rows, recent)
         labels = np.full(ids.shape, -1)
         labels[ids >= 0] = active.labels
         mine = ActiveRows(active.rows, labels.reshape(-1, *ids.shape[2:])).share(self._sharding, self._ranks.rank)
-        return Announced(mine.rows, mine.labels, ids, before, Visited(after.rows, after.last_visit, drawn_by))
+        return Announced(mine.rows, mine.labels, ids, before, replace(recent or before, drawn_by=drawn_by))
 
     def _past(self, sampler: WindowSampler, step: int) -> Visited:
         """What was recently visited before a step if the sampler drew all earlier ones."""
@@ -110,7 +104,7 @@ class ComingSteps:
         recent = RecentRows(
             sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size, with_past=with_past
         )
-        return Visited(*recent.visited(step - 1))
+        return recent.visited(step - 1)
 
     def add(self, announced: Announced) -> None:
         """Adds the next step."""
@@ -129,3 +123,21 @@ class ComingSteps:
     def forget_last(self) -> None:
         """Forgets the step that was added last."""
         self._last = self._steps.pop().before
+
+
+Active = TypeVar("Active", bound=ActiveRows)
+
+
+def announced(active: Iterable[Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
+    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
+
+    A thread takes them from `active`; the store is called in this thread. Close the generator to end the thread.
+    """
+    upcoming: deque[Active] = deque()
+    with closing(computed_ahead(active, ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
+        for step in steps:
+            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
+                ahead = step + len(upcoming)
+                upcoming.append(next(computed))
+                store.prefetch(upcoming[-1].rows, step=ahead)
+            yield upcoming.popleft()

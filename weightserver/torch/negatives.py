@@ -22,7 +22,7 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
-from weightserver.torch.recency import ActiveRows, MostRecent, check_num_active
+from weightserver.torch.recency import ActiveRows, Visited, check_num_active
 from weightserver.torch.windows import RowOrder, VisitSchedule, resident_rows
 
 Negatives = Literal["recent", "uniform", "both"]
@@ -157,8 +157,8 @@ class NegativeSampler:
         sampled = (prefetch_steps + 1) * self.num_sampled(num_visits)
         return min(self._num_rows, needed + sampled), min(self._num_rows, good + sampled)
 
-    def active(self, step: int, batch: Int64Array, recent: MostRecent | None) -> ActiveRows:
-        """The active rows of a step with visits to the rows `batch`, int64 [n], which were added to `recent` last.
+    def active(self, step: int, batch: Int64Array, recent: Visited | None) -> ActiveRows:
+        """The active rows of a step with visits to the rows `batch`, int64 [n], which `recent` ends with.
 
         `recent` is None if there are no recent rows to keep (`num_recent` is 0).
         """

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Generator, Iterable
-from contextlib import closing
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.rows.store import RowStore
 from weightserver.torch.windows import Visits
-
-_COMPUTED_AHEAD = 2
-"""Steps whose active rows are computed before they are announced to the store."""
 
 
 @dataclass(frozen=True)
@@ -35,54 +26,34 @@ class ActiveRows:
         return ActiveRows(self.rows[mine], np.where(self.labels < 0, -1, position[self.labels]))
 
 
-Active = TypeVar("Active", bound=ActiveRows)
+@dataclass(frozen=True)
+class Visited:
+    """The K rows with the latest visits; fewer until as many distinct rows were visited."""
 
+    rows: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (≤ K,), strictly increasing
+    last_visit: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # the number of each one's last visit
+    drawn_by: object = None
+    """The sampler that drew the last visits, if one did."""
 
-def announced(active: Iterable[Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
-    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
-
-    A thread takes them from `active`; the store is called in this thread. Close the generator to end the thread.
-    """
-    upcoming: deque[Active] = deque()
-    with closing(computed_ahead(active, ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
-        for step in steps:
-            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
-                ahead = step + len(upcoming)
-                upcoming.append(next(computed))
-                store.prefetch(upcoming[-1].rows, step=ahead)
-            yield upcoming.popleft()
-
-
-class MostRecent:
-    """The `num_active` rows with the latest visits, as visits come; fewer until as many distinct rows were visited.
-
-    The next batch costs about one sort of the rows that enter. Not thread-safe.
-    """
-
-    def __init__(self, num_active: int) -> None:
-        self.num_active = num_active
-        self.rows = np.zeros(0, np.int64)  # (≤ K,), strictly increasing
-        self.last_visit = np.zeros(0, np.int64)  # the same shape, number of each row's last visit
-
-    def add(self, batch: Int64Array, first_visit: int) -> None:
-        """Adds the rows of visits first_visit, first_visit + 1, … (int64 [n]), and removes the least recent ones."""
+    def followed_by(self, batch: Int64Array, *, num_active: int) -> Visited:
+        """After visits to rows, int64 [n], which may repeat. Costs about one sort of the rows that enter."""
         visited, ago = np.unique(batch[::-1], return_index=True)  # the first occurrence is the latest
-        last_visit = first_visit + len(batch) - 1 - ago
+        last_visit = int(self.last_visit.max(initial=-1)) + len(batch) - ago
         position = np.searchsorted(self.rows, visited)
         known = self.rows.take(position, mode="clip") == visited if len(self.rows) else np.zeros(len(visited), bool)
         rows, visits = self.rows, self.last_visit.copy()
         visits[position[known]] = last_visit[known]
         num_entering = int((~known).sum())
-        if (num_leaving := len(rows) + num_entering - self.num_active) > 0:
+        if (num_leaving := len(rows) + num_entering - num_active) > 0:
             leaving = np.argpartition(visits, num_leaving - 1)[:num_leaving]
             rows, visits = np.delete(rows, leaving), np.delete(visits, leaving)
         if num_entering:
             where = np.searchsorted(rows, visited[~known])
             rows, visits = np.insert(rows, where, visited[~known]), np.insert(visits, where, last_visit[~known])
-        self.rows, self.last_visit = rows, visits
+        return Visited(rows, visits)
 
     def active(self, batch: Int64Array) -> ActiveRows:
-        """The rows, and the positions of a batch that was added last."""
+        """The rows, and the positions of the visits that came last."""
         return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
 
 
@@ -107,28 +78,29 @@ class RecentRows:
         self._schedule = schedule
         self._batch_size = batch_size
         self._first_visit = -math.inf if with_past else 0
+        self._num_active = num_active
         self._step: int | None = None
-        self.most_recent = MostRecent(num_active)
-        """The rows of the step whose `active` was called last."""
+        self._visited = Visited()  # after that step
 
     def active(self, step: int) -> ActiveRows:
         """The active rows of a step ≥ 0, in any order of steps."""
-        batch = self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
+        return self.visited(step).active(self._batch(step))
+
+    def _batch(self, step: int) -> Int64Array:
+        return self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
+
+    def visited(self, step: int) -> Visited:
+        """What was recently visited after a step, its own batch included."""
         if self._step is not None and step == self._step + 1:
-            self.most_recent.add(batch, step * self._batch_size)
+            self._visited = self._visited.followed_by(self._batch(step), num_active=self._num_active)
         elif step != self._step:
-            self._look_back((step + 1) * self._batch_size)
+            self._visited = self._look_back((step + 1) * self._batch_size)
         self._step = step
-        return self.most_recent.active(batch)
+        return self._visited
 
-    def visited(self, step: int) -> tuple[Int64Array, Int64Array]:
-        """The active rows of a step (K,), and the number of the last visit of each."""
-        self.active(step)
-        return self.most_recent.rows, self.most_recent.last_visit
-
-    def _look_back(self, stop: int) -> None:
+    def _look_back(self, stop: int) -> Visited:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
-        num_active, rows, last_visit = self.most_recent.num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        num_active, rows, last_visit = self._num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
         while len(rows) < num_active and stop > self._first_visit:
             start = int(max(stop - 2 * num_active, self._first_visit))
             met, ago = np.unique(
@@ -139,7 +111,7 @@ class RecentRows:
             stop = start
         newest = np.argsort(-last_visit)[:num_active]
         newest = newest[np.argsort(rows[newest])]
-        self.most_recent.rows, self.most_recent.last_visit = rows[newest], last_visit[newest]
+        return Visited(rows[newest], last_visit[newest])
 
 
 def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:

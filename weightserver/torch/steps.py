@@ -13,11 +13,11 @@ from torch import Tensor
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.arguments import Doing, checked_ids, exchanged, ids_of_all_ranks
-from weightserver.torch.coming_steps import Announced, ComingSteps, Visited
+from weightserver.torch.coming_steps import Announced, ComingSteps, announced
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.recency import announced
+from weightserver.torch.recency import Visited
 from weightserver.torch.rows import RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.step import Step

@@ -22,11 +22,9 @@ def active_rows(sampler: NegativeSampler, schedule: VisitSchedule, step: int, ba
     """Those of a step of a schedule."""
     recent = None
     if sampler.num_recent and not sampler.takes_all:
-        visited = RecentRows(
+        recent = RecentRows(
             schedule, num_active=sampler.num_recent, batch_size=batch_size, with_past=not sampler.only_met
-        )
-        visited.active(step)
-        recent = visited.most_recent
+        ).visited(step)
     return sampler.active(step, schedule.visits(step * batch_size, (step + 1) * batch_size), recent)
 
 
