@@ -93,7 +93,7 @@ def quality_of(norms: Tensor) -> Tensor:
     """AdaFace's quality of the images of a batch, from the norms (B,) of their embeddings: in −1..1, 0 on average.
 
     (norm − mean) / standard deviation · h, with the mean and deviation of this batch alone. The authors' moving
-    averages give 0.99 of the weight to the newest batch (Equation 14): what they add is not worth a state.
+    averages give 0.99 of the weight to the newest batch (Kim et al., Equation 14): what they add is not worth a state.
     """
     if len(norms) < 2:
         return torch.zeros_like(norms)
