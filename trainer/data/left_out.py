@@ -19,6 +19,7 @@ _TEXTS = frozenset(
     (".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".md", ".html", ".yaml", ".yml", ".log", ".py", ".cls")
 )
 """Suffixes of files that are not opened: there may be one for each image."""
+TABLE_SUFFIXES = (".parquet", ".arrow")
 _PICTURES = frozenset(
     (".heic", ".heif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr")
 )
@@ -44,6 +45,7 @@ class Reason(Enum):
         "HEIC pictures, which need pip install 'pic-weightserver[heic]'",
     )
     NO_IMAGE = "file that is no image", "files that are no images"
+    TABLE = "table (Parquet or Arrow) beside images", "tables (Parquet or Arrow) beside images"
     REPEATED = "name that comes again", "names that come again"
     SECOND = "further image of a sample", "further images of samples"
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
@@ -90,8 +92,8 @@ def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
     if is_image(name):
         return None
     suffix = os.path.splitext(name)[1].lower()
-    if suffix in _TEXTS:
-        return Reason.NO_IMAGE
+    if suffix in _TEXTS or suffix in TABLE_SUFFIXES:
+        return Reason.TABLE if suffix in TABLE_SUFFIXES else Reason.NO_IMAGE
     with opened() as file:
         if is_picture(file):
             return None

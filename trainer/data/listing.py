@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from trainer.data.archives import content_of
+from trainer.data.tables import IN_TABLE, read_cell
 from weightserver.core.arrays import Int64Array
 
 NO_LABEL = -1
@@ -81,6 +82,8 @@ class Listing:
 
     def read_entry(self, entry: Entry) -> bytes:
         """The encoded bytes of an entry. Raises OSError if they cannot be read."""
+        if entry.length == IN_TABLE:
+            return read_cell(self.root / entry.path, entry.member, entry.offset)
         with (self.root / entry.path).open("rb") as file:
             if entry.offset < 0:
                 return file.read()
@@ -88,10 +91,11 @@ class Listing:
             return content_of(file.read(entry.length))
 
     def length(self, entry: Entry) -> int:
-        """Number of encoded bytes of an entry, which only a zip's member is read for."""
+        """Number of encoded bytes of an entry, for which a zip's member or a table's image is read."""
         if entry.offset < 0:
             return (self.root / entry.path).stat().st_size
-        return len(self.read_entry(entry)) if entry.path.endswith(".zip") else entry.length
+        is_read = entry.length == IN_TABLE or entry.path.endswith(".zip")
+        return len(self.read_entry(entry)) if is_read else entry.length
 
     def name(self, image: int) -> str:
         """The name of an image in messages."""

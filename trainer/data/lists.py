@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trainer.data.config import SourceOptions
 from trainer.data.left_out import LeftOut, Reason, is_image
 from trainer.data.listing import image_hash
+from trainer.data.tables import IN_TABLE, columns_of, kind_of, num_rows, values_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
@@ -60,6 +61,28 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
     return folder, kind, notes
 
 
+def add_table(folder: Folder, path: Path, shown: str, options: SourceOptions) -> list[str]:
+    """Adds the images of a table, or those that its paths name; returns lines for people.
+
+    Raises:
+        ValueError: a table that cannot be read, or has no column of images.
+    """
+    names = columns_of(path)
+    image = _column(path, names, options.image_column, _IMAGE_COLUMNS, "--image-column")
+    label = _column(path, names, options.label_column, _LABEL_COLUMNS, "--label-column")
+    if image is None:
+        raise ValueError(f"{path} has the columns {', '.join(names)}: name that of the images by --image-column")
+    in_table = kind_of(path, image) != "paths"
+    values: Iterable[Any] = range(num_rows(path)) if in_table else values_of(path, image)
+    for value, text in zip(values, values_of(path, label) if label else itertools.repeat(None), strict=False):
+        own = "" if text is None else " ".join(str(text).split())
+        if in_table:
+            folder.add(shown, f"{image}[{value}]", offset=value, length=IN_TABLE, label=own)
+        else:
+            folder.add(str(Path(shown).parent / str(value)), label=own)
+    return [f"images from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
+
+
 def _check_label(source: Path, line: _Line, *, by_number: bool) -> None:
     label, where = line.label, f"{source}, line {line.number}"
     if label is None:
@@ -81,8 +104,6 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
     """The kind of a list, its lines, and lines for people."""
     with source.open("rb") as file:
         start = file.read(4096)
-    if start.startswith(b"PAR1"):
-        raise ValueError(f"{source} is a Parquet file: its images cannot be read; write their paths into a CSV")
     if b"\0" in start:
         raise ValueError(
             f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV or JSON lines"

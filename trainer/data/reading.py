@@ -21,7 +21,8 @@ from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
 from trainer.data.idx import DataNotFoundError
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.lists import NO_LABEL_TEXTS, read_list
+from trainer.data.lists import NO_LABEL_TEXTS, add_table, read_list
+from trainer.data.tables import tables_in
 from trainer.data.tree import Folder, Walk, add_archive
 
 _NAMED = 5
@@ -140,8 +141,18 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
             return top, f"{_counted(walk.num_shards, 'shard')} of samples (webdataset)"
         if walk.num_tars:
             notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
+        if top.count():
+            return top, ""
+    else:
+        top = Folder("", left_out)
+    if tables := tables_in(source) if source.exists() else []:
+        for split, path in tables:
+            shown = os.path.relpath(path, source if source.is_dir() else source.parent)
+            notes += add_table(top.folder(split) if split else top, path, shown, options)
+        left_out.counts.pop(Reason.TABLE, None)
+        return top, _counted(len(tables), "table") + " of images"
+    if source.is_dir():
         return top, ""
-    top = Folder("", left_out)
     if pattern := _PATTERN.search(source.name):
         paths = [source.with_name(source.name.replace(pattern[0], number)) for number in _numbers(*pattern.groups())]
         if missing := [path for path in paths if not path.is_file()]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -358,6 +359,45 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "gone.txt").write_text("nowhere.jpg\n")
     with pytest.raises(ValueError, match="none of its first 1 paths exists"):
         listed(tmp_path / "gone.txt")
+
+
+def test_tables_of_images(tmp_path: Path) -> None:
+    """Parquet files of Hugging Face's hub, a data set that `datasets` saved, and a table of paths."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    images = [{"bytes": jpeg(number), "path": None} for number in range(6)]
+    table = arrow.table({"image": images, "label": [0, 1, -1, 0, 1, None]}).replace_schema_metadata(metadata)
+    (tmp_path / "hub/data").mkdir(parents=True)
+    (tmp_path / "saved/train").mkdir(parents=True)
+    for split in ("train", "test"):
+        parquet.write_table(table, tmp_path / f"hub/data/{split}-00000-of-00001.parquet", row_group_size=4)
+    path = tmp_path / "saved/train/data-00000-of-00001.arrow"
+    with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=4)
+    (tmp_path / "saved/train/state.json").write_text("{}")
+    for source, splits in (("hub", ["train", "test"]), ("saved", [""])):
+        reading = read_source(tmp_path / source)
+        assert [split.name for split in reading.splits] == splits
+        assert reading.train.classes == ("cat", "dog")
+        assert Reason.TABLE not in reading.left_out.counts
+        assert reading.train.listing.labels().tolist() == [0, 1, -1, 0, 1, -1]
+        assert [reading.train.listing.read(image) for image in range(6)] == [jpeg(image) for image in range(6)]
+        pack(tmp_path / source, tmp_path / f"packed-{source}", PackOptions())
+        assert len(PackedImages(tmp_path / f"packed-{source}")) == 6
+        assert changes_since(reading.train, tmp_path / f"packed-{source}").lines() == []
+    names = sorted(str(path.relative_to(tmp_path)) for path in plain_tree(tmp_path, 6).rglob("[abc]/*.jpg"))
+    parquet.write_table(arrow.table({"path": names, "label": list("xyzxyz")}), tmp_path / "list.parquet")
+    listing, found = listed(tmp_path / "list.parquet")
+    assert (paths(listing), found.classes) == (names, ("x", "y", "z"))
+
+
+def test_a_table_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a.parquet is a table of images, which needs pyarrow: pip install"):
+        read_source(tmp_path / "a.parquet")
 
 
 def test_some_images_may_have_no_label(tmp_path: Path) -> None:
