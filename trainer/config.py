@@ -98,18 +98,6 @@ class TrainConfig:
             yield SettingError(
                 "--rows dense keeps the rows in the trainer: omit --servers, or use --rows resident", "rows", "servers"
             )
-        if views.cutmix and rows.init == "embedding":
-            yield SettingError(
-                "--cutmix shows two images at once, at which no row of --init embedding can begin: omit one of them",
-                "cutmix",
-                "init",
-            )
-        if views.cutmix and self.report.online_probe:
-            yield SettingError(
-                "--cutmix shows two images at once, but --online-probe learns one label of each: omit one of them",
-                "cutmix",
-                "online_probe",
-            )
         if sampling.labels is not None and run.extend:
             yield SettingError(
                 "--extend adds images, but --labels has no rows for new classes: omit --extend", "labels", "extend"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 from trainer.build import Run, build_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.data.cutmix import NUM_UNIFORMS, CutMix
 from trainer.display import shown, stage
 from trainer.distributed import averaging_gradients, process_group
 from trainer.model import PICModel
@@ -31,7 +29,7 @@ from trainer.results import TrainResult, write_results
 from trainer.run.resume import resolve_resume
 from trainer.run.totals import Totals
 from trainer.run_dataset import dataset_of, images_of_run, with_pixel_scale, write_reading
-from trainer.schedule import batch_uniforms, forward_seed
+from trainer.schedule import forward_seed
 from trainer.stopping import Interrupted
 from weightserver.common.interrupts import interruption
 from weightserver.torch import Announced, Ranks
@@ -110,13 +108,9 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     temperature = run.config.loss.temperature_of(step, run.steps.stop)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
-    for number, (part, view) in enumerate(run.parts, start=step * len(run.parts)):
+    for part, view in run.parts:
         with stage("data"):
             images = next(run.views).contiguous(memory_format=run.config.compute.memory_format)  # (b, C, side, side)
-            mix = CutMix.drawn(
-                run.config.views.cutmix, batch_uniforms(run.config.sampling.seed, number, NUM_UNIFORMS), images
-            )
-            images = images if mix is None else mix.views(images)
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
                 embeddings = run.encoder(images)  # (b, D)
@@ -124,9 +118,9 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
                 updates = view < run.config.views.views  # small crops update no rows
-                loss_of = partial(run.head, ids=ids[part], view=view, update_rows=updates, temperature=temperature)
-                part_loss = loss_of(embeddings) if mix is None else mix.loss(loss_of, embeddings)
-                part_loss /= len(run.parts)
+                part_loss = run.head(
+                    embeddings, ids[part], view=view, update_rows=updates, temperature=temperature
+                ) / len(run.parts)
             with stage("backward"):
                 part_loss.backward()
         loss += part_loss.detach()

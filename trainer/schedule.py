@@ -17,7 +17,7 @@ from weightserver.core.initial import derive_seed, splitmix64
 if TYPE_CHECKING:
     from weightserver.torch import VisitSchedule
 
-_AUGMENTATION, _FORWARD, _FURTHER, _BATCH = 3, 5, 6, 8
+_AUGMENTATION, _FORWARD, _FURTHER = 3, 5, 6
 """Purposes of a seed's numbers (`derive_seed`); 1, 2, 4 and 7 are those of `weightserver.torch`."""
 _COLUMNS = 13
 """Numbers of a visit in each of its streams: fixed at the number that the first version had."""
@@ -75,12 +75,6 @@ def visit_uniforms(seed: int, visits: Int64Array, count: int) -> Float32Array:
         )
         bits.append(splitmix64(key, counter) >> np.uint64(40))
     return np.concatenate(bits, axis=-1).astype(np.float32) * np.float32(2.0**-24)
-
-
-def batch_uniforms(seed: int, batch: int, count: int) -> Float32Array:
-    """`count` uniform numbers in [0, 1) of a batch as a whole, the same on every rank: float32 [count]."""
-    key = derive_seed(derive_seed(seed, _BATCH), batch)
-    return (splitmix64(key, np.arange(count, dtype=np.uint64)) >> np.uint64(40)).astype("f4") * np.float32(2.0**-24)
 
 
 def forward_seed(seed: int, step: int, rank: int) -> int:

@@ -79,7 +79,6 @@ ROW_PRECISION = Table(
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "label smoothing 0.1": {"label_smoothing": 0.1},
-    "CutMix of half of the batches": {"cutmix": 0.5},
     "τ from 0.2 to 0.1": {"final_temperature": 0.1},
     "τ = 0.1": {"temperature": 0.1},
     "row momentum 0.5": {"row_momentum": 0.5},
@@ -91,7 +90,7 @@ BEYOND = Table(
     name="beyond",
     title="Options that the paper does not have",
     text=(
-        "The default run with one change each: `--label-smoothing`, `--cutmix`, `--final-temperature`, "
+        "The default run with one change each: `--label-smoothing`, `--final-temperature`, "
         "`--temperature`, `--row-momentum`, and `--image-order` with the order that "
         "`python -m experiments.image_order` makes from the features of the default run. K that rises or falls "
         "during the run was tried with one seed (between 128 and 1,024, in windows and in epoch order); it did "

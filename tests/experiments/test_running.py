@@ -204,7 +204,7 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
     check_defaults(directory)
     file = directory / DEFAULTS_FILE
     made = json.loads(file.read_text())
-    del made["pic"]["cutmix"]  # an option of today
+    del made["pic"]["label_smoothing"]  # an option of today
     file.write_text(json.dumps(made))
     check_defaults(directory)
     for setting in ("temperature", "encoder.width", "init_std"):

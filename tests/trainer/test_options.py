@@ -291,8 +291,8 @@ def test_settings_change_by_name() -> None:
 def test_all_problems_are_found_and_name_their_settings() -> None:
     config = TrainConfig().with_settings(num_shards=0, rows="dense", capacity=4, row_momentum=1.0, momentum=-1.0)
     assert [problem.settings for problem in config.problems()] == [("row_momentum",), ("capacity",), ("num_shards",)]
-    config = TrainConfig().with_settings(rows="dense", resume=True, cutmix=0.5, online_probe=True)
-    assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("cutmix", "online_probe")]
+    config = TrainConfig().with_settings(rows="dense", resume=True, labels="classes", extend=True)
+    assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("labels", "extend")]
 
 
 def test_correction_takes_a_name_or_is_a_flag() -> None:
@@ -334,15 +334,6 @@ def test_without_arguments_the_presets_are_shown(capsys: pytest.CaptureFixture[s
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
         ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
         ({"row_momentum": 1.0}, "--row-momentum must be at least 0 and below 1, got 1"),
-        ({"cutmix": 1.5}, r"--cutmix must lie in 0\.\.1, got 1.5"),
-        (
-            {"cutmix": 0.5, "init": "embedding"},
-            "--cutmix shows two images at once, at which no row of --init embedding",
-        ),
-        (
-            {"cutmix": 0.5, "online_probe": True},
-            "--cutmix shows two images at once, but --online-probe learns one label",
-        ),
         ({"final_temperature": 0.0}, "--final-temperature must be positive and finite, got 0.0"),
         ({"softmax": "plain", "final_temperature": 0.1}, "--final-temperature 0.1 is for --softmax cosine: omit it"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),

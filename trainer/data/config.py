@@ -115,16 +115,11 @@ class ViewsConfig(Settings):
     small crops, --augmentation.min-scale and --augmentation.max-scale."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     """The random augmentation of each visit to an image."""
-    cutmix: float = 0.0
-    """Probability of mixing a batch by CutMix (not in the paper): a rectangle of each view shows another image of the
-    batch, and the loss has both classes by their areas. With several ranks the other image is one of the same rank."""
 
     def check(self) -> None:
         check_at_least(self, 1, "views", "view_size")
         check_at_least(self, 0, "small_crops")
         check_at_least(self, 1, "small_crop_size")
-        if not 0 <= self.cutmix <= 1:
-            raise SettingError(f"--cutmix must lie in 0..1, got {self.cutmix:g}", "cutmix")
         for name in ("small_crop_scale", "view_scale"):
             try:
                 self._cropped_to(getattr(self, name))
