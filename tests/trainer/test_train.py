@@ -290,7 +290,7 @@ BAD_COMMAND_LINES = {
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
     "K above N": (
         ["--num-negatives", "100000"],
-        r"num_negatives is 100000, but there are only 160 classes: choose fewer",
+        r"--num-negatives is 100000, but there are only 160 classes: choose fewer",
     ),
     "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
     "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),
