@@ -10,12 +10,13 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.command_line import pic
@@ -24,7 +25,7 @@ from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.display import shown, stage
 from trainer.evaluate import FeatureSet, ProbeResult, encoder_features, evaluate_features, pixel_features
-from trainer.evaluate.features import untrained_encoder
+from trainer.evaluate.features import PIXELS_SIDE, untrained_encoder
 from trainer.evaluate.table import TITLES, Results, print_table
 from trainer.model import PICModel, load_encoder, save_encoder
 from trainer.run.directory import (
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 _AT_CHANCE = 0.02
 """A loss that is less than this below log K, in nats, is that of guessing."""
 _TRAINED, _PIXELS = "trained encoder", "raw pixels"
+_MOST_PIXELS = 50_000_000
+"""Numbers in the training images of which raw pixels are compared: a probe of more takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
             print(
                 f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
             )
-        print(_verdict({name: row for name, row in compared.items() if name not in others}))
+        references = {name: row for name, row in compared.items() if name not in others}
+        for line in (*_left_out(result, references), _verdict(references)):
+            print(line)
     for name, other in others.items():
         print(_difference(name, other, output, compared))
     if summary.get("corrected_rows"):
@@ -240,6 +245,8 @@ def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
 
 def _verdict(compared: Results) -> str:
     """Whether training was worth it: the gain in kNN."""
+    if compared.keys() == {_TRAINED}:
+        return f"kNN of the trained encoder: {compared[_TRAINED]['knn'].top1:.1f} %."
     trained = compared[_TRAINED]["knn"].top1
     gains = {name: trained - row["knn"].top1 for name, row in compared.items() if name != _TRAINED}
     text = " and ".join(f"{gain:+.1f} points over {name}" for name, gain in gains.items())
@@ -260,12 +267,47 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
         **{name: partial(_evaluated_run, name, run, result) for name, run in others.items()},
         begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
-        _PIXELS: lambda: _evaluated(_PIXELS, lambda: pixel_features(dataset)),
+        _PIXELS: lambda: _evaluated(_PIXELS, lambda: _some_pixels(dataset)),
     }
+    references = (begun, _PIXELS)
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
-    compared = {name: known.get(name) or evaluate() for name, evaluate in evaluations.items()}
+    compared: Results = {}
+    for name, evaluate in evaluations.items():
+        try:
+            with stage("references, which Ctrl-C leaves out") if name in references else nullcontext():
+                compared[name] = known.get(name) or evaluate()
+        except KeyboardInterrupt:
+            if name not in references:
+                raise
+            break
     _write_comparison(config.run.output, compared)
     return compared
+
+
+def _num_of_pixels(dataset: Dataset) -> int:
+    """How many training images raw pixels are compared of."""
+    number, channels, _, width = dataset.train_images.shape
+    side = min(dataset.evaluated_side or width, PIXELS_SIDE)
+    return min(int(number), max(1000, _MOST_PIXELS // (channels * side**2)))
+
+
+def _some_pixels(dataset: Dataset) -> FeatureSet:
+    """Raw pixels, with a random subset of the training images where all would take minutes."""
+    found, number = pixel_features(dataset), _num_of_pixels(dataset)
+    if number == len(found.train):
+        return found
+    chosen = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(0))[:number].sort().values
+    return replace(found, train=found.train[chosen], train_labels=found.train_labels[chosen])
+
+
+def _left_out(result: TrainResult, compared: Results) -> Iterator[str]:
+    """A line for each reference that was left out, or in part."""
+    dataset = result.dataset.evaluated
+    if _PIXELS not in compared:
+        later = f"{pic()} train --resume --output {shlex.quote(str(result.config.run.output))}"
+        yield f"References were left out, at Ctrl-C: {later} makes them."
+    elif (number := _num_of_pixels(dataset)) < len(dataset.train_images):
+        yield f"Raw pixels: of {number:,} of the {len(dataset.train_images):,} training images, to save minutes."
 
 
 def _initial_encoder(result: TrainResult, name: str) -> nn.Module:

@@ -21,6 +21,7 @@ from trainer.arguments import parse_config
 from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
+from trainer.data import Dataset
 from trainer.data.augment import AugmentationConfig
 from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
@@ -247,6 +248,40 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
     for command in commands:
         ran = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{command}: {ran.stderr}"
+
+
+@pytest.mark.guard
+def test_ctrl_c_leaves_the_references_out(
+    labelled: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is the run's own stays; the next ending makes them."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    output = labelled.config.run.output
+    found = output / "comparison.json"
+    found.unlink(missing_ok=True)
+    monkeypatch.setattr(trainer.results, "untrained_encoder", interrupted)
+    finish(labelled)
+    printed = capsys.readouterr().out
+    assert f"train --resume --output {output} makes them" in printed
+    assert json.loads(found.read_text()).keys() == {"trained encoder"}
+    monkeypatch.undo()
+    finish(labelled)
+    assert "makes them" not in capsys.readouterr().out
+    assert json.loads(found.read_text()).keys() == {"trained encoder", "untrained encoder", "raw pixels"}
+
+
+def test_raw_pixels_are_compared_of_a_bounded_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = torch.arange(1500 * 4).reshape(1500, 1, 2, 2).to(torch.uint8), torch.arange(1500)
+    dataset = Dataset(train_images=images, train_labels=labels, test_images=images[:7], test_labels=labels[:7])
+    assert len(trainer.results._some_pixels(dataset).train) == 1500
+    monkeypatch.setattr(trainer.results, "_MOST_PIXELS", 1200 * 4)
+    some = trainer.results._some_pixels(dataset)
+    assert some.train.shape == (1200, 4)
+    assert torch.equal(some.train, images.flatten(1)[some.train_labels] / 255)
+    assert len(some.test) == 7
 
 
 def test_duplicates_are_offered_where_they_can_be_found(tmp_path: Path) -> None:

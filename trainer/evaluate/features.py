@@ -14,7 +14,7 @@ from trainer.evaluate.protocol import split_held_out
 from trainer.model import EncoderConfig, build_model
 
 _BATCH_SIZE = 500
-_PIXELS_SIDE = 32
+PIXELS_SIDE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ def _flat_pixels(images: TrainImages, side: int | None) -> Tensor:
     flat = []
     for batch in centres(images, side, torch.arange(len(images)), _BATCH_SIZE):
         pixels = batch.cpu().float() / 255
-        if max(pixels.shape[2:]) > _PIXELS_SIDE:
-            pixels = F.interpolate(pixels, (_PIXELS_SIDE, _PIXELS_SIDE), mode="area")
+        if max(pixels.shape[2:]) > PIXELS_SIDE:
+            pixels = F.interpolate(pixels, (PIXELS_SIDE, PIXELS_SIDE), mode="area")
         flat.append(pixels.flatten(1))
     return torch.cat(flat) if flat else torch.zeros(0)
 
