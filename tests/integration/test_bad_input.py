@@ -156,6 +156,19 @@ def test_a_write_of_too_many_rows(table: WeightClient, monkeypatch: pytest.Monke
     table.push_gradients(rows[:5], np.ones((5, 4), np.float32), step=8)
 
 
+def test_a_write_that_cannot_be_made_says_why(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in making its messages is that of the call; gRPC would tell an UNKNOWN one."""
+
+    def no_room(*_: object) -> bytes:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weightserver.client.transfer.to_bytes", no_room)
+        with pytest.raises(MemoryError, match="no room"):
+            table.push_gradients([1, 2], ONES, step=8)
+    table.push_gradients([1, 2], ONES, step=8)
+
+
 def test_a_fetch_of_more_rows_than_a_request_may_name(table: WeightClient, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = table.fetch(np.arange(100), step=9)
     monkeypatch.setattr("weightserver.client.fetched_rows.MAX_ROWS", 7)

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import shutil
+import socketserver
 import subprocess
 import sys
 import threading
@@ -224,6 +225,36 @@ def trained(cluster: LocalCluster, *, retry_seconds: float) -> WeightClient:
 
 
 @contextmanager
+def serving_pages(address: str) -> Iterator[None]:
+    """Answers every request there by a page without content over HTTP/2, as a proxy may."""
+
+    class Pages(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.read(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+            self.wfile.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # our settings
+            while len(head := self.rfile.read(9)) == 9:
+                self.rfile.read(int.from_bytes(head[:3]))
+                if head[3] == 1:  # the header of a request: that of its answer ends the stream, with status 200
+                    self.wfile.write(bytes([0, 0, 1, 1, 5]) + head[5:] + bytes([0x88]))
+                if head[3:5] == bytes([4, 0]):  # its settings
+                    self.wfile.write(bytes([0, 0, 0, 4, 1, 0, 0, 0, 0]))
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address, daemon_threads = True, True
+
+        def handle_error(self, *_: object) -> None:
+            """The client is gone."""
+
+    host, _, port = address.partition(":")
+    with Server((host, int(port)), Pages) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+@contextmanager
 def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
     """At shard 0's address there is something else, or nothing, until the end of the block."""
 
@@ -250,6 +281,8 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
             )
             threading.Thread(target=web.serve_forever).start()
             stack.callback(web.shutdown)
+        elif what == "an HTTP/2 server":
+            stack.enter_context(serving_pages(cluster.addresses[0]))
         elif what in ("stranger", "empty"):
             stack.callback(own.rename(kept).rename, own)
             stack.callback(shutil.rmtree, shutil.copytree(others / what / "shard-0", own))
@@ -283,18 +316,20 @@ PLACES = {
     "an HTTP server": "",  # gRPC cannot tell it from a connection that breaks
     "exchanged": "1/2",
     "sibling": "1/2",
+    "an HTTP/2 server": "another program",
     "another program": "another program",
     "stranger": "another table",
     "empty": "no table",
 }
 """What may be in the place of shard 0, and its name in the metric if it answers."""
+STATUS = {"rebooted": "UNAVAILABLE", "an HTTP server": "UNAVAILABLE", "an HTTP/2 server": "UNKNOWN"}
 
 
 @pytest.mark.guard
 @pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
 @pytest.mark.parametrize("what", PLACES)
 def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others: Path, cluster: LocalCluster) -> None:
-    status, answered = "UNIMPLEMENTED" if PLACES[what] else "UNAVAILABLE", PLACES[what]
+    status, answered = STATUS.get(what, "UNIMPLEMENTED"), PLACES[what]
     with trained(cluster, retry_seconds=60) as client, ThreadPoolExecutor(1) as pool:
         before = client.fetch(ROWS, step=1)
         with misplaced(cluster, what, others):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -81,9 +81,16 @@ class Channel:
 
         Raises:
             WeightServerError: the answer is no message of this method.
+            Exception: one of making the request's messages.
         """
-        sent: Any = _bytes_of(request) if isinstance(request, Message) else map(_bytes_of, request)
-        answer, call = self._stubs[method].with_call(sent, **options)
+        failed: list[Exception] = []
+        sent: Any = _bytes_of(request) if isinstance(request, Message) else _stream(request, failed)
+        try:
+            answer, call = self._stubs[method].with_call(sent, **options)
+        except grpc.RpcError:
+            if failed:
+                raise failed[0] from None
+            raise
         if method == "Fetch":  # decoded without a copy
             return answer, call
         try:
@@ -98,6 +105,15 @@ class Channel:
 
 def _path(method: Any) -> str:
     return f"/{_SERVICE.full_name}/{method.name}"
+
+
+def _stream(messages: Iterable[Message], failed: list[Exception]) -> Iterator[bytes]:
+    """The messages of a request; keeps an error in making them, which gRPC would tell as one of the call."""
+    try:
+        yield from map(_bytes_of, messages)
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
 def _bytes_of(message: Message) -> bytes:

@@ -26,6 +26,10 @@ _RETRIED = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
 )
+_OF_ANOTHER = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNKNOWN,  # which no shard answers: that of an HTTP/2 server
+)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -52,11 +56,7 @@ class Failure:
         if isinstance(error, AnswerInDoubtError):
             return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
         details, fields = " ".join((error.details() or "").split()), error_fields(error.trailing_metadata())
-        is_retried = (
-            error.code() in _RETRIED
-            or "num_used" in fields
-            or (has_answered and error.code() is status_of(WrongShardError))
-        )
+        is_retried = error.code() in _RETRIED or "num_used" in fields or (has_answered and error.code() in _OF_ANOTHER)
         return cls(error.code(), details, is_retried, fields)
 
     @property
@@ -67,7 +67,7 @@ class Failure:
     @property
     def is_of_another(self) -> bool:
         """Whether another shard or program has answered."""
-        return self.status is status_of(WrongShardError)
+        return self.status in _OF_ANOTHER
 
     @property
     def answered(self) -> str:
