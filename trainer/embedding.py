@@ -82,7 +82,7 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
     return load_splits(
         options.images,
         image_size=found.config.image_size,
-        options=source_options(options),
+        options=source_options(options, found.source.of_pixels),
         decode_threads=options.decode_threads,
         background=options.background or found.background,
     )

@@ -11,7 +11,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import once_within
@@ -122,6 +124,21 @@ def test_too_many_broken_images_are_refused_before_the_run_or_allowed(
     assert len(images[:]) == 150
     lines = (tmp_path / "broken.txt").read_text().splitlines()
     assert sorted(lines) == sorted(f"{tree}/a/{number}.jpg\tnot an image of a known format" for number in range(110))
+
+
+def test_pixels_of_12_bits_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        Image.fromarray(np.full((40, 40), 3_000 + number, np.uint16)).save(tmp_path / f"pictures/{number}.png")
+    images_config(["--data-dir", "pictures", "--device", "cpu"])
+    assert "values up to 3,003 only, which are shown dark: --pixel-range 0 4095" in capsys.readouterr().err
+    config = images_config(["--data-dir", "pictures", "--device", "cpu", "--pixel-range", "0", "4095"])
+    assert "--pixel-range 0 4095 uses" not in capsys.readouterr().err
+    pixels = load_dataset("folder", tmp_path / "pictures", options=config.data).train_images[:]
+    assert 186 <= int(pixels.min()) <= int(pixels.max()) <= 188
 
 
 def test_images_of_one_class_have_no_labels(

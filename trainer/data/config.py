@@ -51,6 +51,11 @@ class SourceOptions(Settings):
     broken_list: Path | None = resumable(None)
     """File to which the path of each broken image is added, with the reason."""
 
+    @property
+    def of_pixels(self) -> SourceOptions:
+        """The options that say how pixels become colours, which an encoder's images share whatever their source."""
+        return SourceOptions(pixel_range=self.pixel_range, alpha=self.alpha, max_megapixels=self.max_megapixels)
+
     def check(self) -> None:
         check_choice(self, "stray", "auto", "use", "ignore")
         check_choice(self, "tars", "auto", "classes", "shards")

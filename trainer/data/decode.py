@@ -211,7 +211,7 @@ def facts(content: bytes) -> ImageFacts:
         image.load()
         largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
-        fourth_band = not is_alpha and image.mode in ("RGBA", "RGBX")
+        fourth_band = not is_alpha and image.mode == "RGBA"
         return ImageFacts(image.format or "", image.mode, *image.size, largest, fourth_band)
 
 

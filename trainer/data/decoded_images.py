@@ -22,9 +22,11 @@ from trainer.data.decode import (
     DEFAULT_RENDERING,
     BrokenImageError,
     Crop,
+    ImageFacts,
     Rendering,
     centre,
     decode,
+    facts,
     header_size,
     max_broken,
     why,
@@ -34,6 +36,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 
 _log = logging.getLogger(__name__)
 NUM_CHANNELS = 3
+_JPEG = b"\xff\xd8\xff"
 _MAX_TRIED = 1_000
 _named: set[str] = set()
 """Lines about broken images that this process has shown; `max_broken` and surveys bound their number."""
@@ -302,6 +305,14 @@ class DecodedImages:
             return ImageHeader(*header_size(content), len(content))
         except (BrokenImageError, OSError) as error:
             return f"{self._images.name(image)} ({why(error)})"
+
+    def facts(self, image: int) -> ImageFacts | None:
+        """What image 0..N-1 is; None if it is a JPEG, or cannot be read."""
+        try:
+            content = self._images.read(image)
+            return None if content.startswith(_JPEG) else facts(content)
+        except (BrokenImageError, OSError):
+            return None
 
     def _like(
         self,

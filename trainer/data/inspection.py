@@ -83,11 +83,11 @@ def pixel_warnings(images: list[ImageFacts]) -> Iterator[str]:
     deep = [one.largest for one in images if one.largest is not None]
     if deep and max(deep) < 1 << 15:
         yield (
-            f"{len(deep):,} images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
+            f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
             f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
         )
     if bands := sum(one.fourth_band for one in images):
-        yield f"{bands:,} TIFF images have a fourth band, which is taken for transparency: --alpha ignore if it is none"
+        yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
 
 
 def _duplicates(split: Split) -> Iterator[str]:

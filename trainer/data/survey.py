@@ -10,8 +10,11 @@ import torch
 
 from trainer.data.datasets import Dataset
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.inspection import pixel_warnings
 
 _SAMPLE = 256
+_LOOKED_AT = 16
+"""Images of the sample whose pixels are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class ImagesSurvey:
     """A line for each image of the sample that is not one; the first ones are to be shown."""
     max_broken: int = 0
     """Number of broken images beyond which the run ends."""
+    warnings: tuple[str, ...] = ()
+    """Lines about pixels that may not be what they are taken for."""
 
     @property
     def total_bytes(self) -> int:
@@ -83,4 +88,5 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
         packed=packed,
         unreadable=unreadable,
         max_broken=most,
+        warnings=tuple(pixel_warnings([one for image in sample[:_LOOKED_AT].tolist() if (one := images.facts(image))])),
     )

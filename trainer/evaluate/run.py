@@ -112,7 +112,7 @@ def _load(subject: Subject, name: str, directory: Path | None, options: Evaluati
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
     size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
-    source = subject.source if directory == subject.data_dir else None
+    source = subject.source if directory == subject.data_dir else subject.source.of_pixels
     dataset = load_dataset(
         name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
     )

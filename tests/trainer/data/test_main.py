@@ -49,7 +49,10 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
     deep = np.random.default_rng(0).integers(0, 4_096, (32, 32), dtype=np.uint16)
     deep[0, 0] = 4_095
     (tree / "b/deep.png").write_bytes(encoded(Image.fromarray(deep), "PNG"))
-    Image.fromarray(np.zeros((32, 32, 4), np.uint8)).save(tree / "c/bands.tif")
+    bands = encoded(Image.fromarray(np.zeros((32, 32, 4), np.uint8)), "TIFF")
+    (tree / "c/bands.tif").write_bytes(
+        bands.replace(b"\x52\x01\x03\0", b"\x51\x01\x03\0")
+    )  # says not what the fourth is
     assert call("inspect", tree) == 0
     printed = capsys.readouterr().out
     for line in (
@@ -60,7 +63,7 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         "shorter side 1 to 48 px, median 48 (of 27 images that were decoded)",
         "JPEG RGB 14",
         "values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
-        "1 TIFF images have a fourth band",
+        "1 sampled TIFFs have a fourth band",
         "broken: 4 of 27 images that were decoded, about 4 in all; runs and packs end at more than 100: --max-broken",
         "duplicates by bytes: 1, first b/0001.jpg of a/again.jpg",
     ):
