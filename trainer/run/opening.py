@@ -10,7 +10,7 @@ from typing import Any
 from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.run.checkpoint_file import head_state, saved_images
+from trainer.run.checkpoint_file import head_state, remove_unfinished, saved_images
 from trainer.run.resume import step_to_resume
 from trainer.run.run_images import RunImages
 from weightserver import NoTableError, WeightClient
@@ -85,6 +85,8 @@ def open_head(
     if step is not None:
         head.set_extra_state(head_state(config.run.output / "checkpoints", step))
     head.open()
+    if config.run.resume and ranks.is_first:
+        remove_unfinished(config.run.output / "checkpoints")
     return images, step
 
 
