@@ -143,7 +143,9 @@ class Dataset:
                 "--dataset"
             )
         if tested and not len(self.test_images):
-            raise ValueError(f"{self.untested}: train with --no-evaluate, or add matching ones")
+            few = f", and none are held out of fewer than {_FEWEST_TO_HOLD_OUT} images with labels"
+            why = self.untested + few * (self.untested == NO_TEST_IMAGES and not self.can_hold_out)
+            raise ValueError(f"{why}: train with --no-evaluate, or add matching ones")
 
     def check_evaluated(self, *, trained_on_labels: bool) -> None:
         """Raises ValueError unless the end of a run can be evaluated: on test images, or on held-out training images if
