@@ -147,8 +147,8 @@ FAILURES |= {"one fails": one_fails, "one is spoiled": one_is_spoiled}
 ERRORS = {
     "settings": [
         "rank 0: every rank must make the head with the same arguments, got other settings on another rank",
-        "rank 1: every rank must make the head with the same arguments, got num_negatives=13 (rank 0: 12), "
-        "order_seed=1 (rank 0: 0)",
+        "rank 1: every rank must make the head with the same arguments, got order_seed=1 (rank 0: 0), "
+        "num_negatives=13 (rank 0: 12)",
     ],
     "sizes": ["the batches of a step must be equally large, on every rank, got 2 to 3 classes"] * 2,
     "numbers": [
