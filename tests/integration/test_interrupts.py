@@ -46,7 +46,7 @@ def test_every_command_ends_by_the_same_words(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("weightserver.operations.verify.run", interrupted)
-    monkeypatch.setattr("trainer.report.__main__.render_report", interrupted)
+    monkeypatch.setattr("trainer.report.rendering.render_report", interrupted)
     main = {"weightserver verify": weightserver.cli.main, "trainer report": trainer.report.__main__.main}[name]
     with pytest.raises(SystemExit) as ended:
         main([*name.split()[1:], str(tmp_path)] if main is weightserver.cli.main else [str(tmp_path)])
