@@ -68,7 +68,7 @@ class Cell:
     def config(self, seed: int) -> TrainConfig:
         """The settings of its run with this seed, without a directory. Raises TypeError for an unknown setting."""
         _, preset = PRESETS["fashion-mnist"]
-        return preset.with_settings(**flat(self.settings), seed=seed, order_seed=seed)
+        return preset.with_settings(**flat(self.settings) | {"seed": seed, "order_seed": seed})
 
 
 @dataclass(frozen=True, kw_only=True)

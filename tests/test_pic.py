@@ -91,8 +91,9 @@ def test_it_is_installed_beside_the_old_names() -> None:
 
 @pytest.mark.guard  # six programs that import torch
 @pytest.mark.timeout(600)
-def test_from_a_folder_to_what_its_run_says_to_do_next(tmp_path: Path) -> None:
+def test_from_a_folder_to_what_its_run_says_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line below "Next:" is a command that works as it is printed, in the folder in which the run was started."""
+    monkeypatch.chdir(tmp_path)
     plain_tree(tmp_path / "my pictures", 36)
     command = [*shlex.split(pic()), "train", "my pictures/", "--steps", "3"]
     following = run(*command, cwd=tmp_path).partition("Next:\n")[2].splitlines()

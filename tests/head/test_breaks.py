@@ -334,7 +334,7 @@ def test_nothing_outlives_the_head(tmp_path: Path, how: str) -> None:
     head = ClassifierHead(NUM_CLASSES, 6, num_negatives=12, directory=directory)
     if how == "in vain":
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 3: .* or another directory"):
+            with pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 3: .* use another directory"):
                 head.rows([0])
         assert set(psutil.Process().children()) == before
         return

@@ -79,11 +79,11 @@ class Checkpoints:
             raise ValueError(
                 f"the encoder's weights overflowed before step {step}, which is not saved: try a lower --learning-rate"
             )
-        totals = self._usage.now()
         if self._ranks.is_first:
             self._begin(step)
         try:
             self._head.checkpoint(checkpoint_name(step))
+            totals = self._usage.now()  # with the rows of the last steps, which are written by now
             if self._ranks.is_first:
                 self._write(step, model, optimizer, totals)
         except (OSError, RuntimeError):  # a full disk, a lost rank

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data import Dataset
+from trainer.display import stage
 from trainer.run.checkpoint_file import head_state, remove_unfinished, saved_images
 from trainer.run.resume import step_to_resume
 from trainer.run.run_images import RunImages
@@ -78,6 +79,9 @@ def open_head(
     """
     num_images = len(dataset.train_images)
     images, step = RunImages(num_images, num_images, dataset.digests, classes.digest), None
+    if config.rows.rows != "dense" and not config.servers.servers:
+        with stage("starting the weight servers"):
+            head.connect()
     if config.run.resume:
         client = head.connect()
         found = ranks.of_first(partial(_to_resume, client, config, images, dataset.ranges))
