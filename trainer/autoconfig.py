@@ -256,7 +256,7 @@ def _evaluations(images: ImagesSurvey, machine: Machine, visits: float) -> Itera
     few = images.number <= _MOST_EVALUATED[machine.kind]
     reason = "no test images with labels (test/, val/)"
     if images.num_tests or images.can_hold_out:
-        tests = f"{images.num_tests:,} test images" if images.num_tests else "a tenth is held out: no test/ or val/"
+        tests = f"{images.num_tests:,} test images" if images.num_tests else "a tenth is held out: none in test/, val/"
         reason = tests if few else "many images: use trainer.evaluate later"
     yield "evaluate", Choice(few and (images.num_tests > 0 or images.can_hold_out), reason)
     every = float(f"{visits / images.number / 10:.2g}")

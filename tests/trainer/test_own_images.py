@@ -118,7 +118,8 @@ def test_too_many_broken_images_are_refused_before_the_run_or_allowed(
         (tree / f"a/{number}.jpg").write_bytes(b"<html>")
     command = ["--data-dir", "pictures", "--device", "cpu"]
     with pytest.raises(ValueError, match=r"about 110 of 150 images are broken .*, and 100 may be: .*--max-broken 220"):
-        images_config(command)
+        images_config([*command, "--broken-list", "refused.txt"])
+    assert len((tmp_path / "refused.txt").read_text().splitlines()) == 110
     config = images_config([*command, "--max-broken", "110", "--broken-list", "broken.txt"])
     images = load_dataset("folder", tree, options=config.data).train_images
     assert len(images[:]) == 150

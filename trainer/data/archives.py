@@ -59,13 +59,18 @@ def members(path: Path, shown: str, left_out: LeftOut) -> list[Member]:
 def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     """Plain name and place of each file; links lead to what they name."""
     try:
-        yield from _of_zip(path, shown, left_out) if zipfile.is_zipfile(path) else _of_tar(path, shown, left_out)
+        yield from _of_zip(path, shown, left_out) if is_zip(path) else _of_tar(path, shown, left_out)
     except (tarfile.TarError, zipfile.BadZipFile) as error:
         with path.open("rb") as file:
             is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
         if is_compressed:
             raise ValueError(f"{path} is a compressed archive, which cannot be read in any order: unpack it") from None
         raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file is a zip, and not a tar whose last member is one."""
+    return zipfile.is_zipfile(path) and not tarfile.is_tarfile(path)
 
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:

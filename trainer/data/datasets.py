@@ -123,6 +123,10 @@ class Dataset:
         test = _with_labels(whole.test_images, whole.test_labels)
         return replace(whole, train_images=train[0], train_labels=train[1], test_images=test[0], test_labels=test[1])
 
+    def images(self, ids: Tensor) -> TrainImages:
+        """Some of the training images, int64 [n]."""
+        return _chosen(self.train_images, ids)
+
     @property
     def labelled(self) -> bool:
         return len(vars(self)["train_labels"]) > 0  # without reading stored ones
@@ -131,8 +135,9 @@ class Dataset:
     def can_hold_out(self) -> bool:
         """Whether there are no test images, and enough training images that some can stand for them."""
         none_given = not len(self.test_images) and self.untested == NO_TEST_IMAGES
-        unlabelled = self.reading.train.counts[NO_LABEL] if self.reading else 0
-        return none_given and self.labelled and len(self.train_images) - unlabelled >= _FEWEST_TO_HOLD_OUT
+        if not (none_given and self.labelled and len(self.train_images) >= _FEWEST_TO_HOLD_OUT):
+            return False
+        return int((self.train_labels != NO_LABEL).sum()) >= _FEWEST_TO_HOLD_OUT
 
     def check_labelled(self, *, tested: bool = False) -> None:
         """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
@@ -192,7 +197,11 @@ def _with_labels(images: TrainImages, labels: Tensor) -> tuple[TrainImages, Tens
     if not len(labels) or labels.min() >= 0:
         return images, labels
     kept = torch.nonzero(labels >= 0)[:, 0]
-    return images.chosen(kept.numpy()) if isinstance(images, DecodedImages) else images[kept], labels[kept]
+    return _chosen(images, kept), labels[kept]
+
+
+def _chosen(images: TrainImages, ids: Tensor) -> TrainImages:
+    return images.chosen(ids.numpy()) if isinstance(images, DecodedImages) else images[ids]
 
 
 def load_dataset(
@@ -361,18 +370,20 @@ def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
 
 
 def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
-    """A data set of decoded images. If training or test images have no labels, it has neither labels nor test images.
+    """A data set of decoded images. Without labels of the training images, it has no test images.
 
-    A single class is no label: every classifier would be right. Test images whose classes are not the first of the
-    training images' classes are omitted.
+    A single class is no label: every classifier would be right. Test images without labels are omitted, and those whose
+    classes are not the first of the training images' classes.
     """
+    if test and not test.labels:
+        test = None
     if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
         stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
         test = None
-    if len(train.classes) == 1:
+    if _are_of_one_class(train):
         stored["untested"], train = "all images are of one class, which is no label", train._replace(labels=_NO_LABELS)
-    if not train.labels or (test and not test.labels):
-        train, test = train._replace(labels=_NO_LABELS), None
+    if not train.labels:
+        test = None
     return Dataset(
         train_images=train.images,
         train_labels=train.labels,
@@ -383,6 +394,13 @@ def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, 
         class_names=train.classes,
         **stored,
     )
+
+
+def _are_of_one_class(train: _Stored) -> bool:
+    if train.classes or not train.labels:
+        return len(train.classes) == 1
+    labels = train.labels.read()
+    return len(torch.unique(labels[labels != NO_LABEL])) < 2
 
 
 def _load_idx(directory: Path | None) -> Dataset:

@@ -119,6 +119,12 @@ class BrokenImages:
     def limit(self, num_images: int) -> int:
         return max_broken(num_images) if self.most is None else self.most
 
+    def list(self, *lines: str) -> None:
+        """Adds lines to the file, if there is one."""
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8", errors="surrogateescape") as file:
+                file.writelines(f"{line}\n" for line in lines)
+
     def note(self, image: int, name: str, reason: str, num_images: int) -> None:
         """Notes a broken image. Raises ValueError if there are too many."""
         with self.lock:
@@ -126,9 +132,7 @@ class BrokenImages:
                 return
             self.found.add(image)
             number = len(self.found)
-            if self.file is not None:
-                with self.file.open("a", encoding="utf-8", errors="surrogateescape") as file:
-                    file.write(f"{name}\t{reason}\n")
+            self.list(f"{name}\t{reason}")
         choice = ": the next intact one is shown in its place" if number == 1 else ""
         if (line := f"{name} ({reason})") not in _named:
             _named.add(line)
@@ -293,6 +297,11 @@ class DecodedImages:
             -1, NUM_CHANNELS, self._side, self._side
         )
         return images[kept], torch.from_numpy(pixels), [one for one in squares if isinstance(one, Remark)]
+
+    def list_broken(self, images: Int64Array) -> None:
+        """Adds those of images (int64 [n]) that cannot be read to the file for broken images, if there is one."""
+        broken = (line.fields() for line in self.intact(images)[2])
+        self._broken.list(*(f"{line['path']}\t{line['why']}" for line in broken))
 
     @functools.cached_property
     def _replaced(self) -> frozenset[int]:

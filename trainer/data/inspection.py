@@ -13,7 +13,8 @@ import xxhash
 
 from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
-from trainer.data.decode import BrokenImageError, ImageFacts, facts, max_broken, why
+from trainer.data.decode import BrokenImageError, ImageFacts, facts, why
+from trainer.data.decoded_images import BrokenImages
 from trainer.data.listing import NO_LABEL
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.reading import Split, read_source
@@ -39,10 +40,10 @@ def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
     yield from (f"  {line}" for line in reading.lines())
     for split in reading.splits:
         yield f"{split.name or 'images'}:"
-        yield from (f"  {line}" for line in _split_lines(split))
+        yield from (f"  {line}" for line in _split_lines(split, BrokenImages(options.max_broken, options.broken_list)))
 
 
-def _split_lines(split: Split) -> Iterator[str]:
+def _split_lines(split: Split, allowed: BrokenImages) -> Iterator[str]:
     if split.labelled:
         most = split.counts.most_common()
         named = [f"{_name(split, label)} {count:,}" for label, count in most[:_SHOWN]]
@@ -52,7 +53,7 @@ def _split_lines(split: Split) -> Iterator[str]:
     with ThreadPoolExecutor(usable_cores()) as pool:
         found = list(pool.map(lambda image: _facts(split, image), sample))
     intact = [one for one in found if isinstance(one, ImageFacts)]
-    broken = [one for one in found if isinstance(one, str)]
+    broken = [one for one in found if not isinstance(one, ImageFacts)]
     of = f"of {len(sample):,} images that were decoded" + (", a sample" if len(sample) < number else "")
     if intact:
         sides = [min(one.width, one.height) for one in intact]
@@ -61,9 +62,11 @@ def _split_lines(split: Split) -> Iterator[str]:
         yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
         yield from pixel_warnings(intact)
     if broken:
-        estimate, limit = len(broken) * number // len(sample), max_broken(number)
+        estimate, limit = len(broken) * number // len(sample), allowed.limit(number)
         after = f"runs and packs end at more than {limit:,}: --max-broken allows more"
-        yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {broken[0]}"
+        allowed.list(*(f"{name}\t{reason}" for name, reason in broken))
+        first = f"{broken[0][0]} ({broken[0][1]})"
+        yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {first}"
     yield from _duplicates(split)
 
 
@@ -71,11 +74,12 @@ def _name(split: Split, label: int) -> str:
     return "no label" if label == NO_LABEL else split.classes[label] if split.classes else str(label)
 
 
-def _facts(split: Split, image: int) -> ImageFacts | str:
+def _facts(split: Split, image: int) -> ImageFacts | tuple[str, str]:
+    """What an image is; for a broken one, its name and the reason."""
     try:
         return facts(split.listing.read(image))
     except (BrokenImageError, OSError) as error:
-        return f"{split.listing.name(image)} ({why(error)})"
+        return split.listing.name(image), why(error)
 
 
 def pixel_warnings(images: list[ImageFacts]) -> Iterator[str]:
@@ -103,7 +107,10 @@ def _duplicates(split: Split) -> Iterator[str]:
     for images in lengths.values():
         known: dict[int, int] = {}
         for image in images if len(images) > 1 else ():
-            original = known.setdefault(xxhash.xxh3_64_intdigest(listing.read(image)), image)
+            try:
+                original = known.setdefault(xxhash.xxh3_64_intdigest(listing.read(image)), image)
+            except OSError:
+                continue  # it counts as broken
             if original != image:
                 copies += 1
                 first = first or f"{listing[image].name} of {listing[original].name}"

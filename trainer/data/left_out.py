@@ -94,6 +94,8 @@ def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
     suffix = os.path.splitext(name)[1].lower()
     if suffix in _TEXTS or suffix in TABLE_SUFFIXES:
         return Reason.TABLE if suffix in TABLE_SUFFIXES else Reason.NO_IMAGE
+    if suffix in _ARCHIVES:
+        return Reason.COMPRESSED
     with opened() as file:
         if is_picture(file):
             return None
@@ -101,4 +103,4 @@ def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
         kind = file.read(8)
     if kind.startswith(b"ftyp") and kind[4:] in _HEIC:
         return Reason.HEIC
-    return Reason.UNREAD if suffix in _PICTURES else Reason.COMPRESSED if suffix in _ARCHIVES else Reason.NO_IMAGE
+    return Reason.UNREAD if suffix in _PICTURES else Reason.NO_IMAGE

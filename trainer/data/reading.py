@@ -122,6 +122,10 @@ def read_source(
         known = found[0].classes if found else classes
         own = _split(name, str(source / below), listing, options, left_out, notes, labelled=labelled, known=known)
         found += [own] if own else []
+    if options.split == "auto" and len(found) > 2 and not found[1].labelled and any(one.labelled for one in found[2:]):
+        unlabelled = found[1].name
+        found[1:] = sorted(found[1:], key=lambda one: not one.labelled)
+        notes.append(f"{unlabelled}/ has no labels: {found[1].name}/ is for evaluation")
     if not found:
         why = f" ({line})" if (line := left_out.line(source)) else ""
         raise DataNotFoundError(f"no images in {source}{why}: give a folder, an archive or a list of images")
@@ -278,7 +282,11 @@ def _relative(rest: bytes, cut: bytes) -> bytes:
     if not cut:
         return rest
     offset, length, path, member = rest.split(b"\t")
-    return b"\t".join((offset, length, path.removeprefix(cut), member))
+    if path.startswith(cut):
+        path = path.removeprefix(cut)
+    elif not os.path.isabs(path):  # of an archive beside the folder
+        path = os.path.relpath(path, cut)
+    return b"\t".join((offset, length, path, member))
 
 
 def _path_of(rest: bytes) -> str:

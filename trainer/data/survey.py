@@ -72,10 +72,11 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
         raise ValueError(f"none of {len(headers)} sampled images can be read, first {unreadable[0]}: repair them")
     most, estimate = images.max_broken, len(unreadable) * number // len(sample)
     if estimate > most:
+        images.list_broken(sample)
         raise ValueError(
             f"about {estimate:,} of {number:,} images are broken ({len(unreadable):,} of {len(sample):,} that were "
             f"read, first {unreadable[0]}), and {most:,} may be: repair or remove them, or give --max-broken "
-            f"{2 * estimate}; --broken-list FILE names them"
+            f"{2 * estimate}; --broken-list FILE has the paths of those that were read"
         )
     return ImagesSurvey(
         number=number,

@@ -120,7 +120,7 @@ class Walk:
         self.num_tars += not shard
         self.num_shards += shard
         if not shard and not tree:
-            here.add_folder(here := Folder(child.name.removesuffix(".tar"), self._left_out))
+            here = here.folder(child.name.removesuffix(".tar"))
         kept = self._options if shard else None
         add_archive(here, Path(child.path), self._relative(child), self._left_out, kept, tree=tree)
 

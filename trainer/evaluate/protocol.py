@@ -1,6 +1,6 @@
 """Common parts of the protocols: the split of held-out training images, and the result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,19 @@ def split_folds(num_images: int, num_folds: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.cat([*parts[:fold], *parts[fold + 1 :]]), parts[fold]) for fold in range(num_folds)]
 
 
+def with_held_out(dataset: Dataset) -> Dataset:
+    """A data set of labelled images without test images, with a tenth of its training images in their place: those that
+    the end of a run without test images is evaluated on."""
+    fitted, held_out = split_held_out(len(dataset.train_images))
+    return replace(
+        dataset,
+        train_images=dataset.images(fitted),
+        train_labels=dataset.train_labels[fitted],
+        test_images=dataset.images(held_out),
+        test_labels=dataset.train_labels[held_out],
+    )
+
+
 def _shuffled(num_images: int) -> Tensor:
     """The images' indexes, int64, in an order that is always the same."""
     return torch.randperm(num_images, generator=torch.Generator().manual_seed(_SEED))
@@ -55,8 +68,9 @@ def percent_correct(predictions: Tensor, labels: Tensor) -> float:
     return 100.0 * (predictions == labels).double().mean().item()
 
 
-def check_classes(dataset: Dataset) -> None:
-    """Raises ValueError for images without labels or test images, one class, or test classes that training lacks."""
+def check_classes(dataset: Dataset, *, held_out: bool = False) -> None:
+    """Raises ValueError for images without labels or test images, one class, or test classes that training lacks, which
+    images that are `held_out` of training images may have."""
     if not dataset.labelled:
         raise ValueError("these images have no labels: choose another --dataset")
     if not len(dataset.test_images):
@@ -66,7 +80,7 @@ def check_classes(dataset: Dataset) -> None:
         raise ValueError("some of these images have no labels: label or remove them, or choose another --dataset")
     if len(train) < 2:
         raise ValueError(f"all training images are of class {int(train[0])}: give images of at least two classes")
-    if len(unknown := test[~torch.isin(test, train)]):
+    if not held_out and len(unknown := test[~torch.isin(test, train)]):
         raise ValueError(
             f"{len(unknown)} classes of the test images, such as {int(unknown[0])}, have no training image: "
             "give test images of the training images' classes"

@@ -18,7 +18,7 @@ from trainer.distributed import process_group
 from trainer.evaluate.command import Command
 from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.options import EvaluationOptions
-from trainer.evaluate.protocol import check_classes
+from trainer.evaluate.protocol import check_classes, with_held_out
 from trainer.evaluate.protocols import PROTOCOLS, function_of
 from trainer.evaluate.subjects import Subject, load_subject
 from weightserver.common.logs import Remark, say
@@ -85,9 +85,14 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
         return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
     name, directory = subject.data(options.dataset, options.data_dir)
     background = subject.background if options.background is None else options.background
-    dataset = _load(subject, name, directory, options, background)
+    loaded = _load(subject, name, directory, options, background)
+    dataset, held_out = loaded.evaluated, False
     if PROTOCOLS[command.name].labelled:
-        check_classes(dataset)
+        if held_out := loaded.can_hold_out and not subject.knows_labels:
+            dataset = with_held_out(dataset)
+            number = len(dataset.test_images)
+            say(Remark(f"no test images: {number:,} training images are held out in their place", held_out=number))
+        check_classes(dataset, held_out=held_out)
     digest = hashlib.sha256()
     for labels in (dataset.train_labels, dataset.test_labels):
         digest.update(labels.numpy().tobytes())
@@ -99,7 +104,8 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
         "test_images": len(dataset.test_images),
         "classes": len(torch.unique(dataset.train_labels)),
         "images_digest": digest.hexdigest(),
-    } | ({"background": background} if name in DECODED else {})
+    }
+    images |= ({"background": background} if name in DECODED else {}) | ({"held_out": True} if held_out else {})
     return images, lambda: dataset
 
 
@@ -116,7 +122,7 @@ def _load(subject: Subject, name: str, directory: Path | None, options: Evaluati
     dataset = load_dataset(
         name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
     )
-    dataset = dataset.strict().evaluated
+    dataset = dataset.strict()
     if subject.config is not None:
         subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])
     return dataset

@@ -51,6 +51,8 @@ class Subject:
     """What transparent pixels showed in the run."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How the run reads its images."""
+    knows_labels: bool = False
+    """Whether the run trained on labels, so that none of its images can be held out."""
     notes: tuple[str, ...] = ()
     """Lines that say which weights were taken from a file of others."""
 
@@ -156,6 +158,7 @@ def _of_run(run: Path, checkpoint: str | None) -> Subject:
         data_dir=Path(data_dir) if data_dir else None,
         background=settings["background"],
         source=settings_of(SourceOptions, settings),
+        knows_labels=settings.get("labels") is not None,
     )
 
 

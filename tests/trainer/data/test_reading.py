@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -424,6 +425,60 @@ def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
     listing, _ = listed(tmp_path / "list.txt")
     assert paths(listing) == ["a.jpg", "b.jpg"]
     assert listing.labels().tolist() == [3, 4]
+
+
+def test_numbers_of_one_class_are_no_labels(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 120)
+    names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.jpg"))]
+    (tmp_path / "list.txt").write_text("".join(f"{name} 0\n" for name in names))
+    pack(tmp_path / "list.txt", tmp_path / "packed", PackOptions())
+    for name, source in (("folder", "list.txt"), ("packed", "packed")):
+        dataset = load_dataset(name, tmp_path / source)
+        assert (dataset.labelled, dataset.can_hold_out) == (False, False)
+        assert "one class" in dataset.untested
+
+
+def test_few_labels_hold_nothing_out_of_a_folder_or_its_pack(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 120)
+    names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.jpg"))]
+    for few, can_hold_out in ((99, False), (100, True)):
+        labels = [number % 2 if number < few else -1 for number in range(len(names))]
+        (tmp_path / "list.txt").write_text("".join(map("{} {}\n".format, names, labels)))
+        pack(tmp_path / "list.txt", tmp_path / f"packed{few}", PackOptions())
+        for name, source in (("folder", "list.txt"), ("packed", f"packed{few}")):
+            assert load_dataset(name, tmp_path / source).can_hold_out == can_hold_out
+
+
+def test_test_images_without_labels_are_not_evaluated(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "set/train", 120)
+    (tmp_path / "set/test").mkdir()
+    (tmp_path / "set/test/a.jpg").write_bytes(jpeg(0))
+    pack(tmp_path / "set", tmp_path / "packed", PackOptions())
+    for name, source in (("folder", "set"), ("packed", "packed")):
+        dataset = load_dataset(name, tmp_path / source)
+        assert (dataset.labelled, len(dataset.test_images), dataset.can_hold_out) == (True, 0, True)
+    plain_tree(tmp_path / "set/val", 6)
+    reading = read_source(tmp_path / "set")
+    assert [split.name for split in reading.splits] == ["train", "val", "test"]
+    assert "test/ has no labels: val/ is for evaluation" in reading.notes
+    assert len(load_dataset("folder", tmp_path / "set").test_images) == 6
+
+
+def test_a_tar_beside_the_folder_of_its_name(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "train", 6)
+    plain_tree(tmp_path / "test", 3)
+    write_tar(tmp_path / "train.tar", {"b.jpg": jpeg(1)})
+    reading = read_source(tmp_path, SourceOptions(stray="use"))
+    assert {split.name: split.counts.total() for split in reading.splits} == {"train": 7, "test": 3}
+    listing = reading.train.listing
+    assert [listing.read(image) for image in range(7)][-1] == jpeg(1)
+
+
+def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("other.jpg", jpeg(0))
+    write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": (tmp_path / "a.zip").read_bytes()})
+    assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing.entries()] == ["1.jpg", "2.jpg"]
 
 
 def left_out_of(source: Path) -> str:

@@ -105,6 +105,23 @@ def test_writes_and_prints_the_result(
     assert (run_dir / "c" / "b.json").exists()
 
 
+def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2, in_channels=3, image_size=16)
+    save_encoder(build_model(config, seed=0).encoder, config, run_dir / "encoder.safetensors")
+    tree = plain_tree(tmp_path / "tree", 120)
+    settings = OF_RUN | {"dataset": "folder", "data_dir": str(tree)}
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    assert evaluate(["knn", "--k", "1", "--run", str(run_dir)]) == 0
+    output = capsys.readouterr()
+    assert "no test images: 12 training images are held out in their place" in output.err
+    images = json.loads(output.out)
+    assert (images["train_images"], images["test_images"], images["held_out"]) == (108, 12, True)
+    (run_dir / "config.json").write_text(json.dumps(settings | {"labels": "classes"}))
+    assert evaluate(["knn", "--k", "1", "--run", str(run_dir)]) == 2, "the run learned the labels of all"
+
+
 @pytest.mark.parametrize("options", [["knn"], ["linear-cached", "--folds", "3"]])
 def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
