@@ -254,6 +254,21 @@ def serving_pages(address: str) -> Iterator[None]:
             server.shutdown()
 
 
+class Catchall(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers every call: as a mock, by an empty message, or as a gate, which refuses it."""
+
+    def __init__(self, *, is_gate: bool) -> None:
+        self._is_gate = is_gate
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        def answer(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            if self._is_gate:
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "log in first")
+            return b""
+
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+
 @contextmanager
 def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
     """At shard 0's address there is something else, or nothing, until the end of the block."""
@@ -269,8 +284,10 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
         if what in ("exchanged", "sibling"):
             cluster._reserved_ports.reverse()
             stack.callback(cluster._reserved_ports.reverse)
-        elif what == "another program":
+        elif what in ("another program", "a mock", "a gate"):
             program = grpc.server(ThreadPoolExecutor(2))
+            if what != "another program":
+                program.add_generic_rpc_handlers((Catchall(is_gate=what == "a gate"),))
             program.add_insecure_port(cluster.addresses[0])
             program.start()
             stack.callback(lambda: program.stop(0).wait())
@@ -318,11 +335,14 @@ PLACES = {
     "sibling": "1/2",
     "an HTTP/2 server": "another program",
     "another program": "another program",
+    "a mock": "another program",
+    "a gate": "another program",
     "stranger": "another table",
     "empty": "no table",
 }
 """What may be in the place of shard 0, and its name in the metric if it answers."""
 STATUS = {"rebooted": "UNAVAILABLE", "an HTTP server": "UNAVAILABLE", "an HTTP/2 server": "UNKNOWN"}
+STATUS |= {"a mock": "UNKNOWN", "a gate": "PERMISSION_DENIED"}
 
 
 @pytest.mark.guard

@@ -19,11 +19,11 @@ from weightserver.client.calls import WATCH, Call
 from weightserver.client.channels import Channel, Channels
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
-from weightserver.client.retries import AnswerInDoubtError, Failure, Retries
+from weightserver.client.retries import AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
 from weightserver.client.threads import require_caller
 from weightserver.common.logs import REQUEST_ID, new_request_id
 from weightserver.common.version import __version__
-from weightserver.core.errors import ClusterError, DataLossError, WeightServerError
+from weightserver.core.errors import ClusterError, DataLossError, InvalidRequestError, WeightServerError
 from weightserver.core.lineage import is_earlier
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
@@ -35,6 +35,7 @@ from weightserver.protocol.codec import (
     TABLE_KEY,
     VERSION_KEY,
 )
+from weightserver.protocol.status import is_of_shard
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
@@ -197,8 +198,16 @@ class ShardConnection:
         return request
 
     def _receive(self, messages: Iterable[bytes], call: Any, options: dict[str, Any], rows: FetchedRows) -> None:
-        for message in messages:
-            rows.add(message)
+        messages = iter(messages)
+        try:
+            for message in messages:
+                rows.add(message)
+        except (ClusterError, InvalidRequestError):  # an answer that is none of these rows
+            for _ in messages:
+                pass
+            if is_of_shard(call.trailing_metadata()):
+                raise
+            raise AnswerOfAnotherError from None
         rows.shard_seconds = _own_seconds(call)
         self._note_mark(call, options)
         if rows.num_arrived < rows.num_asked:
@@ -274,11 +283,14 @@ class ShardConnection:
         shard, which may be older or newer.
 
         Raises:
+            AnswerOfAnotherError: there is no mark.
             DataLossError: the shard's state is older than one that it had acknowledged.
         """
         mark = next((value for key, value in call.trailing_metadata() or () if key == MARK_KEY), "")
         sent = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
-        if not mark or mark == sent:
+        if not mark:
+            raise AnswerOfAnotherError
+        if mark == sent:
             return True
         if is_earlier(mark, sent):
             lost = DataLossError(f"{self.name} answers from {mark}, which precedes {sent}, which it had acknowledged")

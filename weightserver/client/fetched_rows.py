@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import ClusterError
+from weightserver.core.errors import ClusterError, InvalidRequestError
 from weightserver.core.precision import Precision
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_ROWS, decode_fetch_response, rows_to_proto
@@ -100,6 +100,8 @@ class FetchedRows:
             InvalidRequestError: it is not a FetchResponse.
         """
         parts = decode_fetch_response(message)
+        if len(parts[0]) % self._row_bytes:
+            raise InvalidRequestError("an answer holds part of a row")
         start, end = self.num_arrived, self.num_arrived + len(parts[0]) // self._row_bytes
         if end > self.num_asked:
             raise ClusterError(f"a shard answered {end} of {self.num_asked} rows: is it of the same version?")

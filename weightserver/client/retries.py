@@ -18,7 +18,7 @@ from weightserver.core.errors import (
     WeightServerError,
     WrongShardError,
 )
-from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, status_of
+from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, is_of_shard, status_of
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -40,6 +40,10 @@ class AnswerInDoubtError(Exception):
     """
 
 
+class AnswerOfAnotherError(AnswerInDoubtError):
+    """An answer that no shard gives."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How an attempt failed."""
@@ -49,25 +53,26 @@ class Failure:
     is_retried: bool
     fields: dict[str, int] = field(default_factory=dict)
     """Of the error that the shard raised."""
+    is_of_another: bool = False
+    """Whether another shard or program has answered."""
 
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool) -> Failure:
         """Another shard or program at the address of one that has answered before may be there for a while only."""
+        if isinstance(error, AnswerOfAnotherError):
+            return cls(grpc.StatusCode.UNKNOWN, "its answer is none of a shard", has_answered, is_of_another=True)
         if isinstance(error, AnswerInDoubtError):
             return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
-        details, fields = " ".join((error.details() or "").split()), error_fields(error.trailing_metadata())
-        is_retried = error.code() in _RETRIED or "num_used" in fields or (has_answered and error.code() in _OF_ANOTHER)
-        return cls(error.code(), details, is_retried, fields)
+        status, trailer = error.code(), error.trailing_metadata()
+        details, fields = " ".join((error.details() or "").split()), error_fields(trailer)
+        is_of_another = status in _OF_ANOTHER or not (status in _RETRIED or is_of_shard(trailer))
+        is_retried = status in _RETRIED or "num_used" in fields or (has_answered and is_of_another)
+        return cls(status, details, is_retried, fields, is_of_another)
 
     @property
     def is_silence(self) -> bool:
         """Whether the shard itself may have said nothing."""
         return self.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-
-    @property
-    def is_of_another(self) -> bool:
-        """Whether another shard or program has answered."""
-        return self.status in _OF_ANOTHER
 
     @property
     def answered(self) -> str:
@@ -130,6 +135,11 @@ class Retries:
 
     def _refusal(self, failure: Failure) -> WeightServerError:
         """The error of a failure that no retry would heal."""
+        if failure.is_of_another and failure.status is not grpc.StatusCode.UNIMPLEMENTED:
+            return ClusterError(
+                f"{self._call.target} does not answer as a weight server does ({failure.status.name}: "
+                f"{failure.details}): check where its name and address lead"
+            )
         if failure.is_of_another:
             return ClusterError(
                 f"{self._call.target} does not know this call: it runs an older version, or is no weight server: "

@@ -21,6 +21,7 @@ from weightserver.core.errors import (
     WeightServerError,
     WrongShardError,
 )
+from weightserver.protocol.codec import MARK_KEY, VERSION_KEY
 
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     grpc.StatusCode.INTERNAL: WeightServerError,
@@ -55,6 +56,11 @@ def error_fields(metadata: Iterable[tuple[str, str]] | None) -> dict[str, int]:
     found = dict(metadata or ())
     given = {name: found.get(f"weightserver-error-{name}", "") for name in _FIELDS}
     return {name: int(value) for name, value in given.items() if value.isascii() and value.isdigit()}
+
+
+def is_of_shard(metadata: Iterable[tuple[str, str]] | None) -> bool:
+    """Whether the trailing metadata of an answer are those of a shard, which all have a mark or a version."""
+    return not {MARK_KEY, VERSION_KEY}.isdisjoint(dict(metadata or ()))
 
 
 def status_of(error: type[WeightServerError]) -> grpc.StatusCode:

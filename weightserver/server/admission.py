@@ -31,7 +31,9 @@ from google.protobuf.message import DecodeError
 from weightserver.common.logs import follow_request
 from weightserver.common.malloc import own_bytes, return_free_memory
 from weightserver.common.stages import arrive, call_clock
+from weightserver.common.version import __version__
 from weightserver.core.errors import InvalidRequestError, WeightServerError
+from weightserver.protocol.codec import VERSION_KEY
 from weightserver.protocol.status import error_metadata, status_of
 from weightserver.server.request_memory import RequestMemory
 
@@ -165,7 +167,7 @@ def abort(
     context: grpc.ServicerContext, error: WeightServerError, trailer: tuple[tuple[str, str], ...] = ()
 ) -> NoReturn:
     """Ends the call with the error's status."""
-    context.set_trailing_metadata((*trailer, *error_metadata(error)))
+    context.set_trailing_metadata(((VERSION_KEY, __version__), *trailer, *error_metadata(error)))
     context.abort(status_of(type(error)), str(error))
     raise AssertionError("abort() raises")
 

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair
+from weightserver.core.errors import AuthenticationError
+from weightserver.server.admission import abort
 
 _HEALTH = "/grpc.health.v1.Health/"
 
@@ -66,4 +68,4 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
 def _refusal(text: str) -> grpc.RpcMethodHandler:
     """Answers any call with UNAUTHENTICATED; as a handler of a stream it does not wait for a message."""
-    return grpc.stream_unary_rpc_method_handler(lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, text))
+    return grpc.stream_unary_rpc_method_handler(lambda _, context: abort(context, AuthenticationError(text)))
