@@ -254,7 +254,7 @@ def serving_pages(address: str) -> Iterator[None]:
             server.shutdown()
 
 
-class Catchall(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Catchall(grpc.GenericRpcHandler):
     """Answers every call: as a mock, by an empty message, or as a gate, which refuses it."""
 
     def __init__(self, *, is_gate: bool) -> None:
