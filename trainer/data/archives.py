@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
 
 _PEEKED = 100
@@ -164,27 +165,32 @@ def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> t
     if key in beside:
         return " ".join(read_member(path, beside[key]).decode(errors="replace").split()), key
     if label_key and "json" in beside:
+        fields = None
         with suppress(ValueError):
             fields = json.loads(read_member(path, beside["json"]))
-            if isinstance(fields, dict) and fields.get(label_key) is not None:
-                return " ".join(str(fields[label_key]).split()), "json"
+        if isinstance(fields, dict) and fields.get(label_key) is not None:
+            return label_text(fields[label_key], f"{path}:{beside['json'].name}"), "json"
     return "", ""
 
 
 def are_shards(tars: Sequence[Path]) -> bool:
     """Whether tars hold samples: the first one has other files beside images, or they are numbered 00000, 00001, …"""
     kinds: dict[str, set[bool]] = {}
+    folders, has_classes = set[str](), False
     try:
         with tarfile.open(tars[0], "r:") as tar:
             for member, _ in zip(tar, range(_PEEKED), strict=False):
                 key, _ = _key(member.name)
                 if member.isfile() and not posixpath.basename(key).startswith("."):
                     kinds.setdefault(key, set()).add(is_image(member.name))
+                    if is_image(member.name):
+                        folders.add(posixpath.dirname(posixpath.normpath(member.name)))
+                    has_classes = has_classes or member.name.endswith(".cls")
     except (tarfile.TarError, OSError):
         return False  # it is named when it is read
-    if any(len(kind) == 2 for kind in kinds.values()):
-        return True
     numbered = [_NUMBERED.fullmatch(path.stem) for path in tars]
+    if any(len(kind) == 2 for kind in kinds.values()) and (has_classes or any(numbered) or "" in folders):
+        return True  # otherwise what lies beside the images of folders, as .txt or .xml, makes no samples
     numbers: dict[str, list[int]] = {}
     for found in filter(None, numbered):
         numbers.setdefault(found[1], []).append(int(found[2]))

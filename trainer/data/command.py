@@ -62,7 +62,12 @@ def _pack(options: argparse.Namespace) -> list[str]:
     with stage("comparing the source with the pack"):
         reading = read_source(options.source.resolve(), of_source)
         changed = [changes_since(split, part).lines() for split, part in reading.to_pack(options.output)]
-    return [packed, *(line for lines in changed for line in lines)]
+    unused = [
+        f"{split.name}/ is not packed ({_counted(split.counts.total(), 'image')}): --split {reading.train.name}:"
+        f"{split.name} packs it for evaluation"
+        for split in reading.splits[2:]
+    ]
+    return [packed, *(line for lines in changed for line in lines), *unused]
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

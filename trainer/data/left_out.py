@@ -51,6 +51,8 @@ class Reason(Enum):
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
     SIDECAR = "file beside a sample's image", "files beside samples' images"
     STRAY = "image beside the class folders (--stray use keeps it)", "images beside the class folders (--stray use)"
+    BESIDE_SPLITS = "image beside the splits (--split none)", "images beside the splits (--split none)"
+    NO_PATH = "line without a path", "lines without a path"
     OTHER_SPLIT = "image of another split", "images of other splits"
 
 

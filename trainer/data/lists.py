@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data.config import SourceOptions
+from trainer.data.label_texts import NO_LABEL_TEXTS, label_number, label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
 from trainer.data.listing import image_hash
 from trainer.data.tables import IN_TABLE, columns_of, kind_of, num_rows, values_of
@@ -21,7 +22,6 @@ _MAX_DIGITS = 18
 """Maximum length of a label, which is an int64."""
 _PROBED = 100
 """Paths of a list of which one must exist."""
-NO_LABEL_TEXTS = ("", "-1")
 
 
 class _Line(NamedTuple):
@@ -44,7 +44,10 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
     by_number = bool(labels) and any(label.isdecimal() for label in labels)
     folder, known = Folder("", left_out), set[int]()
     for line in lines:
-        path, label = _plain_path(line.path, source.parent), line.label or ""
+        if not line.path:
+            left_out.add(Reason.NO_PATH, f"{source.name}, line {line.number}")
+            continue
+        path, label = _plain_path(line.path, source.parent), " ".join((line.label or "").split())
         if labels:
             _check_label(source, line, by_number=by_number)
         if (key := image_hash(source.parent / path, "")) in known:
@@ -52,7 +55,7 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
             continue
         known.add(key)
         folder.add(path, label=label)
-    some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED]]
+    some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED] if line.path]
     if some and not any((source.parent / path).exists() for path in some):
         raise ValueError(
             f"{source}: none of its first {len(some)} paths exists, first {some[0]}: paths are relative to the list's "
@@ -75,7 +78,7 @@ def add_table(folder: Folder, path: Path, shown: str, options: SourceOptions) ->
     in_table = kind_of(path, image) != "paths"
     values: Iterable[Any] = range(num_rows(path)) if in_table else values_of(path, image)
     for value, text in zip(values, values_of(path, label) if label else itertools.repeat(None), strict=False):
-        own = "" if text is None else " ".join(str(text).split())
+        own = label_text(text, str(path))
         if in_table:
             folder.add(shown, f"{image}[{value}]", offset=value, length=IN_TABLE, label=own)
         else:
@@ -89,6 +92,8 @@ def _check_label(source: Path, line: _Line, *, by_number: bool) -> None:
         raise ValueError(f"{where}: no label: give all images a label, or none; an image without one has the label -1")
     if label in NO_LABEL_TEXTS or (by_number and label.isdecimal() and len(label) <= _MAX_DIGITS):
         return
+    if by_number and not label.removeprefix("-").isdecimal() and label_number(label) is not None:
+        return  # a float, or a missing value among numbers
     if by_number and label.isdecimal():
         raise ValueError(f"{where}: {label[:30]}: give labels of at most {_MAX_DIGITS} digits")
     if by_number or label.removeprefix("-").isdecimal():
@@ -166,9 +171,9 @@ def _of_columns(
     lines = []
     for number, row in rows:
         value = row.get(label, "") if label else None
-        text = "" if value is None else " ".join(str(value).split())
+        text = label_text(value, f"{source}, line {number}")
         lines.append(_Line(number, str(row.get(image) or "").strip(), text if label else None))
-    return kind, [line for line in lines if line.path], notes
+    return kind, lines, notes
 
 
 def _column(source: Path, names: Sequence[str], given: str | None, usual: Sequence[str], option: str) -> str | None:

@@ -19,9 +19,10 @@ from pathlib import Path
 from trainer.data.archives import are_shards
 from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
 from trainer.data.idx import DataNotFoundError
+from trainer.data.label_texts import MISSING_TEXTS, NO_LABEL_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.lists import NO_LABEL_TEXTS, add_table, read_list
+from trainer.data.lists import add_table, read_list
 from trainer.data.tables import tables_in
 from trainer.data.tree import Folder, Walk, add_archive
 
@@ -189,13 +190,25 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
             if top.loose:
-                left_out.add(Reason.STRAY, os.path.join(above, "…"), top.loose)
+                left_out.add(Reason.BESIDE_SPLITS, top.first_loose(), top.loose)
             return {name: folders[name] for name in wanted}, above
         only = next(iter(folders.values())) if len(folders) == 1 else None
-        if only is None or top.loose or only.loose:
+        if only is None or only.loose or (top.loose and not _are_strays(top, only, options)):
             return {"": top}, ""
+        if top.loose and options.stray == "use":
+            only.take(top)
+        elif top.loose:
+            left_out.add(Reason.STRAY, top.first_loose(), top.loose)
+            notes.append(f"{_counted(top.loose, 'image')} beside {only.name}/, left out: --stray use keeps them")
         above, top = os.path.join(above, only.name), only
         notes.append(f"{above}/ is the only folder: its own folders are read")
+
+
+def _are_strays(top: Folder, only: Folder, options: SourceOptions) -> bool:
+    """Whether images beside a folder of class folders are few, or said to be strays."""
+    classes = only.folders()
+    few = bool(classes) and top.loose <= only.count() / len(classes)
+    return bool(classes) and (options.stray != "auto" or few)
 
 
 def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str]) -> list[str]:
@@ -212,6 +225,12 @@ def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str
         return wanted
     train = [name for name in folders if name.lower() in TRAINING]
     if len(train) != 1:
+        if len(folders) > 1 and SPLITS.keys() >= {name.lower() for name in folders}:
+            which = "several are" if train else "none is"
+            notes.append(
+                f"{', '.join(f'{name}/' for name in folders)} have names of splits, but {which} for training: read as "
+                f"classes: --split {folders[0]}:{folders[1]} reads the first as training images"
+            )
         return []
     if others := [name for name in folders if name.lower() not in SPLITS]:
         notes.append(
@@ -249,16 +268,33 @@ def _split(
         labels.append((place if by_folder else label) if labelled else "")
         rests.append(_relative(rest, os.fsencode(cut)))
     texts = set(labels) - set(NO_LABEL_TEXTS)
-    names = sorted(texts) if by_folder or not all(map(str.isdecimal, texts)) else []
+    by_number = {} if by_folder else {text: label_number(text) for text in texts}
+    names = sorted(texts) if by_folder or None in by_number.values() else []
     classes = [*known, *sorted(set(names) - set(known))] if names else []
-    numbers = {text: number for number, text in enumerate(classes)} if names else {text: int(text) for text in texts}
-    found = [numbers.get(label, NO_LABEL) for label in labels]
+    numbers = {text: number for number, text in enumerate(classes)} if names else by_number
+    notes += _label_notes(texts, by_number, by_folder=by_folder, named=bool(names))
+    found = [NO_LABEL if (number := numbers.get(label)) is None else number for label in labels]
     content = b"".join(b"%d\t%s\n" % pair for pair in zip(found, rests, strict=True))
     if not content:
         return None
     return Split(
         name=name, source=source, listing=Listing(content, root), classes=tuple(classes), counts=Counter(found)
     )
+
+
+def _label_notes(texts: set[str], by_number: dict[str, int | None], *, by_folder: bool, named: bool) -> Iterator[str]:
+    """Lines about labels that may not be meant as they are read."""
+    if named and not by_folder and (missing := sorted(text for text in texts if text.lower() in MISSING_TEXTS)):
+        yield f"label {missing[0]!r} is read as a class: an image without a label has an empty one"
+    if named or by_folder:
+        return
+    if below := sorted(text for text in texts if by_number[text] == NO_LABEL):
+        yield f"labels that are missing or negative are none: {', '.join(below[:_NAMED])}"
+    first: dict[int | None, str] = {}
+    for text in sorted(texts):
+        if (other := first.setdefault(by_number[text], text)) != text and by_number[text] != NO_LABEL:
+            yield f"labels {other!r} and {text!r} are one number, and one class"
+            return
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:

@@ -55,6 +55,17 @@ class Folder:
         last += os.fsencode(f"{label}\t{offset}\t{length}\t{path}\t{member}\n")
         self.loose += 1
 
+    def first_loose(self) -> str:
+        """The path of the first image that lies in no folder below; in an archive, followed by the member's name."""
+        rest = next(rest for place, _, rest in self.lines() if not place)
+        _, _, path, member = os.fsdecode(rest).split("\t")
+        return f"{path}:{member}" if member else path
+
+    def take(self, other: Folder) -> None:
+        """Adds the images of another folder that lie in no folder below it."""
+        self._parts += [part for part in other._parts if isinstance(part, bytearray)]
+        self.loose += other.loose
+
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
         """For each image, in order: the folder of this one that it lies in (empty for none), its label as a text, and
         the rest of its line."""

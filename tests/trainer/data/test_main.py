@@ -74,6 +74,13 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
     assert f"27 images of {tree}" in capsys.readouterr().out
 
 
+def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "test", "val"):
+        plain_tree(tmp_path / "set" / name, 3)
+    assert call("pack", tmp_path / "set", tmp_path / "packed") == 0
+    assert "val/ is not packed (3 images): --split train:val packs it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -481,6 +481,67 @@ def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
     assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing.entries()] == ["1.jpg", "2.jpg"]
 
 
+def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "a/images", 12)
+    (tmp_path / "a/preview.png").write_bytes(b"x")
+    for stray, number in (("auto", 12), ("ignore", 12), ("use", 13)):
+        listing, found = listed(tmp_path / "a", stray=stray)
+        assert (len(listing), found.classes) == (number, ("a", "b", "c")), stray
+    plain_tree(tmp_path / "b/train", 6)
+    plain_tree(tmp_path / "b/test", 3)
+    (tmp_path / "b/preview.png").write_bytes(b"x")
+    assert left_out_of(tmp_path / "b") == "1 image beside the splits (--split none) (preview.png)"
+
+
+@pytest.mark.parametrize("names", [("test", "val"), ("train", "training", "val")])
+def test_splits_without_one_for_training_are_classes_with_a_note(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        plain_tree(tmp_path / name, 3)
+    reading = read_source(tmp_path)
+    assert reading.train.classes == names
+    assert f"--split {names[0]}:{names[1]} reads the first as training images" in " ".join(reading.notes)
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "classes", "note"),
+    [
+        (("0", "nan", "-1.0", "None"), [0, -1, -1, -1], (), "missing or negative are none: -1.0, None, nan"),
+        (("0.0", "1.0", "-2", "1"), [0, 1, -1, 1], (), "'1' and '1.0' are one number"),
+        (("01", "1", "2", "2"), [1, 1, 2, 2], (), "'01' and '1' are one number"),
+        (("9" * 19, "1", "1", "1"), [1, 0, 0, 0], ("1", "9" * 19), ""),
+        (("cat", "None", "cat", "cat"), [1, 0, 1, 1], ("None", "cat"), "'None' is read as a class"),
+    ],
+)
+def test_labels_as_programs_write_them(
+    texts: tuple[str, ...], labels: list[int], classes: tuple[str, ...], note: str, tmp_path: Path
+) -> None:
+    members: dict[str, bytes] = {}
+    for number, text in enumerate(texts):
+        members |= {f"{number}.jpg": jpeg(number), f"{number}.cls": text.encode()}
+    reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
+    assert (reading.train.listing.labels().tolist(), reading.train.classes) == (labels, classes)
+    assert note in " ".join(reading.notes)
+
+
+def test_every_line_of_a_list_is_accounted_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(1))
+    (tmp_path / "b.jpg").write_bytes(jpeg(2))
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,1.0\n,0\nb.jpg,nan\n")
+    reading = read_source(tmp_path / "list.csv")
+    assert reading.train.listing.labels().tolist() == [1, -1]
+    assert left_out_of(tmp_path / "list.csv") == "1 line without a path (list.csv, line 3)"
+    (tmp_path / "list.txt").write_text("a.jpg\tcat\tdog\nb.jpg\tcow\n")
+    assert read_source(tmp_path / "list.txt").train.classes == ("cat dog", "cow")
+    (tmp_path / "list.jsonl").write_text('{"path": "a.jpg", "label": [1, 2]}\n')
+    with pytest.raises(ValueError, match=r"list\.jsonl, line 1: \[1, 2\] is no label"):
+        read_source(tmp_path / "list.jsonl")
+
+
+def test_a_tar_of_class_folders_with_sidecars_keeps_its_classes(tmp_path: Path) -> None:
+    members = {f"pets/{name}": jpeg(1) for name in ("a/0.jpg", "a/0.txt", "b/0.jpg", "b/0.txt")}
+    assert read_source(write_tar(tmp_path / "pets.tar", members)).train.classes == ("a", "b")
+
+
 def left_out_of(source: Path) -> str:
     return read_source(source).left_out.line(source).removeprefix(f"left out of {source}: ")
 
