@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
         raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
 
 
+@lru_cache(256)
 def is_zip(path: Path) -> bool:
     """Whether a file is a zip, and not a tar whose last member is one."""
     return zipfile.is_zipfile(path) and not tarfile.is_tarfile(path)
@@ -148,15 +149,17 @@ def samples_in(
         images = [member for member in sample if is_image(member.name)]
         beside = {_key(member.name)[1]: member for member in sample if member not in images}
         if not images:
-            images = list(images_in(path, shown, beside.values(), left_out))
-            beside = {}
+            images = [member for member in sample if not reason_against(member.name, partial(_opened, path, member))]
+            beside = {_key(member.name)[1]: member for member in sample if member not in images}
+        if not images:
+            list(images_in(path, shown, sample, left_out))  # which names each with its reason
+            continue
         for member in images[1:]:
             left_out.add(Reason.SECOND, f"{shown}:{member.name}")
-        label, used = _label(path, beside, label_key) if images else ("", "")
+        label, used = _label(path, beside, label_key)
         for suffix, member in beside.items():
             left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
-        if images:
-            yield images[0], label
+        yield images[0], label
 
 
 def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> tuple[str, str]:

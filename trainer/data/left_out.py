@@ -38,6 +38,7 @@ class Reason(Enum):
     SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
     HIDDEN = "hidden name", "hidden names"
     OUTPUT = "directory of a run or a pack", "directories of runs or packs"
+    OUTPUT_LINKED = "link into a directory of a run or a pack", "links into directories of runs or packs"
     COMPRESSED = "archive to be unpacked first", "archives to be unpacked first"
     UNREAD = "picture in a format that is not read", "pictures in formats that are not read"
     HEIC = (

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from trainer.data.archives import content_of
+from trainer.data.archives import content_of, is_zip
 from trainer.data.tables import IN_TABLE, read_cell
 from weightserver.core.arrays import Int64Array
 
@@ -94,7 +94,7 @@ class Listing:
         """Number of encoded bytes of an entry, for which a zip's member or a table's image is read."""
         if entry.offset < 0:
             return (self.root / entry.path).stat().st_size
-        is_read = entry.length == IN_TABLE or entry.path.endswith(".zip")
+        is_read = entry.length == IN_TABLE or is_zip(self.root / entry.path)
         return len(self.read_entry(entry)) if is_read else entry.length
 
     def name(self, image: int) -> str:

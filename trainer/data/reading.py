@@ -227,9 +227,10 @@ def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str
     if len(train) != 1:
         if len(folders) > 1 and SPLITS.keys() >= {name.lower() for name in folders}:
             which = "several are" if train else "none is"
+            first, second, *_ = sorted(folders, key=lambda name: name not in train)
             notes.append(
                 f"{', '.join(f'{name}/' for name in folders)} have names of splits, but {which} for training: read as "
-                f"classes: --split {folders[0]}:{folders[1]} reads the first as training images"
+                f"classes: --split {first}:{second} reads the first as training images"
             )
         return []
     if others := [name for name in folders if name.lower() not in SPLITS]:

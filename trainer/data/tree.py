@@ -164,10 +164,19 @@ class Walk:
         elif status.st_size == 0:
             reason = Reason.EMPTY
         elif child.is_symlink() and self._walks(os.path.realpath(child.path)):
-            reason = Reason.LINKED
+            reason = Reason.OUTPUT_LINKED if self._is_in_output(child) else Reason.LINKED
         if reason:
             self._leave_out(reason, child)
         return reason is None
+
+    def _is_in_output(self, child: os.DirEntry[str]) -> bool:
+        """Whether a link leads into a directory of a run or a pack in the walked folders."""
+        real = os.path.realpath(child.path)
+        while real not in self._real_roots and real != os.path.dirname(real):
+            real = os.path.dirname(real)
+            if real not in self._real_roots and is_output(Path(real)):
+                return True
+        return False
 
     def _walks(self, real: str) -> bool:
         """Whether the walk comes to a real path by itself."""

@@ -493,13 +493,18 @@ def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> No
     assert left_out_of(tmp_path / "b") == "1 image beside the splits (--split none) (preview.png)"
 
 
-@pytest.mark.parametrize("names", [("test", "val"), ("train", "training", "val")])
-def test_splits_without_one_for_training_are_classes_with_a_note(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "training", "other"),
+    [(("test", "val"), "test", "val"), (("test", "train", "training"), "train", "training")],
+)
+def test_splits_without_one_for_training_are_classes_with_a_note(
+    names: tuple[str, ...], training: str, other: str, tmp_path: Path
+) -> None:
     for name in names:
         plain_tree(tmp_path / name, 3)
     reading = read_source(tmp_path)
     assert reading.train.classes == names
-    assert f"--split {names[0]}:{names[1]} reads the first as training images" in " ".join(reading.notes)
+    assert f"--split {training}:{other} reads the first as training images" in " ".join(reading.notes)
 
 
 @pytest.mark.parametrize(
@@ -540,6 +545,32 @@ def test_every_line_of_a_list_is_accounted_for(tmp_path: Path) -> None:
 def test_a_tar_of_class_folders_with_sidecars_keeps_its_classes(tmp_path: Path) -> None:
     members = {f"pets/{name}": jpeg(1) for name in ("a/0.jpg", "a/0.txt", "b/0.jpg", "b/0.txt")}
     assert read_source(write_tar(tmp_path / "pets.tar", members)).train.classes == ("a", "b")
+
+
+def test_images_of_samples_are_known_by_their_content(tmp_path: Path) -> None:
+    members = {"0.img": jpeg(0), "0.cls": b"7", "1.img": jpeg(1), "1.cls": b"8", "2.cls": b"9"}
+    reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
+    assert reading.train.listing.labels().tolist() == [7, 8]
+    assert left_out_of(tmp_path / "s-0000.tar") == (
+        "2 labels of samples, which are read (first s-0000.tar:0.cls), 1 file that is no image (s-0000.tar:2.cls)"
+    )
+
+
+def test_a_zip_of_any_name_is_unchanged_since_it_was_packed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "images", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(3):
+            archive.writestr(f"{number}.jpg", jpeg(number))
+    pack(tmp_path / "images", tmp_path / "packed", PackOptions())
+    assert changes_since(read_source(tmp_path / "images").train, tmp_path / "packed").changed == ()
+
+
+def test_a_link_into_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 6)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"format": 4}')
+    (tmp_path / "run/training.png").write_bytes(b"x")
+    (tmp_path / "a/linked.png").symlink_to(tmp_path / "run/training.png")
+    assert "1 link into a directory of a run or a pack (a/linked.png)" in left_out_of(tmp_path)
 
 
 def left_out_of(source: Path) -> str:
