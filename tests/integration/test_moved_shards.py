@@ -120,10 +120,14 @@ def with_hosts(hosts: Path, inside: Sequence[str]) -> list[str]:
     return [*inside, "unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
 
 
-def vanish(node: Node, own: Node) -> None:
-    """Packets for it are lost unanswered, as behind a router, instead of failing for want of its address."""
-    node.unplug()
-    own.run(f"ip neigh replace {node.address} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
+def lose(shard: subprocess.Popen[str], node: Node, own: Node | None) -> None:
+    """The shard ends. If its node vanishes with it, packets that `own` sends there are lost unanswered, as behind a
+    router, instead of failing for want of its address."""
+    if own is not None:
+        node.unplug()
+        own.run(f"ip neigh replace {node.address} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
+    shard.kill()
+    shard.wait()
 
 
 @pytest.mark.slow
@@ -147,10 +151,7 @@ def test_a_client_follows_a_shard_to_another_address(
             assert client.stdin is not None
             assert client.stdout is not None
             assert client.stdout.readline() == "ready\n"
-            if vanishes:
-                vanish(old, own)
-            vanishing.kill()
-            vanishing.wait()
+            lose(vanishing, old, own if vanishes else None)
             with serving(new, directory):
                 follow = threading.Timer(late_seconds, hosts.write_text, [f"{new.address} {NAME}\n"])
                 follow.start()
@@ -182,10 +183,7 @@ def test_two_ranks_follow_a_shard_to_another_address(
         ):
             metrics = output / "metrics.jsonl"
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 15, seconds=120)
-            if vanishes:
-                vanish(old, own)
-            vanishing.kill()
-            vanishing.wait()
+            lose(vanishing, old, own if vanishes else None)
             with serving(new, directory):
                 follow = threading.Timer(late_seconds, hosts.write_text, [f"{names}{new.address} {NAME}\n"])
                 follow.start()
@@ -255,16 +253,17 @@ def serving_pages(address: str) -> Iterator[None]:
 
 
 class Catchall(grpc.GenericRpcHandler):
-    """Answers every call: as a mock, by an empty message, or as a gate, which refuses it."""
+    """Answers every call by these bytes; without any it refuses it."""
 
-    def __init__(self, *, is_gate: bool) -> None:
-        self._is_gate = is_gate
+    def __init__(self, answer: bytes | None) -> None:
+        self._answer = answer
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         def answer(_: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            if self._is_gate:
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, "log in first")
-            return b""
+            if self._answer is not None:
+                return self._answer
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "log in first")
+            raise AssertionError("abort() raises")
 
         return grpc.stream_unary_rpc_method_handler(answer)
 
@@ -284,10 +283,9 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
         if what in ("exchanged", "sibling"):
             cluster._reserved_ports.reverse()
             stack.callback(cluster._reserved_ports.reverse)
-        elif what in ("another program", "a mock", "a gate"):
+        elif what == "another program" or what in ANSWERS:
             program = grpc.server(ThreadPoolExecutor(2))
-            if what != "another program":
-                program.add_generic_rpc_handlers((Catchall(is_gate=what == "a gate"),))
+            program.add_generic_rpc_handlers([Catchall(ANSWERS[what])] if what in ANSWERS else [])
             program.add_insecure_port(cluster.addresses[0])
             program.start()
             stack.callback(lambda: program.stop(0).wait())
@@ -336,13 +334,16 @@ PLACES = {
     "an HTTP/2 server": "another program",
     "another program": "another program",
     "a mock": "another program",
+    "a page": "another program",
     "a gate": "another program",
     "stranger": "another table",
     "empty": "no table",
 }
 """What may be in the place of shard 0, and its name in the metric if it answers."""
 STATUS = {"rebooted": "UNAVAILABLE", "an HTTP server": "UNAVAILABLE", "an HTTP/2 server": "UNKNOWN"}
-STATUS |= {"a mock": "UNKNOWN", "a gate": "PERMISSION_DENIED"}
+STATUS |= {"a mock": "UNKNOWN", "a page": "UNKNOWN", "a gate": "PERMISSION_DENIED"}
+ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
+"""Of a gRPC server that answers every call."""
 
 
 @pytest.mark.guard

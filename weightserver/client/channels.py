@@ -76,31 +76,31 @@ class Channel:
         }
         self._fetch = channel.unary_stream(_path(_SERVICE.methods_by_name["Fetch"]))
 
-    def call(self, method: str, request: Message | Iterable[Message], options: dict[str, Any]) -> tuple[Any, Any]:
-        """Makes a call that is answered by one message; returns the answer, that of Fetch as bytes, and the call.
-
-        Raises:
-            WeightServerError: the answer is no message of this method.
-            Exception: one of making the request's messages.
+    def call(self, method: str, request: Message | Iterable[Message], options: dict[str, Any]) -> tuple[bytes, Any]:
+        """Makes a call that is answered by one message; returns the answer as bytes (see `answer_of`), and the call.
+        Raises an exception of making the request's messages as it is.
         """
         failed: list[Exception] = []
         sent: Any = _bytes_of(request) if isinstance(request, Message) else _stream(request, failed)
         try:
-            answer, call = self._stubs[method].with_call(sent, **options)
+            answer: tuple[bytes, Any] = self._stubs[method].with_call(sent, **options)
+            return answer
         except grpc.RpcError:
             if failed:
                 raise failed[0] from None
             raise
-        if method == "Fetch":  # decoded without a copy
-            return answer, call
-        try:
-            return GetMessageClass(_SERVICE.methods_by_name[method].output_type).FromString(answer), call
-        except DecodeError:
-            raise WeightServerError(f"{method} was answered by what is no answer: is it of the same version?") from None
 
     def fetch(self, request: pb.FetchRequest, options: dict[str, Any]) -> Any:
         """Sends a request; returns the call, an iterator of the answer's messages as bytes."""
         return self._fetch(request.SerializeToString(), **options)
+
+
+def answer_of(method: str, data: bytes) -> Any:
+    """The message of a method's answer. Raises WeightServerError if it is none."""
+    try:
+        return GetMessageClass(_SERVICE.methods_by_name[method].output_type).FromString(data)
+    except DecodeError:
+        raise WeightServerError(f"{method} was answered by what is no answer: is it of the same version?") from None
 
 
 def _path(method: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from weightserver.client.calls import WATCH, Call
-from weightserver.client.channels import Channel, Channels
+from weightserver.client.channels import Channel, Channels, answer_of
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
@@ -109,10 +109,10 @@ class ShardConnection:
                 sent = type(request)()
                 sent.CopyFrom(request)
                 sent.header.rates.CopyFrom(named)
-            answer, call = channel.call(method, sent, options)
+            data, call = channel.call(method, sent, options)
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
-            return answer
+            return answer_of(method, data)
 
         return self._attempts(
             Call(self._label, self.name, self._expected, method, num_rows), attempt, rates, acknowledged

@@ -26,10 +26,6 @@ _RETRIED = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
 )
-_OF_ANOTHER = (
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.UNKNOWN,  # which no shard answers: that of an HTTP/2 server
-)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -65,7 +61,7 @@ class Failure:
             return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
         status, trailer = error.code(), error.trailing_metadata()
         details, fields = " ".join((error.details() or "").split()), error_fields(trailer)
-        is_of_another = status in _OF_ANOTHER or not (status in _RETRIED or is_of_shard(trailer))
+        is_of_another = status is status_of(WrongShardError) or not (status in _RETRIED or is_of_shard(trailer))
         is_retried = status in _RETRIED or "num_used" in fields or (has_answered and is_of_another)
         return cls(status, details, is_retried, fields, is_of_another)
 
