@@ -18,6 +18,7 @@ from trainer.data.decoded_images import BrokenImages
 from trainer.data.listing import NO_LABEL
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.reading import Split, read_source
+from weightserver.core.arrays import Int64Array
 
 _SAMPLE = 1_000
 _SHOWN = 10
@@ -49,7 +50,7 @@ def _split_lines(split: Split, allowed: BrokenImages) -> Iterator[str]:
         named = [f"{_name(split, label)} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
     number = len(split.listing)
-    sample = np.unique(np.linspace(0, number - 1, _SAMPLE).astype(int)).tolist()
+    sample = spread_evenly(number, _SAMPLE).tolist()
     with ThreadPoolExecutor(usable_cores()) as pool:
         found = list(pool.map(lambda image: _facts(split, image), sample))
     intact = [one for one in found if isinstance(one, ImageFacts)]
@@ -68,6 +69,11 @@ def _split_lines(split: Split, allowed: BrokenImages) -> Iterator[str]:
         first = f"{broken[0][0]} ({broken[0][1]})"
         yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {first}"
     yield from _duplicates(split)
+
+
+def spread_evenly(number: int, most: int) -> Int64Array:
+    """Up to `most` of the images 0..number-1, int64 [n], in ascending order."""
+    return np.unique(np.linspace(0, number - 1, most).astype(np.int64))
 
 
 def _name(split: Split, label: int) -> str:

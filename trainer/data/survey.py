@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from trainer.data.datasets import Dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.inspection import pixel_warnings
+from trainer.data.inspection import pixel_warnings, spread_evenly
 
 _SAMPLE = 256
 _LOOKED_AT = 16
@@ -60,7 +59,7 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
     assert isinstance(images, DecodedImages), "images in memory need no survey"
     labels = dataset.train_labels if dataset.labelled else torch.empty(0)
     number = len(images)
-    sample = np.unique(np.linspace(0, number - 1, _SAMPLE).astype(int))
+    sample = spread_evenly(number, _SAMPLE)
     headers = [images.header(image) for image in sample.tolist()]
     unreadable = tuple(header for header in headers if isinstance(header, str))
     if not packed:
