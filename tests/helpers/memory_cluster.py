@@ -244,6 +244,8 @@ class Event:
     """Whether no other message shared the commit."""
     behind: bool
     """Whether the shard lacks a state that the message's client knows of."""
+    disk_fails: bool
+    """Whether no commit of the shard succeeded at that time."""
 
     @property
     def refused(self) -> bool:
@@ -528,7 +530,7 @@ class MemoryCluster:
         self._num_events += 1
         shard, refused = message.shard, isinstance(result, type)
         behind = self.lacks(shard, message.known.event if refused else message.known.change)
-        self.log.append(Event(message, result, alone, behind))
+        self.log.append(Event(message, result, alone, behind, self.directories[shard].storage.fails))
         if not refused:
             self.directories[shard].history.append(self._num_events)
             if result is True and message.method != "SettleWrite":  # which says that it was applied before

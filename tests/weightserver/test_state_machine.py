@@ -642,7 +642,8 @@ class Machine(RuleBasedStateMachine):
                 return num_steps(call) > len(writer.rates)
             case TableMismatchError():
                 fixed = max(writer.most_carried, *(len(shard.used) for shard in self.shards))
-                return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)
+                is_used = call.arguments.get("start_step", 0) < fixed or self.knows_of_loss(writer)  # or it was before
+                return call.kind == "extend_schedule" and (is_used or beside)
             case ShardUnavailableError():
                 # The time of another call passes for this one too, and that of attempts on an overloaded shard, or a
                 # wrong one.
@@ -795,7 +796,7 @@ class Machine(RuleBasedStateMachine):
         if error is DataLossError:
             had_to = event.behind or message.method == "Describe"  # which may carry a mark that another shard sent
         elif error is StorageError:
-            had_to = message.run.attempts[-1] in (Fate.DISK_FAILS, Fate.DISK_FAILS_TOO_LATE) or True
+            had_to = event.disk_fails
         elif error is FencedError:
             if message.method == "OpenSession" and not message.first.join:
                 had_to = message.session[0] <= shard.state.epoch
