@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.liveness import ending_together
-from trainer.rank_messages import RankLostError
 from weightserver.torch import Ranks
 
 
@@ -66,7 +65,7 @@ def process_group(
         agreed: errors that all ranks raise together to end the run.
 
     Raises:
-        RankLostError: another rank failed, or did not answer within the timeout.
+        ConnectionError: another rank failed, or did not answer within the timeout.
         ValueError: fewer GPUs than ranks, or an incomplete environment.
     """
     ranks = Ranks(
@@ -90,7 +89,7 @@ def process_group(
         _destroy()
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no error class of its own
-            raise RankLostError("another rank failed or does not answer: see its last message") from error
+            raise ConnectionError("another rank failed or does not answer: see its last message") from error
         raise
     finally:
         # After a failure NCCL would wait for operations in progress, which other ranks may never join.

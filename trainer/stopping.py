@@ -1,4 +1,4 @@
-"""Early ends of a command: by a signal, without losing a step, or by an error, in one line from all ranks together."""
+"""Early ends of a command: by a signal, without losing a step, or by an error, in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from trainer.rank_messages import RankLostError, is_first_to_say, someone_said
 from weightserver import WeightServerError
 from weightserver.common.interrupts import interruption
 from weightserver.common.logs import print_error
@@ -65,7 +64,7 @@ def stop_signals(on_first: Callable[[], None] = lambda: None) -> Iterator[list[i
 def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -> Iterator[None]:
     """Ends the process on an error inside: one line on stderr, and `status`, or 128 + the number of a signal.
 
-    If several ranks end for the same reason, one of them prints it.
+    What ends all ranks together is printed by the first one, any other error by each rank that meets it.
 
     Args:
         after_interrupt: what the user can do after Ctrl-C, for the message.
@@ -73,7 +72,9 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
     try:
         yield
     except Interrupted as stopped:
-        _end(f"{command}: {stopped}", stopped.exit_status)
+        if os.environ.get("RANK", "0") == "0":
+            print_error(f"{command}: {stopped}")
+        _exit(stopped.exit_status)
     except KeyboardInterrupt:
         _end(f"{command}: {interruption(hint=after_interrupt)}", 128 + signal.SIGINT)
     except MemoryError as error:
@@ -88,18 +89,13 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
             f"--accumulate, fewer --num-negatives or --precision bfloat16 ({'. '.join(str(error).split('. ')[:2])})",
             status,
         )
-    except RankLostError as error:
-        if not someone_said():  # the rank that failed says why
-            _end(f"{command}: {error}", status)
-        _exit(status)
     except (ValueError, OSError, WeightServerError) as error:
         _end(f"{command}: {error}", status)
 
 
 def _end(message: str, status: int) -> NoReturn:
-    """Prints why the process ends, unless another rank has printed the same, and ends it."""
-    if is_first_to_say(message):
-        print_error(message)
+    """Prints why the process ends, and ends it."""
+    print_error(message)
     _exit(status)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -187,20 +186,6 @@ def test_resume_alone_takes_all_settings_and_is_shown_at_once(interrupted: tuple
     assert int(shown[0].replace(",", "")) >= done > 0, "not from 0 on"
     assert "loss" in terminal.seen
     assert "(chance 4.16)" in terminal.seen, "the run's --num-negatives"
-
-
-@pytest.mark.guard
-def test_ranks_say_why_they_end_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    ran = subprocess.run(
-        [*command, *SMALL, "--resume", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.stderr.count("trainer: ") == 1, ran.stderr
-    assert "holds no run to resume" in ran.stderr
 
 
 @pytest.mark.guard
