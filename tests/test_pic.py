@@ -15,13 +15,11 @@ import pytest
 import trainer.pic
 from tests.helpers.image_tree import plain_tree
 from trainer.command_line import pic
-from trainer.pic import COMMANDS
+from trainer.pic import COMMANDS, overview
 from trainer.presets import PRESETS
-from trainer.short_help import PAGES, overview
+from trainer.short_help import PAGES
 
 ROOT = Path(__file__).parent.parent
-WITH_WORDS = {"export": ("encoder", "import"), "evaluate": ("knn",)}
-"""Commands whose options are those of commands of their own."""
 
 
 def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -51,23 +49,38 @@ def test_help_is_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["evaluate", "knn", "-h"], ["serve", "-h"]])
 def test_help_imports_nothing_that_takes_time(arguments: list[str]) -> None:
+    assert not {"torch", "numpy", "rich", "tyro", "grpc"} & modules_of(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [["embed", "--help"], ["pack", "--help-all"], ["export", "encoder", "--help"]])
+def test_no_help_imports_torch(arguments: list[str]) -> None:
+    assert not {"torch", "timm", "torchvision", "matplotlib"} & modules_of(*arguments)
+
+
+def modules_of(*arguments: str) -> set[str]:
+    """The modules that a command imports."""
     code = (
         "import atexit, sys; from trainer.pic import main; "
         "atexit.register(lambda: print('MODULES', *sys.modules)); main(sys.argv[1:])"
     )
     modules = set(run(sys.executable, "-c", code, *arguments, cwd=ROOT).partition("MODULES")[2].split())
     assert "trainer.short_help" in modules
-    assert not {"torch", "numpy", "rich", "tyro", "grpc"} & modules
+    return modules
 
 
-@pytest.mark.guard  # imports every command
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PAGES)
 def test_every_option_of_a_page_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = WITH_WORDS.get(name, ("",))
-    complete = "".join(printed([name, *filter(None, (word,)), "--help-all"], capsys) for word in words)
+    complete = printed([name, *["knn"] * (name == "evaluate"), "--help-all"], capsys)
     options = set(re.findall(r"(?<=[ \n])--[a-z][\w.-]*", PAGES[name])) - {"--help-all", "--nproc-per-node"}
     known = set(re.findall(r"--[a-z][\w.-]*", complete)) | {"--config", "--print-config"}
     assert options <= known
+
+
+def test_options_to_read_images_are_in_the_long_help(capsys: pytest.CaptureFixture[str]) -> None:
+    short, complete = (printed(["pack", option], capsys) for option in ("--help", "--help-all"))
+    assert "--label-key" not in short
+    assert "--help-all lists more options: how to read the images" in short
+    assert "--label-key" in complete
 
 
 def test_the_page_of_train_names_the_presets() -> None:

@@ -176,7 +176,7 @@ def unused_settings(settings: Mapping[str, Any]) -> set[str]:
     unused = config.unused_settings()
     if optimization.steps is not None:
         unused.add("epochs")
-    unused.add("warmup_fraction" if optimization.warmup_epochs is not None else "warmup_epochs")
+    unused.add("warmup_fraction" if optimization.warmup_fraction is None else "warmup_epochs")
     return unused
 
 

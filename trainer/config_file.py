@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import sys
@@ -10,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import parse_config
 from trainer.config import TrainConfig
 from trainer.presets import PRESETS
-from trainer.wrong_arguments import parsed
-from weightserver.common.logs import logs_json, print_error
+from weightserver.common.atomic_files import to_path
+from weightserver.common.logs import print_error
 
 _OF_ONE_START = ("resume", "resume_step", "extend")
 """Settings that concern one start of a run, not the run: only the command line gives them."""
@@ -50,36 +50,22 @@ def _toml(value: Any) -> str:
 def with_config_file(arguments: Sequence[str]) -> list[str]:
     """The command line with the settings of its --config FILE in place of it, which its own options override.
 
-    Exits with status 2 for a file that cannot be read, and for names and values that are no settings.
+    Exits with status 2 for a file that cannot be read, and for names that are no settings.
     """
-    left, path = _without_config(arguments)
-    if path is None:
+    parser = argparse.ArgumentParser(prog="pic train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=to_path)
+    options, left = parser.parse_known_args(arguments)
+    if (path := options.config) is None:
         return left
     try:
-        if path == Path():
-            raise ValueError("give a TOML file")
         preset, settings = _read(path)
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
-        if logs_json():  # an event says what is refused
-            parse_config([preset, *settings])
-        else:
-            parsed(parse_config, [preset, *settings])
     except (ValueError, OSError) as error:
         print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
         sys.exit(2)
     return [preset, *settings, *left[given is not None :]]
-
-
-def _without_config(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
-    for number, argument in enumerate(arguments):
-        name, assigned, value = argument.partition("=")
-        if name == "--config":
-            after = number + (1 if assigned else 2)
-            file = value if assigned else "".join(arguments[number + 1 : after])
-            return [*arguments[:number], *arguments[after:]], Path(file)
-    return list(arguments), None
 
 
 def _read(path: Path) -> tuple[str, list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
-from trainer.settings import Settings, check_at_least, check_choice
+from trainer.settings import Settings, check_at_least
 
 Norm = Literal["batch", "group"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -89,5 +89,4 @@ class ModelConfig(Settings):
     """D, length of an embedding and of a row."""
 
     def check(self) -> None:
-        check_choice(self, "head_layers", 1, 2)
         check_at_least(self, 1, "dim")

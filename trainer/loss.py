@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.settings import SettingError, Settings, check_choice, check_positive
+from trainer.settings import SettingError, Settings, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,7 @@ class LossConfig(Settings):
     torch.nn.functional.cross_entropy. 0 to below 1."""
 
     def check(self) -> None:
-        check_choice(self, "softmax", "cosine", "plain")
         check_positive(self, "temperature", *["final_temperature"] * (self.final_temperature is not None))
-        check_choice(self, "margin", "none", "cosface", "arcface", "adaface")
         if self.margin != "none":
             from weightserver.torch import margin_of
 

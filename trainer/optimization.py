@@ -36,8 +36,7 @@ class OptimizationConfig(Settings):
     """Epochs in which the learning rate rises linearly from η/100 to η, whatever the length of the run (paper: 5). An
     epoch counts the images that the run started with."""
     warmup_fraction: float | None = None
-    """The warm-up as a fraction of the run. Without --warmup-epochs and --warmup-fraction it is 0.1; either of them
-    overrides a preset's."""
+    """The warm-up as a fraction of the run; overrides --warmup-epochs. Without both it is 0.1."""
     momentum: float = 0.9
     """m; that of the rows unless --row-momentum is given."""
     weight_decay: float = 1e-4
@@ -48,12 +47,6 @@ class OptimizationConfig(Settings):
         check_positive(self, "epochs")
         check_not_negative(self, "learning_rate")
         self._check_parts()
-        if self.warmup_epochs is not None and self.warmup_fraction is not None:
-            raise SettingError(
-                f"--warmup-epochs {self.warmup_epochs} and --warmup-fraction {self.warmup_fraction} both give the "
-                "length of the warm-up: give one of them",
-                "warmup_fraction",
-            )
         check_not_negative(self, "warmup_epochs")
         if not 0 <= self.fraction_of_warmup <= 1:
             raise SettingError(f"--warmup-fraction must lie in 0..1, got {self.warmup_fraction}", "warmup_fraction")
@@ -104,7 +97,7 @@ class OptimizationConfig(Settings):
         Raises:
             ValueError: it exceeds the length of any run.
         """
-        if self.warmup_epochs is None:
+        if self.warmup_epochs is None or self.warmup_fraction is not None:
             return round(self.fraction_of_warmup * num_steps)
         steps = self.warmup_epochs * num_images / self.batch_size
         if steps > MAX_STEPS:

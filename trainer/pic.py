@@ -3,8 +3,8 @@
     pic train pictures/          # or python -m trainer.pic, where the command is not on the PATH
     pic report runs/pictures
 
-Each command leads to the module that runs it, which is imported when it is needed. `--help` prints a page of
-`trainer.short_help` without any import of torch; `--help-all` prints the module's own help, with every option.
+Each command leads to the module that runs it, which is imported when it is needed; none imports torch for `--help`. A
+command with many options has a page of `trainer.short_help`, and lists all of them with `--help-all`.
 """
 
 from __future__ import annotations
@@ -14,35 +14,45 @@ import sys
 from importlib import import_module, metadata
 from typing import NamedTuple, NoReturn
 
-from trainer.short_help import PAGES, overview
+from trainer.short_help import PAGES
 from weightserver.common.processes import end_at_sigterm
 
 
 class Command(NamedTuple):
     """Where a command is run."""
 
+    summary: str
     module: str
     """It has a function main(arguments)."""
     first: tuple[str, ...] = ()
     """Arguments of that function before those of the command line."""
-    all_options: tuple[str, ...] = ()
-    """Arguments before --help that list every option where the command line has none."""
 
 
-COMMANDS = {
-    "train": Command("trainer.__main__", all_options=("images",)),
-    "demo": Command("trainer.demo"),
-    "report": Command("trainer.__main__", ("report",)),
-    "evaluate": Command("trainer.evaluate.__main__"),
-    "embed": Command("trainer.embed"),
-    "export": Command("trainer.export.__main__"),
-    "duplicates": Command("trainer.__main__", ("duplicates",)),
-    "inspect": Command("trainer.data.__main__", ("inspect",)),
-    "pack": Command("trainer.data.__main__", ("pack",)),
-    "verify": Command("trainer.data.__main__", ("verify",)),
-    "preview": Command("trainer.data.__main__", ("preview",)),
-    "serve": Command("weightserver.cli", ("serve",)),
+_GROUPS = {
+    "train": {
+        "train": Command("Trains an encoder by instance classification", "trainer.__main__"),
+        "demo": Command("Trains on 10,000 images of Fashion-MNIST", "trainer.demo"),
+    },
+    "look at a run": {
+        "report": Command("Writes one HTML page about a run", "trainer.__main__", ("report",)),
+        "evaluate": Command("Evaluates an encoder on labelled images", "trainer.evaluate.__main__"),
+        "duplicates": Command("Finds training images that are nearly the same", "trainer.__main__", ("duplicates",)),
+    },
+    "use an encoder": {
+        "embed": Command("Computes the features of images with a trained encoder", "trainer.embed"),
+        "export": Command("Exports a run's encoder for another library, or its rows", "trainer.export.__main__"),
+    },
+    "prepare images": {
+        "inspect": Command("Says what a source of images is read as", "trainer.data.__main__", ("inspect",)),
+        "preview": Command("Draws views of some images", "trainer.data.__main__", ("preview",)),
+        "pack": Command("Packs images into large files", "trainer.data.__main__", ("pack",)),
+        "verify": Command("Compares packed files with their checksums", "trainer.data.__main__", ("verify",)),
+    },
+    "servers": {
+        "serve": Command("Serves one shard of a classifier's rows until SIGTERM", "weightserver.cli", ("serve",)),
+    },
 }
+COMMANDS = {name: command for commands in _GROUPS.values() for name, command in commands.items()}
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -58,13 +68,28 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         hint = f"did you mean {near[0]}?" if near else "pic --help lists the commands"
         print(f"pic: unknown command {name!r}: {hint}", file=sys.stderr)
         sys.exit(2)
-    if not {"-h", "--help"}.isdisjoint(options):
-        _print_and_exit(PAGES[name])
+    if name in PAGES:
+        if not {"-h", "--help"}.isdisjoint(options):
+            _print_and_exit(PAGES[name])
+        if name == "train" and options == ["--help-all"]:
+            options = ["images", *options]  # a preset, which has them all
+        options = ["--help" if option == "--help-all" else option for option in options]
     command = COMMANDS[name]
-    if options == ["--help-all"]:
-        options = [*command.all_options, "--help"]
-    options = ["--help" if option == "--help-all" else option for option in options]
     sys.exit(import_module(command.module).main([*command.first, *options]))
+
+
+def overview() -> str:
+    """The help of `pic` itself: each command with its summary."""
+    lines = ["usage: pic COMMAND ...", "", "Trains image encoders without labels: every image is a class.", ""]
+    for group, commands in _GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items()), ""]
+    lines += [
+        "begin with:",
+        "  pic train pictures/",
+        "",
+        "pic COMMAND --help says more. Commands for operators: weightserver --help",
+    ]
+    return "\n".join(lines)
 
 
 def _print_and_exit(text: str) -> NoReturn:

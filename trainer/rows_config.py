@@ -10,7 +10,6 @@ from trainer.settings import (
     SettingError,
     Settings,
     check_at_least,
-    check_choice,
     check_not_negative,
     check_positive,
     resumable,
@@ -19,7 +18,6 @@ from weightserver import ClientSecurity
 from weightserver.common.addresses import is_loopback, parse_addresses
 
 _SECURITY = tuple(field.name for field in fields(ClientSecurity))
-_CORRECTION_OF_FLAG: dict[object, str] = {True: "exact", False: "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class RowsConfig(Settings):
     correction: Literal["exact", "paper", "none"] = "exact"
     """How inactive rows follow momentum and weight decay. exact: with the learning rate of each step. paper: with one
     learning rate for all steps since the row was active. none, or --no-correction: they do not move (compared in
-    Table 2). From Python, True and False mean exact and none."""
+    Table 2)."""
     init: Literal["random", "embedding"] = "random"
     """How rows begin. random: normally distributed. embedding: a class that is met for the first time begins at the
     direction of its own image's embedding, and only classes that were met are active."""
@@ -60,13 +58,7 @@ class RowsConfig(Settings):
     """Numbers in which the weight servers store and send rows and gradients. bfloat16 takes half the disk and network;
     a row is rounded, stochastically, whenever it is written to them. Training computes in float32 either way."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "correction", _CORRECTION_OF_FLAG.get(self.correction, self.correction))
-
     def check(self) -> None:
-        check_choice(self, "correction", "exact", "paper", "none")
-        check_choice(self, "init", "random", "embedding")
-        check_choice(self, "negatives", "recent", "uniform", "both")
         if not 0 < self.recent_share < 1:
             raise SettingError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}", "recent_share")
         if self.init == "embedding" and self.negatives != "recent":
@@ -75,7 +67,6 @@ class RowsConfig(Settings):
                 "out: choose --negatives recent, or --init random",
                 "init",
             )
-        check_choice(self, "row_precision", "float32", "bfloat16")
         if self.rows == "dense" and self.row_precision != "float32":
             raise SettingError(
                 f"--row-precision {self.row_precision} is for rows on weight servers, but --rows dense keeps them in "

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import docstring_parser
 
 Value = TypeVar("Value")
 
@@ -50,8 +49,15 @@ class Settings:
 
 
 def problems_of(part: Settings) -> list[SettingError]:
-    """All that a part's check refuses: it ends with the first problem, so it is repeated with the defaults of those."""
+    """All that is wrong with a part: settings that are none of their choices, which from Python no parser checks, and
+    what its check refuses. That ends with the first problem, so it is repeated with the defaults of those."""
     problems = list[SettingError]()
+    for name, kind in get_type_hints(type(part)).items():
+        if get_origin(kind) is Literal and getattr(part, name) not in (choices := get_args(kind)):
+            *most, last = map(str, choices)
+            message = f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(part, name)}"
+            problems.append(SettingError(message, name))
+            part = replace(part, **{name: _default(part, name)})
     while True:
         try:
             part.check()
@@ -154,30 +160,16 @@ def check_not_negative(settings: Settings, *names: str) -> None:
             raise SettingError(f"{flag(name)} must be finite and not negative, got {value}", name)
 
 
-def check_choice(settings: Settings, name: str, *choices: object) -> None:
-    """Raises SettingError for a setting that is not one of `choices`; from Python, no parser checks it."""
-    if getattr(settings, name) not in choices:
-        *most, last = map(str, choices)
-        raise SettingError(f"{flag(name)} must be {', '.join(most)} or {last}, got {getattr(settings, name)}", name)
-
-
 def set_help_texts(settings: type) -> None:
     """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
     for base in settings.__bases__:
         if is_dataclass(base):
             set_help_texts(base)
     try:
-        (definition,) = ast.parse(inspect.getsource(settings)).body
+        described = docstring_parser.parse_from_object(settings).params
     except OSError:  # installed without sources
         return
-    assert isinstance(definition, ast.ClassDef)
-    texts = {
-        node.target.id: " ".join(following.value.value.split())
-        for node, following in itertools.pairwise(definition.body)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(following.value.value, str)
-    }
+    texts = {field.arg_name: " ".join((field.description or "").split()) for field in described}
     for setting in fields(settings):
         if setting.name in texts:
             setting.metadata = MappingProxyType(dict(setting.metadata) | {"help": texts[setting.name]})

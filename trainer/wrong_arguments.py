@@ -1,4 +1,4 @@
-"""Says in one line what a parser refuses, which by itself draws a box."""
+"""Says in one line what tyro refuses, which by itself draws a box."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from typing import TypeVar
 
-from weightserver.common.logs import logs_json, print_error
+from weightserver.common.logs import print_error
 
 Parsed = TypeVar("Parsed")
-Parse = Callable[[list[str]], Parsed]
-"""Parses options; raises SystemExit if it refuses one."""
 
 
-class RefusedError(ValueError):
-    """What a parser says about the options that it refuses, in one line."""
-
-
-def parsed(parse: Parse[Parsed], arguments: Sequence[str]) -> Parsed:
-    """Parses; raises RefusedError where the parser would print a box and end the process."""
+def parsed_or_exit(parse: Callable[[list[str]], Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+    """Parses; ends the process with one line and status 2 for options that `parse` refuses."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
@@ -29,15 +23,5 @@ def parsed(parse: Parse[Parsed], arguments: Sequence[str]) -> Parsed:
         if not ended.code:  # --help
             raise
     inside = [line.strip(" │─") for line in box.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
-    raise RefusedError(" ".join(" ".join(inside).partition("For full helptext")[0].split()))
-
-
-def parsed_or_exit(parse: Parse[Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
-    """Parses; ends the process for refused options. If the log is JSON, an event says which, instead of a box."""
-    if not logs_json():
-        return parse(list(arguments))
-    try:
-        return parsed(parse, arguments)
-    except RefusedError as error:
-        print_error(f"{command}: {error}")
-        sys.exit(2)
+    print_error(f"{command}: {' '.join(' '.join(inside).partition('For full helptext')[0].split())}")
+    sys.exit(2)

@@ -68,6 +68,7 @@ def test_the_warm_up_is_five_epochs_at_any_length(length: list[str]) -> None:
         (["synthetic", "--steps", "100000"], 10_000),
         (["synthetic", "--steps", "100000", "--warmup_epochs", "1"], 2_502),
         (["synthetic", "--steps", "100000", "--warmup-fraction=0.5"], 50_000),
+        (["synthetic", "--steps", "100000", "--warmup-epochs=1", "--warmup-fraction=0.5"], 50_000),
     ],
 )
 def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: list[str], peak: int) -> None:
@@ -79,10 +80,6 @@ def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: lis
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["imagenet-1k", "--warmup-epochs", "5", "--warmup-fraction", "0.1"],
-            r"--warmup-epochs 5\.0 and --warmup-fraction 0\.1 both give the length of the warm-up: give one of them",
-        ),
         (["synthetic", "--warmup-epochs", "-1"], r"--warmup-epochs must be finite and not negative, got -1"),
         (["synthetic", "--warmup-epochs", "inf"], r"--warmup-epochs must be finite and not negative, got inf"),
         (["synthetic", "--warmup-epochs", "1e9"], r"--warmup-epochs 1e\+09 would take 2\.5e\+12 steps, at most"),
@@ -161,4 +158,5 @@ def test_a_wrong_option_suggests_the_nearest_one(
     with pytest.raises(SystemExit) as ended:
         parse_config(arguments)
     assert ended.value.code == 2
-    assert hint in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert hint in line

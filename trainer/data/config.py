@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import SettingError, Settings, check_at_least, check_choice, check_positive, flag, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -57,9 +57,6 @@ class SourceOptions(Settings):
         return SourceOptions(pixel_range=self.pixel_range, alpha=self.alpha, max_megapixels=self.max_megapixels)
 
     def check(self) -> None:
-        check_choice(self, "stray", "auto", "use", "ignore")
-        check_choice(self, "tars", "auto", "classes", "shards")
-        check_choice(self, "alpha", "show", "ignore")
         check_at_least(self, 0, "max_broken")
         check_positive(self, "max_megapixels")
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
