@@ -62,31 +62,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def demo_config(options: argparse.Namespace) -> TrainConfig:
-    """The settings of the demo's run. One that is resumed keeps its length, seed and images unless others are given.
+    """The settings of the demo's run. One that is resumed keeps those that are not given.
 
-    Raises ValueError for a wrong setting, or if there is no run to resume. A run with other settings is refused when
-    it is resumed.
+    Raises ValueError for a wrong setting.
     """
-    from trainer.presets import PRESETS
-    from trainer.run.directory import CONFIG_FILE
-    from trainer.run.resume import run_settings
+    from trainer.arguments import parse_config
 
-    _, preset = PRESETS["demo"]
-    begun, output = preset, options.output or _output(resume=options.resume)
-    if options.resume:
-        if not (output / CONFIG_FILE).exists():
-            raise ValueError(f"{output} holds no demo to resume: start one without --resume")
-        begun = run_settings(output)
-    seed = begun.sampling.seed if options.seed is None else options.seed
-    config = preset.with_settings(
-        epochs=begun.optimization.epochs if options.epochs is None else options.epochs,
-        seed=seed,
-        order_seed=seed,
-        data_dir=options.data_dir or begun.data.data_dir,
-        output=output,
-        resume=options.resume,
-        log_format=options.log_format,
-    )
+    output = options.output or _output(resume=options.resume)
+    arguments = ["demo", "--output", str(output), "--log-format", options.log_format, *["--resume"] * options.resume]
+    given = {"epochs": options.epochs, "seed": options.seed, "order-seed": options.seed, "data-dir": options.data_dir}
+    arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    config = parse_config(arguments)
     config.check()  # before anything is derived from a wrong length
     return config.with_settings(
         knn_every=config.optimization.epochs / 10, knn_fraction=1.0

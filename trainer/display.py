@@ -42,54 +42,18 @@ class Progress(Protocol):
         """What it is doing if that has taken longer than usual, otherwise nothing."""
 
 
-class Display:
-    """The lines of one command. Threads may change it at any time: it is drawn by a thread of its own."""
+class _Display:
+    """What is being done. Threads may change it at any time: it is drawn by a thread of its own."""
 
     def __init__(self) -> None:
-        self._stages: list[tuple[str, float]] = []
-        self._progress: Progress | None = None
-        self._notice = ""
+        self.stages: list[tuple[str, float]] = []
+        self.progress: Progress | None = None
+        self.notice = ""
+        self.is_open = self.is_drawn = False
         self._spinner = Spinner("dots")
-        self.is_drawn = False
-        """Whether a terminal shows it."""
-
-    def drawn(self, console: Console) -> Live:
-        """Draws it on the terminal while the context lasts."""
-        self.is_drawn = True
-        return Live(
-            self,
-            console=console,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
-        )
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Shows what the code inside does; a stage inside another one takes its place until it ends."""
-        entry = (name, time.monotonic())
-        self._stages.append(entry)
-        try:
-            yield
-        finally:
-            self._stages.remove(entry)
-
-    @contextmanager
-    def following(self, progress: Progress) -> Iterator[None]:
-        """Shows the progress until the context ends, in place of any other."""
-        before, self._progress = self._progress, progress
-        try:
-            yield
-        finally:
-            self._progress = before
-            self._notice = ""
-
-    def notify(self, notice: str) -> None:
-        """Shows a notice until the progress ends. Safe in a signal handler: it only sets a name."""
-        self._notice = notice
 
     def __rich__(self) -> RenderableType:
-        progress = self._progress
+        progress = self.progress
         lines = [] if progress is None else list(progress.lines())
         if doing := self._doing():
             text = Text(doing, no_wrap=True, overflow="ellipsis")
@@ -99,7 +63,7 @@ class Display:
 
     def log_line(self) -> None:
         """Logs what is being done."""
-        fields = {} if self._progress is None else self._progress.fields()
+        fields = {} if self.progress is None else self.progress.fields()
         if doing := self._doing():
             fields["doing"] = doing
         if fields:
@@ -107,15 +71,15 @@ class Display:
 
     def _doing(self) -> str:
         stage = ""
-        if stages := self._stages[-1:]:
+        if stages := self.stages[-1:]:
             ((name, since),) = stages
             stage = f"{name}, {duration(time.monotonic() - since)}"
-        elif self._progress is not None:
-            stage = self._progress.activity()
-        return ": ".join(filter(None, (self._notice, stage)))
+        elif self.progress is not None:
+            stage = self.progress.activity()
+        return ": ".join(filter(None, (self.notice, stage)))
 
 
-_current: Display | None = None
+_display = _Display()
 
 
 @contextmanager
@@ -126,46 +90,45 @@ def shown(*, wanted: bool = True) -> Iterator[None]:
         wanted: whether a terminal shows them. Otherwise the log has a line a minute, as it has without a terminal, if
             the log is JSON, and if several ranks share the terminal, whose messages lines that are redrawn would erase.
     """
-    global _current
-    if _current is not None or int(os.environ.get("RANK", "0")) > 0:
+    if _display.is_open or int(os.environ.get("RANK", "0")) > 0:
         yield
         return
-    display, console = Display(), Console(stderr=True)
-    _current = display
+    console = Console(stderr=True)
+    is_shared = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    _display.is_open = True
+    _display.is_drawn = wanted and console.is_terminal and not is_shared and not logs_json()
     try:
-        is_shared = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        drawn = wanted and console.is_terminal and not is_shared and not logs_json()
-        with display.drawn(console) if drawn else _logged(display):
+        with _drawn(console) if _display.is_drawn else _logged():
             yield
     finally:
-        _current = None
+        _display.is_open = _display.is_drawn = False
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Names what the code inside does, for the terminal if a display is open."""
-    if (display := _current) is None:
+    """Names what the code inside does, for a display; a stage inside another one takes its place until it ends."""
+    entry = (name, time.monotonic())
+    _display.stages.append(entry)
+    try:
         yield
-        return
-    with display.stage(name):
-        yield
+    finally:
+        _display.stages.remove(entry)
 
 
 @contextmanager
 def following(progress: Progress) -> Iterator[None]:
-    """Shows the progress inside if a display is open."""
-    if (display := _current) is None:
+    """Shows the progress until the context ends, in place of any other."""
+    before, _display.progress = _display.progress, progress
+    try:
         yield
-        return
-    with display.following(progress):
-        yield
+    finally:
+        _display.progress, _display.notice = before, ""
 
 
 def notify(notice: str) -> bool:
     """Shows a notice until the progress ends; whether a terminal shows it. Safe in a signal handler."""
-    if (display := _current) is not None:
-        display.notify(notice)
-    return display is not None and display.is_drawn
+    _display.notice = notice
+    return _display.is_drawn
 
 
 def duration(seconds: float) -> str:
@@ -173,13 +136,25 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def _drawn(console: Console) -> Live:
+    """Draws the display on the terminal while the context lasts."""
+    return Live(
+        _display,
+        console=console,
+        refresh_per_second=_REFRESHES_PER_SECOND,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # a file that stdout is redirected to still gets what is printed
+    )
+
+
 @contextmanager
-def _logged(display: Display) -> Iterator[None]:
+def _logged() -> Iterator[None]:
+    """Logs the display once a minute while the context lasts."""
     ended = threading.Event()
 
     def log() -> None:
         while not ended.wait(_LOG_SECONDS):
-            display.log_line()
+            _display.log_line()
 
     thread = threading.Thread(target=log, name="progress", daemon=True)
     thread.start()

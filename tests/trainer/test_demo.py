@@ -8,17 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.demo import _parser, demo_config, main, without_correction
-from trainer.model import EncoderConfig
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.resume import check_same_run, run_settings
-from weightserver.common.atomic_files import atomic_write
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,14 +42,9 @@ def test_the_run_without_correction_differs_in_nothing_else(tmp_path: Path) -> N
     assert without.with_settings(correction="exact", output=tmp_path) == config
 
 
-def begin(output: Path, **changes: Any) -> None:
-    """Writes the settings of a demo, or of another run."""
-    config = demo(output, "--epochs", "0.5", "--seed", "3").with_settings(**changes)
-    atomic_write(output / "config.json", lambda path: path.write_text(config.to_json()))
-
-
 def test_a_resumed_demo_has_the_settings_of_its_run(tmp_path: Path) -> None:
-    begin(tmp_path)
+    begun = demo(tmp_path, "--epochs", "0.5", "--seed", "3")
+    (tmp_path / "config.json").write_text(begun.to_json())
     resumed = demo(tmp_path, "--resume")
     assert (resumed.run.resume, resumed.optimization.epochs) == (True, 0.5)
     assert (resumed.sampling.seed, resumed.sampling.order_seed) == (3, 3)
@@ -63,28 +55,8 @@ def test_a_resumed_demo_has_the_settings_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begun", "given", "message"),
-    [
-        ({"weight_decay": 1e-4}, (), "whose weight_decay is 0.0001, not 0.003"),
-        ({"encoder": EncoderConfig()}, (), r"whose encoder.blocks is \[1, 1, 1\], not \[1, 1\]"),
-        ({}, ("--seed", "5"), "whose order_seed is 3, not 5"),
-        ({}, ("--epochs", "0.25"), "a length of 39 updates, not 20: .* give --epochs 0.5"),
-        ({"correction": "none"}, (), "whose correction is none, not exact"),
-    ],
-)
-def test_a_demo_resumes_no_other_run(
-    begun: dict[str, Any], given: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    """Both runs of a demo have its settings, so that the comparison is of the correction alone."""
-    begin(tmp_path, **begun)
-    with pytest.raises(ValueError, match=message):
-        check_same_run(demo(tmp_path, "--resume", *given), 10_000)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume"], "demo: {output} holds no demo to resume: start one without --resume"),
         (["--epochs", "nan"], "demo: --epochs must be positive and finite, got nan"),
         (["--epochs=-1"], "demo: --epochs must be positive and finite, got -1.0"),
         (["--epochs", "inf"], "demo: --epochs must be positive and finite, got inf"),
