@@ -105,7 +105,7 @@ def test_a_seed_is_a_run(data_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_ablation_changes_training(data_dir: Path, tmp_path: Path) -> None:
-    for name, correction in (("with", True), ("without", False)):
+    for name, correction in (("with", "exact"), ("without", "none")):
         train(config(data_dir, tmp_path / name, rows="dense", correction=correction, weight_decay=0.01))
     with_it, without = np.array(losses(tmp_path / "with")), np.array(losses(tmp_path / "without"))
     assert with_it[0] == without[0]
