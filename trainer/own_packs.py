@@ -9,8 +9,7 @@ from pathlib import Path
 from trainer.data.changes import changes_since
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest, is_packed
-from trainer.data.pack import PackOptions
-from trainer.data.pack_progress import pack_with_progress
+from trainer.data.pack import PackOptions, pack
 from trainer.data.reading import Reading, Split, read_source
 from trainer.display import shown, stage
 from weightserver.common.logs import Remark, say
@@ -68,18 +67,20 @@ def _conflict(split: Split, directory: Path, order_seed: int) -> str:
         return ""
     with shown(), stage("comparing the images with their pack"):
         changes = changes_since(split, directory)
-    gone = len(changes.removed) + len(changes.renamed) + len(changes.changed)
-    return f"{gone:,} of its images were removed from {split.source}, renamed or overwritten since" if gone else ""
+    gone = len(changes.removed) + len(changes.changed)
+    return f"{gone:,} of its images were removed from {split.source} or overwritten since" if gone else ""
 
 
 def _pack(reading: Reading, source: Path, directory: Path, options: PackOptions) -> None:
     if not all(is_packed(part) and Manifest.load(part).complete for _, part in reading.to_pack(directory)):
         places = {"source": str(source), "directory": str(directory)}
         say(Remark(f"packing {source} into {directory}: this may be interrupted and repeated", **places))
-        pack_with_progress(source, directory, options)
+        with shown():
+            pack(source, directory, options)
     with shown(), stage("comparing the images with their pack"):
         added = [name for split, part in reading.to_pack(directory) for name in changes_since(split, part).added]
     if added:
         line = f"adding to {directory} what was added to {source} since: {len(added):,}, first {added[0]}"
         say(Remark(line, directory=str(directory), source=str(source), added=len(added), first=added[0]))
-        pack_with_progress(source, directory, replace(options, extend=True))
+        with shown():
+            pack(source, directory, replace(options, extend=True))

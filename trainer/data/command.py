@@ -10,8 +10,7 @@ from trainer.data.changes import changes_since
 from trainer.data.datasets import load_dataset
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import is_packed
-from trainer.data.pack import PackOptions, verify
-from trainer.data.pack_progress import pack_with_progress
+from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
 from trainer.data.reading import read_source
 from trainer.data.source_arguments import source_options
@@ -37,7 +36,7 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 def _pack(options: argparse.Namespace) -> list[str]:
     of_source = source_options(options)
-    manifest = pack_with_progress(
+    manifest = pack(
         options.source,
         options.output,
         PackOptions(
@@ -46,7 +45,6 @@ def _pack(options: argparse.Namespace) -> list[str]:
             labelled=not options.no_labels,
             extend=options.extend,
             threads=options.threads,
-            max_broken=of_source.max_broken,
             source=of_source,
         ),
     )

@@ -11,20 +11,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import logging
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from trainer.cores import usable_cores
-from trainer.data.config import SourceOptions
+from trainer.counting import Counting, counting
 from trainer.data.decode import BrokenImageError, Rendering, check, max_broken, why
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
@@ -39,45 +39,19 @@ from trainer.data.manifest import (
     listing_path,
     tar_path,
 )
+from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
+from trainer.display import stage
 from weightserver.common.atomic_files import atomic_write, sha256
-from weightserver.common.logs import Remark
+from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
 _MAX_TRIED = 1_000
 """Maximum number of consecutive broken images, by id."""
 _ROWS_TOGETHER = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackOptions:
-    """How to pack images, and callbacks for progress."""
-
-    order_seed: int | None = None
-    """Seed of the order of the images; training needs the same one. Default: that of the pack so far, or 0."""
-    shard_bytes: int | None = None
-    """Maximum size of a tar, unless it holds a single image. Default: that of the pack so far, or 256 MiB."""
-    labelled: bool = True
-    """Whether to keep the source's labels, if any."""
-    source: SourceOptions = field(default_factory=SourceOptions)
-    """How to read the source where it can be read in several ways."""
-    extend: bool = False
-    """Whether to add those of the source's images that are not packed yet."""
-    threads: int = field(default_factory=usable_cores)
-    """Reading and decoding threads; default: one per core that this process may use."""
-    max_broken: int | None = None
-    """Maximum number of broken images; default: 100, or one percent of the images if that is more."""
-    on_rows: Callable[[int, int], None] = lambda done, count: None
-    """Called with the number of packed rows of the range, and the number of all its rows."""
-    on_broken: Callable[[Remark], None] = lambda line: None
-    """Called with a line for each broken image, and one for all files that are left out."""
-
-    def __post_init__(self) -> None:
-        if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1 or (self.max_broken or 0) < 0:
-            raise ValueError("the size of tars and the number of threads must be at least 1, --max-broken at least 0")
 
 
 @dataclass(frozen=True)
@@ -111,29 +85,31 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    missing = [directory for directory in (output, *output.parents) if not directory.exists()]
-    output.mkdir(parents=True, exist_ok=True)
-    with _only_packer(output), _removed_if_empty(missing):
-        if is_packed(output) and not source.exists():
-            return _pack_split(None, str(source), output, options)
+    if is_packed(output) and not source.exists():
+        reading = None
+    else:
         classes = Manifest.load(output, substitutes=False).classes if is_packed(output) else ()
         reading = read_source(source, options.source, labelled=options.labelled, classes=classes)
+    output.mkdir(parents=True, exist_ok=True)
+    with _only_packer(output), counting("packing") as progress, stage("packing"):
+        if reading is None:
+            return _pack_split(None, str(source), output, options, progress)
         if options.extend or not is_packed(output):
             for line in filter(None, (reading.left_out.line(source), *map(Remark, reading.notes))):
-                options.on_broken(line)
+                say(line, logging.WARNING)
         packed = []
         for split, directory in reading.to_pack(output):
             directory.mkdir(exist_ok=True)
             extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            packed.append(_pack_split(split, split.source, directory, extended))
+            packed.append(_pack_split(split, split.source, directory, extended, progress))
         return packed[0]
 
 
-def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions) -> Manifest:
+def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions, progress: Counting) -> Manifest:
     manifest = planned(split, source, output, options)
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
-    packed = _Packer(output, manifest, listing, options).run()
+    packed = _Packer(output, manifest, listing, options, progress).run()
     PackedImages(output)  # finds indexes that are missing or cut off
     return packed
 
@@ -192,30 +168,21 @@ def _only_packer(output: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextmanager
-def _removed_if_empty(directories: list[Path]) -> Iterator[None]:
-    """Removes these directories, deepest first, if an error leaves them empty."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for directory in directories:
-                directory.rmdir()
-        raise
-
-
 class _Packer:
     """Packs the missing rows of a manifest's last range."""
 
-    def __init__(self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions) -> None:
-        self._output, self._manifest, self._listing, self._options = output, manifest, listing, options
+    def __init__(
+        self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions, progress: Counting
+    ) -> None:
+        self._output, self._manifest, self._listing, self._progress = output, manifest, listing, progress
+        self._threads = options.threads
         self._part = manifest.ranges[-1]
         if len(listing) != self._part.count:
             raise ValueError(
                 f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
             )
         self._rendering = Rendering(None, options.source.pixel_range, options.source.max_megapixels)
-        limit = options.max_broken
+        limit = options.source.max_broken
         self._max_broken = max_broken(self._part.count) if limit is None else limit
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
 
@@ -227,12 +194,12 @@ class _Packer:
         samples: Iterator[_Sample] = made
         try:
             while (packed := self._part.rows_packed) < self._part.count:
-                self._options.on_rows(packed, self._part.count)
+                self._progress.update(packed, self._part.count)
                 shard, samples = self._write_shard(self._part.first + packed, samples)
                 self._part = add_shard(self._output, self._part, shard)
         finally:
             made.close()
-        self._options.on_rows(self._part.count, self._part.count)
+        self._progress.update(self._part.count, self._part.count)
         return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
 
     def _truncate_to_manifest(self) -> None:
@@ -261,7 +228,7 @@ class _Packer:
                     index.append((offset, len(sample.content), sample.image, sample.shown, sample.label))
                     if sample.broken:
                         substitutes.append(self._substitute(sample))
-                    self._options.on_rows(first - self._part.first + len(index), self._part.count)
+                    self._progress.update(first - self._part.first + len(index), self._part.count)
 
         tar = tar_path(self._output, first)
         atomic_write(tar, write)
@@ -279,7 +246,7 @@ class _Packer:
         path = self._listing.name(sample.image - self._part.first)
         shown = self._listing.name(sample.shown - self._part.first)
         line = f"broken: {path} ({sample.broken}), replaced by {shown}"
-        self._options.on_broken(Remark(line, path=path, why=sample.broken, replaced_by=shown))
+        say(Remark(line, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
         self._num_broken += 1
         if self._num_broken > self._max_broken:
             raise ValueError(
@@ -293,13 +260,13 @@ class _Packer:
         first, count = self._part.first, self._part.count
         order = RangesOrder(self._manifest.sizes, self._manifest.order_seed)
         ahead: deque[Future[_Sample]] = deque()
-        with ThreadPoolExecutor(self._options.threads) as pool:
+        with ThreadPoolExecutor(self._threads) as pool:
             try:
                 for chunk in range(start, count, _ROWS_TOGETHER):
                     rows = np.arange(first + chunk, first + min(count, chunk + _ROWS_TOGETHER))
                     for image in order.images(rows).tolist():
                         ahead.append(pool.submit(self._sample, image))
-                        if len(ahead) > 4 * self._options.threads:
+                        if len(ahead) > 4 * self._threads:
                             yield ahead.popleft().result()
                 while ahead:
                     yield ahead.popleft().result()

@@ -19,9 +19,11 @@ import pytest
 
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
+from trainer.counting import Counting
 from trainer.data import index as index_module
 from trainer.data import manifest as manifest_module
 from trainer.data import pack as pack_module
+from trainer.data.config import SourceOptions
 from trainer.data.index import INDEX
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, tar_path
@@ -74,9 +76,11 @@ def test_every_row_is_the_orders_image(packed: Path, listing: Listing) -> None:
     assert images.labels().tolist() == [listing[intact(listing, image)].label for image in range(len(listing))]
 
 
-def test_broken_images_are_reported_with_their_substitutes(tree: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-    manifest = pack(tree, tmp_path, options(on_broken=lines.append))
+def test_broken_images_are_reported_with_their_substitutes(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = pack(tree, tmp_path, options())
+    lines = capsys.readouterr().err.splitlines()
     substitutes = [one for shard in manifest.shards for one in shard.substitutes]
     assert sorted(one.path for one in substitutes) == [f"{tree}/{name}" for name in BROKEN]
     assert sum(line.startswith("broken: ") for line in lines) == len(BROKEN)
@@ -235,20 +239,30 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     assert contents(directory) == after
 
 
-def test_an_interrupted_extension_can_be_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def end_after(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends a pack when it has this number of rows of its range."""
+
+    def update(_: Counting, done: int, total: int) -> None:
+        if done == rows:
+            raise Killed
+
+    monkeypatch.setattr(Counting, "update", update)
+
+
+def test_an_interrupted_extension_can_be_continued(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until it is complete, only the earlier images can be used."""
     first, second = plain_tree(tmp_path / "first", 10), plain_tree(tmp_path / "second", 30, first=10)
     for name in ("whole", "halved"):
         pack(first, tmp_path / name, options())
     pack(second, tmp_path / "whole", options(extend=True))
 
-    def dying(done: int, count: int) -> None:
-        if done == 25:
-            raise Killed
-
     old = PackedImages(tmp_path / "halved")
+    end_after(25, monkeypatch)
     with pytest.raises(Killed):
-        pack(second, tmp_path / "halved", options(extend=True, on_rows=dying))
+        pack(second, tmp_path / "halved", options(extend=True))
+    monkeypatch.undo()
     halved = PackedImages(tmp_path / "halved")
     assert "without 30 images that are being added" in caplog.text
     assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
@@ -259,13 +273,10 @@ def test_an_interrupted_extension_can_be_continued(tmp_path: Path, caplog: pytes
     assert contents(tmp_path / "halved") == contents(tmp_path / "whole")
 
 
-def test_an_incomplete_pack_cannot_be_used(tmp_path: Path) -> None:
-    def dying(done: int, count: int) -> None:
-        if done == 15:
-            raise Killed
-
+def test_an_incomplete_pack_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_after(15, monkeypatch)
     with pytest.raises(Killed):
-        pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options(on_rows=dying))
+        pack(plain_tree(tmp_path / "tree", 20), tmp_path / "packed", options())
     assert Manifest.load(tmp_path / "packed").shards
     with pytest.raises(ValueError, match="is not completely packed"):
         PackedImages(tmp_path / "packed")
@@ -273,9 +284,9 @@ def test_an_incomplete_pack_cannot_be_used(tmp_path: Path) -> None:
 
 def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"more than 2 of 53 images are broken.*--max-broken") as caught:
-        pack(tree, tmp_path / "packed", options(max_broken=2))
+        pack(tree, tmp_path / "packed", options(source=SourceOptions(max_broken=2)))
     assert "\n" not in str(caught.value)
-    pack(tree, tmp_path / "packed", options(max_broken=4))
+    pack(tree, tmp_path / "packed", options(source=SourceOptions(max_broken=4)))
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     (nothing / "a.jpg").write_bytes(b"x")
