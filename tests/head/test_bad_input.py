@@ -134,9 +134,9 @@ def test_batches_of_a_step(make_head: MakeHead) -> None:
 
 
 def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
-    head = make_head(capacity=14)
+    head = make_head(capacity=11)
     with pytest.raises(
-        ValueError, match=r"14 resident rows are too few: step 2 needs 1 more; raise --capacity \(a head"
+        ValueError, match=r"11 resident rows are too few: step 3 needs 1 more; raise --capacity \(a head"
     ):
         trained(head, [head.announced(loaded(shuffled(0, 14)))])
     other = make_head(capacity=14)

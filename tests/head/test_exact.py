@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tests.helpers.own_loop import (
     BATCH_SIZE,
     INPUTS,
     NUM_CLASSES,
+    NUM_NEGATIVES,
     STEPS,
     Dense,
     Encoder,
@@ -105,6 +106,22 @@ def test_any_classes_after_small_windows(make_head: MakeHead) -> None:
     head.sampler(batch_size=BATCH_SIZE, window_size=12, window_stride=1)
     result = trained(head, [head.announced(loaded(batches))])
     result.assert_close(Dense(head).trained(batches))
+
+
+@pytest.mark.parametrize("capacity", [None, 14, NUM_NEGATIVES])
+def test_steps_that_are_announced_earlier_than_their_rows_are_requested(
+    make_head: MakeHead, capacity: int | None
+) -> None:
+    """And further ones before those, or before their rows fit: a row is not in use before it has arrived."""
+    head, batches = make_head(capacity=capacity), shuffled(3, STEPS)
+
+    def announced() -> Iterator[Any]:
+        for number, batch in enumerate(loaded(batches)):
+            for ids in {0: batches[:5], 3: batches[5:9], 7: batches[9:]}.get(number, []):
+                head.announce(ids)
+            yield batch
+
+    trained(head, [announced()]).assert_close(Dense(head).trained(batches))
 
 
 def test_batches_of_several_sizes(make_head: MakeHead) -> None:

@@ -193,6 +193,9 @@ def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
             if head.num_steps % 4 == 1:
                 for classes in ("all", "recent"):
                     found.append(tuple(head.evaluate(QUERIES[mine], IDS[mine], classes=classes)))
+                if dist.is_initialized():  # the second rank has no image, and no place for a second class
+                    images = (QUERIES, torch.stack([IDS, IDS], dim=1)) if dist.get_rank() == 0 else (QUERIES[:0], [])
+                    found[-1] = tuple(head.evaluate(*images, classes="recent"))
         return {"found": found, "nearest": head.predict(QUERIES[mine], 3)}
 
 

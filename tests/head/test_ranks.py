@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.own_loop import (
     BATCH_SIZE,
     DIM,
+    INPUTS,
     NUM_CLASSES,
     NUM_NEGATIVES,
     STEPS,
@@ -80,90 +83,166 @@ def as_rank(out: Path, kind: str, rows: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    if kind in ERRORS:
-        try:
-            FAILURES[kind](out, rank)
-        except ValueError as error:
-            (out / f"error-{rank}").write_text(str(error))
-            os._exit(0)
-        os._exit(3)
-    result = run(out / "rows", kind, rows)
-    torch.save(vars(result), out / f"result-{rank}")
+    if kind == "errors":
+        torch.save([error_of(case, rank) for case in DISAGREEMENTS], out / f"errors-{rank}")
+    else:
+        torch.save(vars(run(out / "rows", kind, rows)), out / f"result-{rank}")
     dist.destroy_process_group()
 
 
-def other_sizes(out: Path, rank: int) -> None:
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
-        ids = list(range(2 + rank))
-        head(torch.randn(len(ids), DIM, requires_grad=True), ids)
+def dense(**settings: Any) -> ClassifierHead:
+    return ClassifierHead(NUM_CLASSES, DIM, **SETTINGS | {"rows": "dense", "num_shards": 1} | settings)
 
 
-def other_numbers(out: Path, rank: int) -> None:
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
-        trained(head, [head.announced(loaded(BATCHES[: 6 + rank]))])
+def error_of(case: Callable[[int], object], rank: int) -> str:
+    try:
+        case(rank)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(case.__name__)
 
 
-def other_classes(out: Path, rank: int) -> None:
-    """One rank gives other classes than it announced: it fails before anything is exchanged, then both end."""
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
-        head.announce([1, 2])
-        head(torch.randn(2, DIM, requires_grad=True), [5, 6])
+def passed(head: ClassifierHead, ids: Sequence[int], **settings: Any) -> ClassifierHead:
+    head(torch.ones(len(ids), DIM, requires_grad=True), ids, **settings).backward()
+    return head
 
 
-def other_settings(out: Path, rank: int) -> None:
-    """They would train different classes, or rows in another order, without an error."""
-    settings = SETTINGS | {"num_negatives": NUM_NEGATIVES + rank}
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", order_seed=rank, **settings) as head:
-        head.announce([1, 2])
+def other_sizes(rank: int) -> None:
+    passed(dense(), range(2 + rank))
 
 
-def one_fails(out: Path, rank: int) -> None:
-    """In its backward pass, which it repeats, while the other ends the step."""
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
-        for _ in range(2):
-            try:
-                with head.step_of([rank]):
-                    head(torch.ones(1, DIM, requires_grad=True), [rank]).backward()
-                    if rank:
-                        raise RuntimeError
-                    head.step(0.1)
-            except RuntimeError:
-                continue
-
-
-def one_is_spoiled(out: Path, rank: int) -> None:
-    with ClassifierHead(NUM_CLASSES, DIM, directory=out / "rows", **SETTINGS) as head:
-        head(torch.ones(1, DIM, requires_grad=True), [rank]).backward()
-        assert head._steps.current is not None
-        assert head._steps.current.weight is not None
-        if 0 in head.order.images(head._steps.current.announced.rows):
-            assert head._steps.current.weight.grad is not None
-            head._steps.current.weight.grad.fill_(float("nan"))
+def other_numbers(rank: int) -> None:
+    head = dense()
+    for ids, batch in head.announced(loaded(BATCHES[: 6 + rank])):
+        head(Encoder().module(batch), ids).backward()
         head.step(0.1)
 
 
-FAILURES = {"settings": other_settings, "sizes": other_sizes, "numbers": other_numbers, "classes": other_classes}
-FAILURES |= {"one fails": one_fails, "one is spoiled": one_is_spoiled}
-ERRORS = {
-    "settings": [
+def other_classes(rank: int) -> None:
+    """One rank gives other classes than it announced: it fails before anything is exchanged, then both end."""
+    head = dense()
+    head.announce([1, 2])
+    passed(head, [5, 6])
+
+
+def other_settings(rank: int) -> None:
+    """They would train different classes, or rows in another order, without an error."""
+    dense(num_negatives=NUM_NEGATIVES + rank, order_seed=rank).announce([1, 2])
+
+
+def one_fails(rank: int) -> None:
+    """In its backward pass, which it repeats, while the other ends the step."""
+    head = dense()
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError), head.step_of([rank]):
+            passed(head, [rank])
+            if rank:
+                raise RuntimeError
+            head.step(0.1)
+
+
+def one_fails_before_its_pass(rank: int) -> None:
+    head, fails = dense(), rank == 1
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError), head.step_of([rank]):
+            if fails:
+                fails = False
+                raise RuntimeError
+            passed(head, [rank])
+
+
+def one_is_spoiled(rank: int) -> None:
+    head = passed(dense(), [rank])
+    assert head._steps.current is not None
+    assert head._steps.current.weight is not None
+    if 0 in head.order.images(head._steps.current.announced.rows):
+        assert head._steps.current.weight.grad is not None
+        head._steps.current.weight.grad.fill_(float("nan"))
+    head.step(0.1)
+
+
+def other_rates(rank: int) -> None:
+    passed(dense(), [rank]).step(0.1 * (1 + rank))
+
+
+def other_temperatures(rank: int) -> None:
+    passed(dense(), [rank], temperature=0.1 * (1 + rank))
+
+
+def other_batches(rank: int) -> None:
+    """In the other order: each would compare its images with the classes of the other's."""
+    head = dense()
+    head.announce([1, 2], [3, 4])
+    passed(head, [3, 4] if rank else [1, 2])
+
+
+def one_clips(rank: int) -> None:
+    encoder, head = Encoder(), dense()
+    head(encoder.module(INPUTS[:1]), [rank]).backward()
+    head.step(0.1, optimizer=encoder.optimizer, max_norm=1.0 if rank else None)
+
+
+def one_gives_no_rate(rank: int) -> None:
+    """It alone knows why; the other one does not wait for it. Both may repeat the call."""
+    head = passed(dense(), [rank])
+    try:
+        head.step(None if rank else 0.1)
+    finally:
+        head.step(0.1)
+        assert head.num_steps == 1
+
+
+def one_class_does_not_exist(rank: int) -> None:
+    dense().evaluate(torch.ones(2, DIM), [0, 99 if rank else 1])
+
+
+def other_numbers_of_predictions(rank: int) -> None:
+    dense().predict(torch.ones(1, DIM), 2 + rank)
+
+
+def other_classes_to_compare(rank: int) -> None:
+    dense().predict(torch.ones(1, DIM), 1, classes=[2 + rank])
+
+
+A_RANK_FAILED = "another rank failed where this one"
+DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
+    other_settings: [
         "rank 0: every rank must make the head with the same arguments, got other settings on another rank",
         "rank 1: every rank must make the head with the same arguments, got order_seed=1 (rank 0: 0), "
         "num_negatives=13 (rank 0: 12)",
     ],
-    "sizes": ["the batches of a step must be equally large, on every rank, got 2 to 3 classes"] * 2,
-    "numbers": [
+    other_sizes: ["the batches of a step must be equally large, on every rank, got 2 to 3 classes"] * 2,
+    other_numbers: [
         "the batches of this rank have ended before those of another: give every rank as many",
         "the batches of another rank have ended before this one's: give every rank as many",
     ],
-    "one fails": [
+    one_fails: [
         "this rank ends step 0 after 0 failed attempts, another one announces step 0 after 1 failed attempts: a step ",
         "this rank announces step 0 after 1 failed attempts, another one ends step 0 after 0 failed attempts: a step ",
     ],
-    "one is spoiled": [
+    one_fails_before_its_pass: [
+        "this rank gives a batch of step 0 after 0 failed attempts, another one announces step 0 after 1 failed ",
+        "this rank announces step 0 after 1 failed attempts, another one gives a batch of step 0 after 0 failed ",
+    ],
+    one_is_spoiled: [
         "the gradient of class 1 is infinite or NaN in step 0, nothing was updated",
         "the gradient of the encoder or of another rank is infinite or NaN in step 0, nothing was updated",
     ],
-    "classes": ["the classes 5, 6 are not those that were announced for step 0 (1, 2)"] * 2,
+    other_classes: ["the classes 5, 6 are not those that were announced for step 0 (1, 2)"] * 2,
+    other_rates: ["the learning rate of step 0 must be the same on every rank, got 0.1 to 0.2: a schedule that "] * 2,
+    other_temperatures: ["the temperature must be the same on every rank, got 0.1 to 0.2"] * 2,
+    other_batches: ["the ranks give different batches in step 0, got 0 to 1: every rank gives the batches and "] * 2,
+    one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
+    one_gives_no_rate: [
+        f"{A_RANK_FAILED} ends step 0 after 0 failed attempts: its own error says why; repeat the call on all of them",
+        "the learning rate of step 0 is not known: give step(learning_rate=...)",
+    ],
+    one_class_does_not_exist: [
+        f"{A_RANK_FAILED} evaluates or predicts before step 0",
+        "class 99 does not exist: the head has classes 0..39",
+    ],
+    other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,
+    other_classes_to_compare: ["the classes to compare must be the same on every rank"] * 2,
 }
 
 
@@ -197,14 +276,14 @@ def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, row
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("kind", list(ERRORS))
-def test_ranks_that_do_not_agree(tmp_path: Path, kind: str) -> None:
-    """Each of them says so in one line, and none waits for the other."""
-    launch("tests.head.test_ranks", str(tmp_path), kind, "resident")
-    for rank, message in enumerate(ERRORS[kind]):
-        error = (tmp_path / f"error-{rank}").read_text()
-        assert error.startswith(message)
-        assert "\n" not in error
+def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
+    """Each of them says so in one line, in that step, and none waits for the other."""
+    launch("tests.head.test_ranks", str(tmp_path), "errors", "dense")
+    for rank in range(2):
+        errors = torch.load(tmp_path / f"errors-{rank}", weights_only=True)
+        for error, messages in zip(errors, DISAGREEMENTS.values(), strict=True):
+            assert error.startswith(messages[rank])
+            assert "\n" not in error
 
 
 if __name__ == "__main__":

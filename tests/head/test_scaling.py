@@ -181,20 +181,24 @@ def test_a_norm_that_is_not_finite_changes_nothing(make_head: MakeHead, spoiled:
 )
 def test_the_order_of_the_scalers_calls(make_head: MakeHead, wrong: str, message: str) -> None:
     """Where torch would scale a step silently, or raise, the head says what is missing."""
-    head, encoder, scaler = make_head("dense"), Encoder(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    head, encoder, scaler = make_head("dense"), Encoder(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
 
     def train() -> None:
         for ids, batch in loaded(BATCHES):
             scaler.scale(head(encoder.module(batch), ids)).backward()
-            if wrong == "update first" and head.num_steps:
-                scaler.update(4.0)
+            if wrong == "update first":
+                scaler.step(encoder.optimizer)
+                scaler.update()
             head.step(RATE, scaler=scaler, optimizer=None if wrong == "no step" else encoder.optimizer)
-            scaler.step(encoder.optimizer)
-            if wrong != "no update":
+            if wrong != "update first":
+                scaler.step(encoder.optimizer)
+            if wrong == "no step":
                 scaler.update()
 
     with pytest.raises(ValueError, match=message):
         train()
+    assert head.num_steps == (wrong != "no step")
+    assert encoder.weight().abs().max() < 2  # no step was made with scaled gradients
 
 
 def test_an_overflow_in_one_of_two_optimizers(make_head: MakeHead) -> None:

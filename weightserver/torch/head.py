@@ -19,6 +19,7 @@ from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 
 from weightserver import Checkpoint, WeightClient
 from weightserver.core.arrays import Int64Array, checked_integer
+from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
-from weightserver.torch.arguments import Doing, check_embeddings, checked_ids, exchanged
+from weightserver.torch.arguments import check_embeddings, checked_ids, class_counts
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
@@ -40,7 +42,7 @@ from weightserver.torch.recency import check_num_active
 from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
-from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling
+from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling, checked_optimizers, norm_over_ranks
 from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
@@ -132,8 +134,7 @@ class ClassifierHead(nn.Module):
             raise ValueError(
                 "servers are given, but directory and num_shards are of a head's own ones: omit one of them"
             )
-        ranges = num_classes if isinstance(num_classes, Sequence | np.ndarray) else [num_classes]
-        ranges = [checked_integer(number, "num_classes") for number in ranges]
+        ranges = class_counts(num_classes)
         self.order = RangesOrder(ranges, checked_integer(order_seed, "order_seed"))
         self.spec = of_rows.spec(self.order.num_rows, dim)
         self.negatives = NegativeSampler(
@@ -416,8 +417,8 @@ class ClassifierHead(nn.Module):
             )
         step = self._steps.begin(checked)
         part = step.part_of(checked, view)
-        self._scaler_use.note_forward()
-        weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows)
+        self._scaler_use.note_forward(self._steps.attempt)
+        weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows, temperature=temperature)
         loss: Tensor = self._loss(
             embeddings.float(),
             weight,
@@ -517,53 +518,47 @@ class ClassifierHead(nn.Module):
             WeightServerError: an earlier update could not be stored.
         """
         self._require_training()
-        if (step := self._steps.current) is None:
-            raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
-        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer] if optimizer is not None else []
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        scaling = Scaling(gradient_scale, scaler, optimizers, max_norm)
-        gradients = step.gradients()
-        self._tell(learning_rate)
-        valid, norm = self._decided(step, gradients, scaling)
-        self._steps.finish(step, step.no_gradients() if valid is None else valid)
-        if valid is not None and norm is not None and max_norm is not None:  # after it, since nothing fails any more
-            torch.nn.utils.clip_grads_with_norm_(scaling.parameters(), max_norm, norm)
-        return norm
-
-    def _decided(self, step: Step, gradients: Tensor, scaling: Scaling) -> tuple[Tensor | None, Tensor | None]:
-        """The rows' gradients, unscaled and clipped, and the norm of all gradients, if it is clipped. One decision for
-        rows and encoder, on all ranks: if a scaled gradient overflowed, the rows' are None and the norm is infinite.
-
-        Raises:
-            ValueError: a gradient that was not scaled is infinite or NaN. On a GPU only a norm tells.
-        """
-        ranks, overflowed, norm = self._ranks, False, None
-        if scaling.scaler is not None:
-            overflowed = self._scaler_use.unscale(scaling, self._steps.attempt)
-        if scaling.is_scaled:
-            gradients = gradients / scaling.scale
-        if scaling.max_norm is not None:
-            norm = scaling.norm(gradients, ranks)
-            overflowed |= not bool(norm.isfinite())
-        if not scaling.is_scaled and scaling.max_norm is None and gradients.device.type != "cpu":
-            return gradients, None
-        bad = None
-        if not math.isfinite(gradients.sum()):
-            bad = step.bad_class(gradients)
-        found = exchanged(ranks, Doing.ENDS, *self._steps.attempt, [overflowed or bad is not None])
-        if scaling.scaler is not None:
-            self._scaler_use.note(bool(found[0]), gradients.device)
-        if found[0] and scaling.is_scaled:
-            return None, gradients.new_tensor(math.inf) if scaling.max_norm is not None else None
-        if found[0]:
+        scaled, scaler_use = scaler if scaler is not None and scaler.is_enabled() else None, self._scaler_use
+        with self._agreement(Doing.ENDS) as agreement:
+            if (step := self._steps.current) is None:
+                raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
+            scaling = Scaling(gradient_scale, scaled, checked_optimizers(optimizer), max_norm)
+            gradients, norms, bad = step.gradients(), None, None
+            self._tell(learning_rate, agreement)
+            agreement.same("max_norm must be the same on every rank, got {} to {} (-1: none)", float(max_norm or -1))
+            agreement.same(
+                "the ranks' losses have different scales, {} to {} (0: none): share one scaler's", scaling.scale
+            )
+            if scaled is not None:
+                agreement.found = scaler_use.unscale(scaling, self._steps.attempt)
+            if scaling.is_scaled:
+                gradients = gradients / scaling.scale
+            if max_norm is not None:
+                norms = scaling.norms(gradients)
+                agreement.found |= not bool(norms.isfinite().all())
+            if (
+                scaling.is_scaled or norms is not None or gradients.device.type == "cpu"
+            ):  # otherwise a GPU need not wait
+                bad = None if math.isfinite(gradients.sum()) else step.bad_class(gradients)
+                agreement.found |= bad is not None
+        if scaled is not None:
+            scaler_use.note(agreement.found, gradients.device)
+        if agreement.found and not scaling.is_scaled:
             whose = "of the encoder or of another rank" if bad is None else f"of class {bad}"
             raise ValueError(
                 f"the gradient {whose} is infinite or NaN in step {step.number}, nothing was updated: skip() the step, "
                 "or lower the learning rate"
             )
-        if norm is not None and scaling.max_norm is not None:
-            gradients = gradients * torch.clamp(scaling.max_norm / (norm + 1e-6), max=1.0).to(gradients.device)
-        return gradients, norm
+        if agreement.found:
+            self._steps.finish(step, step.no_gradients())
+            return None if max_norm is None else gradients.new_tensor(math.inf)
+        if max_norm is None or norms is None:
+            self._steps.finish(step, gradients)
+            return None
+        norm = norm_over_ranks(norms, self._ranks)
+        self._steps.finish(step, gradients * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        torch.nn.utils.clip_grads_with_norm_(scaling.parameters(), max_norm, norm)  # since nothing fails any more
+        return norm
 
     @_untraced
     def skip(self, learning_rate: float | None = None) -> None:
@@ -571,18 +566,30 @@ class ClassifierHead(nn.Module):
         move by their momentum and weight decay. For batches that failed or are left out; a step that failed in
         `step_of` is in progress until another batch is given."""
         self._require_training()
-        step = self._steps.begin()
-        self._tell(learning_rate)
-        exchanged(self._ranks, Doing.SKIPS, *self._steps.attempt)
+        with self._agreement(Doing.SKIPS) as agreement:
+            step = self._steps.begin()
+            self._tell(learning_rate, agreement)
         self._steps.finish(step, step.no_gradients())
 
-    def _tell(self, learning_rate: float | None) -> None:
-        """Sets the learning rate of the step in progress. Raises ValueError if it is unknown, or known as another."""
+    def _agreement(self, doing: Doing) -> Agreement:
+        return Agreement(self._ranks, doing, *self._steps.attempt)
+
+    def _tell(self, learning_rate: float | None, agreement: Agreement) -> None:
+        """Sets the learning rate of the step in progress, on all ranks the same one.
+
+        Raises:
+            ValueError: it is unknown, or known as another.
+        """
         table = self._open()
         if learning_rate is not None:
             table.tell(self.num_steps, float(learning_rate))
         elif self.num_steps >= len(table.rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
+        agreement.same(
+            f"the learning rate of step {self.num_steps} must be the same on every rank, got {{}} to {{}}: a schedule "
+            "that watches the loss must watch its mean over the ranks",
+            table.rates.of_step(self.num_steps),
+        )
 
     def _require_training(self) -> None:
         """Raises ValueError in eval mode."""
@@ -594,8 +601,8 @@ class ClassifierHead(nn.Module):
     def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
         """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
 
-        All ranks call it, each with any number of its own images; each returns the means over all of them. It reads
-        the rows of all the classes that it compares, some at a time: give all images at once.
+        All ranks call it, each with any number of its own images, also none; each returns the means over all of them.
+        It reads the rows of all the classes that it compares, some at a time: give all images at once.
 
         Args:
             embeddings: float (b, D).
@@ -606,9 +613,17 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes, devices or classes that do not fit.
         """
-        checked = checked_ids(ids, self.spec.num_rows)
-        check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
-        comparison, own = self._comparison(classes, checked.reshape(len(checked), -1))
+        opened = self._open()
+        with self._agreement(Doing.LOOKS) as agreement:
+            checked = checked_ids(ids, self.spec.num_rows, may_be_none=opened.ranks.world_size > 1)
+            check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+            among = self._among(classes, checked, agreement)
+        own = self._rows_of_all_ranks(checked if checked.ndim == 2 else checked[:, None])
+        if not len(own):
+            raise ValueError("no rank has an image: give at least one")
+        if isinstance(classes, str) and among is not None:
+            among = np.union1d(among, own[own >= 0])
+        comparison = Comparison(opened, self._loss, step=self.num_steps, rows=among)
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
     @_untraced
@@ -623,30 +638,30 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes or devices that do not fit, or fewer than `k` classes.
         """
-        check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
-        comparison, own = self._comparison(classes, np.zeros((len(embeddings), 0), np.int64))
-        if not 1 <= k <= comparison.num_classes:
-            raise ValueError(
-                f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
-            )
-        lengths = [len(part) for part in gathered_parts(embeddings, self._ranks)]
+        opened = self._open()
+        with self._agreement(Doing.LOOKS) as agreement:
+            check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
+            among = self._among(classes, np.zeros(0, np.int64), agreement)
+            comparison = Comparison(opened, self._loss, step=self.num_steps, rows=among)
+            if not 1 <= checked_integer(k, "k") <= comparison.num_classes:
+                raise ValueError(
+                    f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
+                )
+            agreement.same("k must be the same on every rank, got {} to {}", k)
+        lengths = [len(part) for part in gathered_parts(embeddings, opened.ranks)]
+        own = np.zeros((sum(lengths), 0), np.int64)
         nearest = comparison.compare(embeddings, own, k=k).nearest
-        mine = nearest[sum(lengths[: self._ranks.rank]) :][: len(embeddings)]
+        mine = nearest[sum(lengths[: opened.ranks.rank]) :][: len(embeddings)]
         return torch.from_numpy(self.order.images(mine.reshape(-1)).reshape(mine.shape))
 
-    def _comparison(self, classes: Any, ids: Int64Array) -> tuple[Comparison, Int64Array]:
-        """The rows of these classes, and those of all ranks' images, int64 (B, P), of ids int64 (b, P)."""
-        opened = self._open()
-        everyone = torch.cat(gathered_parts(torch.from_numpy(ids), opened.ranks)).numpy()
-        own = np.full(everyone.shape, -1)
-        own[everyone >= 0] = self.order.rows(everyone[everyone >= 0])
+    def _among(self, classes: Any, ids: Int64Array, agreement: Agreement) -> Int64Array | None:
+        """The rows of the classes that are compared, on every rank the same; None for all. `ids` are among them."""
         rows: Int64Array | None = None
         if isinstance(classes, str):
             if classes not in ("all", "recent"):
                 raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
             if classes == "recent" and not self.negatives.takes_all:
-                recent, _ = self._steps.visited()
-                rows = np.union1d(recent, own[own >= 0])
+                rows, _ = self._steps.visited()
         else:
             given = checked_ids(classes, self.spec.num_rows)
             if given.ndim != 1:
@@ -656,7 +671,19 @@ class ClassifierHead(nn.Module):
                     f"class {other[0]} of an image is not among the classes given: add it, or leave it out"
                 )
             rows = np.unique(self.order.rows(given))
-        return Comparison(opened, self._loss, step=self.num_steps, rows=rows), own
+        content = b"" if rows is None else rows.tobytes()
+        agreement.same("the classes to compare must be the same on every rank (checksums {} to {})", crc32(content))
+        return rows
+
+    def _rows_of_all_ranks(self, ids: Int64Array) -> Int64Array:
+        """The rows of all ranks' images, int64 (B, P), of ids int64 (b, P), -1 for none; P may differ."""
+        ranks = self._ranks
+        (places,) = ranks.max_over_ranks([ids.shape[1]])
+        ids = np.pad(ids, [(0, 0), (0, int(places) - ids.shape[1])], constant_values=-1)
+        everyone = torch.cat(gathered_parts(torch.from_numpy(ids), ranks)).numpy()
+        own = np.full(everyone.shape, -1)
+        own[everyone >= 0] = self.order.rows(everyone[everyone >= 0])
+        return own
 
     # ---- states
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,21 @@ _SCALER_ALONE = -1
 """The key of what the rows found, among those of optimizers."""
 
 
+def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
+    """One optimizer, several, or none, as a list. Raises TypeError for anything else."""
+    several: list[Any] = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got a {type(one).__name__}")
+    return several
+
+
 @dataclass(frozen=True)
 class Scaling:
     """How a loss was scaled, and how its gradients are clipped: arguments of `ClassifierHead.step`.
 
     Raises:
+        TypeError: `max_norm` is no number.
         ValueError: arguments that are out of range or contradict each other.
     """
 
@@ -42,6 +52,8 @@ class Scaling:
             if self.max_norm is not None:
                 raise ValueError("max_norm would clip scaled gradients of the encoder: give scaler, not gradient_scale")
         if self.max_norm is not None:
+            if not hasattr(self.max_norm, "__float__"):
+                raise TypeError(f"max_norm must be a number, got {self.max_norm!r}")
             if not self.max_norm > 0:
                 raise ValueError(f"max_norm must be positive, got {self.max_norm:g}: omit it to clip nothing")
             if not self.optimizers:
@@ -58,17 +70,27 @@ class Scaling:
         return self.scaler.get_scale() if self.scaler is not None else self.gradient_scale or 1.0
 
     def parameters(self) -> list[Tensor]:
-        """The encoder's parameters that have gradients."""
+        """The encoder's parameters that have gradients, each once."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        distinct = {id(parameter): parameter for group in groups for parameter in group["params"]}
+        return [parameter for parameter in distinct.values() if parameter.grad is not None]
 
-    def norm(self, gradients: Tensor, ranks: Ranks) -> Tensor:
-        """The norm of the gradients of the encoder and of all ranks' rows, float32 (K of this rank, D): a scalar."""
-        squared = torch.linalg.vector_norm(gradients).square()
-        if ranks.world_size > 1:
-            dist.all_reduce(squared)
+    def norms(self, gradients: Tensor) -> Tensor:
+        """The norms of the gradients of the encoder and of this rank's rows, float32 (K of this rank, D): (2,)."""
         of_encoder = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm([*of_encoder, squared.sqrt()])
+        norms = torch.nn.utils.get_total_norm(of_encoder), torch.linalg.vector_norm(gradients)
+        return torch.stack([norm.to(gradients.device) for norm in norms])
+
+
+def norm_over_ranks(norms: Tensor, ranks: Ranks) -> Tensor:
+    """The norm of all gradients, of the encoder and of all ranks' rows, of `Scaling.norms`: a scalar."""
+    of_encoder, of_rows = norms
+    if ranks.world_size > 1:
+        squared = of_rows.square()
+        dist.all_reduce(squared)
+        of_rows = squared.sqrt()
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([of_encoder, of_rows]))
+    return norm
 
 
 @dataclass
@@ -85,9 +107,20 @@ class ScalerUse:
     _scaler: torch.amp.GradScaler | None = None
     _at_forward: dict[int, dict[str, Any]] | None = None
 
-    def note_forward(self) -> None:
-        """Is called before a pass of a step."""
-        self._at_forward = None if self._scaler is None else self._scaler._per_optimizer_states
+    def note_forward(self, attempt: object) -> None:
+        """Is called before a pass of an attempt at a step.
+
+        Raises:
+            ValueError: scaler.update() was not called after the last step.
+        """
+        self._at_forward = states = None if self._scaler is None else self._scaler._per_optimizer_states
+        if states is None or states is not self._states or attempt == self._attempt:
+            return
+        for key, state in self._own.items():
+            if states.get(key) is state:
+                if state["stage"].name == "STEPPED":
+                    raise ValueError("scaler.update() of the step before was not called: call it after each step")
+                del states[key]  # of gradients that were dropped
 
     def unscale(self, scaling: Scaling, attempt: object) -> bool:
         """Unscales the encoder's gradients, once in an attempt at a step; returns whether one overflowed.
@@ -100,12 +133,6 @@ class ScalerUse:
         states = scaler._per_optimizer_states
         if scaler is self._scaler and self._at_forward is not None and self._at_forward is not states:
             raise ValueError("scaler.update() was called before head.step(): call it after scaler.step(optimizer)")
-        if states is self._states and attempt != self._attempt:
-            for key, state in self._own.items():
-                if states.get(key) is state:
-                    if state["stage"].name == "STEPPED":
-                        raise ValueError("scaler.update() of the step before was not called: call it after each step")
-                    del states[key]  # of gradients that were dropped
         stages = {key: state["stage"].name for key, state in states.items()}
         if not scaling.optimizers and "STEPPED" not in stages.values():
             raise ValueError(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.arguments import Doing, exchanged, first_of
+from weightserver.torch.agreement import Agreement, Doing
+from weightserver.torch.arguments import first_of
 from weightserver.torch.beginnings import Beginnings
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.loss import padded
@@ -129,10 +130,20 @@ class Step:
                 self._beginnings = Beginnings(self._store.fresh, self._init_norm)
         return self.weight if self._beginnings is None else self._beginnings.rows(self.weight)
 
-    def rows_for(self, part: int, embeddings: Tensor, *, view: int, update_rows: bool) -> Tensor:
-        """`active_rows` for the forward pass of a batch, whose embeddings (b, D) its fresh classes begin at."""
-        if self.is_cleared:
-            exchanged(self._rows.ranks, Doing.REPEATS, self.number, self.attempt)
+    def rows_for(
+        self, part: int, embeddings: Tensor, *, view: int, update_rows: bool, temperature: float | None
+    ) -> Tensor:
+        """`active_rows` for the forward pass of a batch, whose embeddings (b, D) its fresh classes begin at.
+
+        Raises:
+            ValueError: another rank does something else, or gives another batch, view or temperature.
+        """
+        with Agreement(self._rows.ranks, Doing.PASSES, self.number, self.attempt) as agreement:
+            alike = f"in step {self.number}, got {{}} to {{}}: every rank gives the batches and views in the same order"
+            agreement.same(f"the ranks give different batches {alike}", part)
+            agreement.same(f"the ranks give different views {alike}", view)
+            agreement.same("update_rows must be the same on every rank, got {} to {}", update_rows)
+            agreement.same("the temperature must be the same on every rank, got {} to {}", temperature or 0.0)
         weight, begun = self.active_rows(), None
         self._forward.add((part, view))
         self.is_cleared = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.arguments import Doing, checked_ids, exchanged, ids_of_all_ranks
+from weightserver.torch.agreement import Agreement, Doing, ids_of_all_ranks
+from weightserver.torch.arguments import checked_ids
 from weightserver.torch.coming_steps import Announced, ComingSteps, announced
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.recency import Visited
 from weightserver.torch.rows import RowStore
+from weightserver.torch.rows.slots import NoRoomError
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.step import Step
 from weightserver.torch.windows import RangesOrder
@@ -54,6 +57,7 @@ class Steps:
         self._attempt = 0  # number of those at a step that failed
         self.iteration: object = None
         """The iteration over announced batches that has not ended."""
+        self._requested = 0  # the last step whose rows were requested; others are when they begin, in their order
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
     def use(self, opened: OpenedRows) -> None:
@@ -77,6 +81,7 @@ class Steps:
         self._first_step, self._opened = self.number if number is None else number, None
         self.coming.forget(None if recent is None else Visited(*recent))
         self._begun = self.iteration = None
+        self._requested = self._first_step
 
     def _open(self) -> OpenedRows:
         open_rows = self._open_rows()
@@ -94,7 +99,7 @@ class Steps:
         if self._announced_in_vain:
             in_progress = self.current is not None and self.current.weight is not None
             store.forget_announced(in_progress=in_progress)
-            self._announced_in_vain = False
+            self._requested, self._announced_in_vain = self.number, False
         return store
 
     # ---- announced steps
@@ -119,10 +124,11 @@ class Steps:
         opened, store, step = self._open(), self._open_store(ids.size), self._next_number
         announced = self.coming.of_batches(step, ids)
         self.coming.add(announced)
-        if step - self.number <= store.prefetch_steps:
+        if step - self.number <= store.prefetch_steps and step <= max(self._requested, self.number) + 1:
             try:
-                with opened.naming_classes():
+                with opened.naming_classes(), contextlib.suppress(NoRoomError):
                     store.prefetch(announced.rows, step=step)
+                    self._requested = step
             except BaseException:
                 self.coming.forget_last()
                 raise
@@ -133,7 +139,8 @@ class Steps:
         Raises:
             ValueError: another rank announces one.
         """
-        exchanged(self._open().ranks, Doing.HAS_NONE, self._next_number, self._attempt)
+        with Agreement(self._open().ranks, Doing.HAS_NONE, self._next_number, self._attempt):
+            pass
 
     def forget(self, *, in_progress: bool = False) -> None:
         """See `ClassifierHead.forget_announced`."""

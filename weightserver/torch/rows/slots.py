@@ -9,6 +9,10 @@ from weightserver.core.arrays import Int64Array
 _EMPTY = -1
 
 
+class NoRoomError(ValueError):
+    """More rows are needed at a time than there are slots."""
+
+
 class SlotMap:
     """Rows in `capacity` slots; the row whose last announced step is the oldest leaves first.
 
@@ -47,14 +51,14 @@ class SlotMap:
         """The slots to empty so that `num_entering` rows fit; no step from `step` on needs their rows.
 
         Raises:
-            ValueError: too few rows may leave.
+            NoRoomError: too few rows may leave.
         """
         num_leaving = num_entering - len(self._free)
         if num_leaving <= 0:
             return np.zeros(0, np.int64)
         idle = self._slots[self.last_announced[self._slots] < step]
         if len(idle) < num_leaving:
-            raise ValueError(
+            raise NoRoomError(
                 f"{len(self.row)} resident rows are too few: step {step} needs {num_leaving - len(idle)} more; "
                 "raise --capacity (a head's `capacity`) or lower --prefetch-steps"
             )
