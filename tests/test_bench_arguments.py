@@ -8,6 +8,7 @@ import sys
 import pytest
 
 TOO_FEW = {
+    "answers": ["--rounds", "1"],
     "augment": ["--rounds", "1"],
     "blocks": ["--rounds", "1"],
     "checkpoints": ["--rounds", "1"],
