@@ -101,7 +101,8 @@ def _choices(images: ImagesSurvey, machine: Machine, given: Mapping[str, Any]) -
     yield "dataset", _storage(images, machine)
     encoder, rate = _encoder(images, machine, given)
     if "encoder.name" not in given:
-        cause = f"about {_rate(rate)} images/s on {_machine(machine)}"
+        number, unit = (machine.ranks, "GPU") if machine.gpu_memory_bytes else (machine.cores, "core")
+        cause = f"about {float(f'{rate:.2g}'):,.10g} images/s on {number} {unit}{'s' * (number > 1)}"
         yield "encoder.name", Choice(encoder.name, cause)
     smallest = "the smallest; " if encoder.image_size == _ENCODERS[-1].image_size else ""
     yield "encoder.image_size", Choice(encoder.image_size, f"{smallest}images have {images.shorter_side:,} px")
@@ -124,7 +125,7 @@ def _choices(images: ImagesSurvey, machine: Machine, given: Mapping[str, Any]) -
     if "steps" in given:
         visits = given["steps"] * batch
     yield from _classes_and_window(images, machine, visits, batch, given)
-    yield "num_shards", Choice(1 if images.number < 1_000_000 else 2, f"for {_millions(images.number)} rows")
+    yield "num_shards", Choice(1 if images.number < 1_000_000 else 2, f"for {images.number:,} rows")
     yield from _evaluations(images, machine, visits)
 
 
@@ -264,25 +265,10 @@ def _evaluations(images: ImagesSurvey, machine: Machine, visits: float) -> Itera
         yield "knn_every", Choice(every, f"{images.num_classes:,} classes: ten times a run")
 
 
-def _machine(machine: Machine) -> str:
-    number, unit = (machine.ranks, "GPU") if machine.gpu_memory_bytes else (machine.cores, "core")
-    return f"{number} {unit}{'s' * (number > 1)}"
-
-
-def _rate(rate: float) -> str:
-    return f"{float(f'{rate:.2g}'):,.10g}"
-
-
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def _millions(number: int) -> str:
-    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:,.3g} million"
-
-
 def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    if minutes < 90:
-        return f"{max(1, round(minutes))} min"
-    return f"{minutes / 60:.1f} h" if minutes < 48 * 60 else f"{minutes / 60 / 24:,.0f} days"
+    hours = seconds / 3600
+    return f"{max(1, round(60 * hours))} min" if hours < 1.5 else f"{hours:,.1f} h"

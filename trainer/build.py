@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainer.data.prefetch import Visits, views_ahead
 from trainer.display import stage
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.model import PICModel, build_model, check_image_size, load_encoder
+from trainer.model import PICModel, build_model, load_encoder, measure_feature_dim
 from trainer.monitors import Monitors
 from trainer.observing import Observer
 from trainer.online_probe import OnlineProbe
@@ -276,7 +276,12 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
         config.model.encoder, config.model.dim, seed=config.sampling.seed, head_layers=config.model.head_layers
     )
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
-        check_image_size(model.encoder, config.model.encoder, side)
+        found = measure_feature_dim(model.encoder, replace(config.model.encoder, image_size=side))
+        if found != model.feature_dim:
+            raise ValueError(
+                f"encoder {config.model.encoder.name!r} has {found} features for {side} px views and "
+                f"{model.feature_dim} for {config.model.encoder.image_size} px images: give views of their size"
+            )
     starts = not (config.run.resume and saved_steps(config.run.output / "checkpoints"))
     if starts and config.model.init_encoder is not None:
         encoder, found = load_encoder(config.model.init_encoder)
@@ -284,9 +289,7 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
             raise ValueError(f"--init-encoder {config.model.init_encoder} holds {found}, not {config.model.encoder}")
         model.encoder.load_state_dict(encoder.state_dict())
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
-    model = model.to(device)
-    if config.compute.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster convolutions
     if config.compute.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model

@@ -21,8 +21,6 @@ class ComputeConfig(Settings):
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Precision of the encoder; head, loss and rows are float32. tf32: float32 whose mantissa is cut from 23 to 10 bits
     in a GPU's matrix products, including those of the head."""
-    channels_last: bool = resumable(True)
-    """Whether images are stored channels last, which makes convolutions faster."""
     compile: bool = resumable(False)
     """Whether to compile encoder and augmentation with torch.compile, which takes a minute or more and needs a C
     compiler."""
@@ -35,12 +33,6 @@ class ComputeConfig(Settings):
 
     def check(self) -> None:
         check_positive(self, "rank_timeout_seconds")
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        import torch
-
-        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def torch_device(self) -> torch.device:
         """The device of --device. Raises ValueError if this machine does not have it."""

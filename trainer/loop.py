@@ -110,7 +110,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
         with stage("data"):
-            images = next(run.views).contiguous(memory_format=run.config.compute.memory_format)  # (b, C, side, side)
+            images = next(run.views).contiguous(memory_format=torch.channels_last)  # (b, C, side, side)
         with averaging_gradients(run.encoder, (part, view) == run.parts[-1]):
             with stage("forward"):
                 embeddings = run.encoder(images)  # (b, D)

@@ -7,7 +7,7 @@ normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`). BatchN
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,21 +120,6 @@ def measure_feature_dim(encoder: nn.Module, config: EncoderConfig) -> int:
     if not isinstance(features, Tensor) or features.ndim != 2:
         raise ValueError(f"encoder {config.name!r} does not give one feature vector per image: choose a classifier")
     return features.shape[1]
-
-
-def check_image_size(encoder: nn.Module, config: EncoderConfig, image_size: int) -> None:
-    """Raises ValueError unless images of `image_size` pixels have as many features as those of the config's size."""
-    if image_size == config.image_size:
-        return
-    expected, found = (
-        measure_feature_dim(encoder, config),
-        measure_feature_dim(encoder, replace(config, image_size=image_size)),
-    )
-    if found != expected:
-        raise ValueError(
-            f"encoder {config.name!r} has {found} features for {image_size} px views and {expected} for "
-            f"{config.image_size} px images: give views of the size of the images"
-        )
 
 
 class _FewPixels(nn.Module):

@@ -149,8 +149,7 @@ def _update(training: Training, step: int) -> Tensor:
     seed_generators(forward_seed(training.config.sampling.seed, step, 0), device)
     with stage("data"):
         views = [
-            next(training.views).contiguous(memory_format=training.config.compute.memory_format)
-            for _ in range(training.method.num_views)
+            next(training.views).contiguous(memory_format=torch.channels_last) for _ in range(training.method.num_views)
         ]
         images = to_device(torch.from_numpy(training.sampler.images(step, 0)), device)
     training.optimizer.zero_grad()

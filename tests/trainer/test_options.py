@@ -57,7 +57,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
     ("changes", "tolerance"),
     [
         pytest.param({"accumulate": 4}, 1e-5, id="a batch in four parts"),
-        pytest.param({"channels_last": False}, 1e-5, id="channels first"),
         pytest.param({"deterministic": True}, 0, id="deterministic"),
         pytest.param({"learning_rate": 0.025, "learning_rate_batch": 8}, 0, id="linear rule"),
         pytest.param({"precision": "bfloat16"}, 0.02, id="bfloat16"),
