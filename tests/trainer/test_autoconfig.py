@@ -67,13 +67,6 @@ def test_choices_pass_all_checks(machine: Machine, monkeypatch: pytest.MonkeyPat
         assert passes >= (2 if config.optimization.epochs >= 4 else 1)
 
 
-def test_a_thousand_random_numbers_of_images_pass_all_checks() -> None:
-    for step in range(1_000):
-        images = survey(round(20 * (10**9 / 20) ** (step / 999)))
-        for machine in (TWO_CORES, GPU):
-            check(chosen(images, machine), images)
-
-
 GIVEN: list[dict[str, Any]] = [
     {"batch_size": 512},
     {"num_negatives": 30},

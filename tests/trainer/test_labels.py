@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,7 +23,6 @@ from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.run_images import RunImages
-from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import NEGATIVES, RowOrder
 
@@ -107,19 +104,6 @@ def test_a_run_knows_its_class_map() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(images, classes=had).resumed([10], ["a"], given, extend=False)
-
-
-@pytest.mark.guard
-def test_a_run_of_images_cannot_become_one_of_classes(labels: Path, tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        train(small_run(tmp_path / "run", num_negatives=50), on_step=_interrupt)
-    with pytest.raises(ValueError, match="the run has a class for each image, in the order of a seed: omit --labels"):
-        train(small_run(tmp_path / "run", resume=True, labels=str(labels), num_negatives=50))
-
-
-def _interrupt(step: int) -> None:
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.guard

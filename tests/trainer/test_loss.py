@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -79,14 +77,6 @@ def test_the_bounds_are_tight_enough_to_find_faults() -> None:
     with pytest.raises(AssertionError, match="of which rounding explains"):
         expected.weight.assert_near(weight.grad)
     assert expected.loss.error < 1e-5 * expected.loss.value
-
-
-def test_chance_is_log_k() -> None:
-    features, weight, labels = torch.eye(4, 40)[:2], torch.eye(40)[10:], torch.tensor([0, 7])
-    loss = cosine_softmax_loss(features, weight, labels, temperature=0.2)
-    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
-    assert math.isclose(expected.loss.value, math.log(30), rel_tol=1e-15)
-    expected.loss.assert_near(loss)
 
 
 def test_plain_logits_are_products() -> None:

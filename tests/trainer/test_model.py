@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -106,19 +106,12 @@ def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
     assert sum(p.numel() for p in model.parameters()) < 1_000
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-def test_encoder_files_keep_the_norm(tmp_path: Path, norm: Literal["batch", "group"]) -> None:
-    path, config = tmp_path / "encoder.safetensors", dataclasses.replace(SMALL, norm=norm)
-    encoder, images = build_encoder(config).eval(), torch.randn(4, 1, 28, 28)
-    save_encoder(encoder, config, path)
-    loaded, loaded_config = load_encoder(path)
-    assert loaded_config == config
-    assert torch.equal(loaded(images), encoder(images))
-
-
-@pytest.mark.parametrize("name", ["small", "none", "timm:resnet10t", "resnet18"])
-def test_an_encoder_file_rebuilds_the_encoder(tmp_path: Path, name: str) -> None:
-    config = EncoderConfig(name=name, width=8)
+@pytest.mark.parametrize(
+    "config",
+    [GROUP, *(EncoderConfig(name=name, width=8) for name in ("small", "none", "timm:resnet10t", "resnet18"))],
+    ids=lambda config: f"{config.name}-{config.norm}",
+)
+def test_an_encoder_file_rebuilds_the_encoder(tmp_path: Path, config: EncoderConfig) -> None:
     model = build_model(config, seed=0)
     images = torch.randn(4, 1, 28, 28)
     model(images)  # moves BatchNorm's running statistics

@@ -197,12 +197,6 @@ def test_components_to_compare_with_learn_too(
     assert found[-10:].mean() < found[:10].mean()
 
 
-def test_plain_logits_are_products(tmp_path: Path) -> None:
-    """Rows start near 0, so all classes are equally likely."""
-    first = run(tmp_path / "run", softmax="plain", steps=1)
-    assert first == pytest.approx([np.log(64)], abs=0.01)
-
-
 def test_the_encoder_alone_computes_in_bfloat16() -> None:
     model = build_model(GROUP_NORM, 8, seed=0).eval()
     images = torch.rand(4, 3, 16, 16)
@@ -308,6 +302,9 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"servers": "10.0.0.1:1"}, r"--servers 10\.0\.0\.1:1 is on another machine .* --insecure"),
+        ({"rows": "dense", "servers": "127.0.0.1:1"}, "--rows dense keeps the rows in the trainer: omit --servers"),
+        ({"rows": "dense", "correction": "paper"}, "--correction paper corrects rows after a gap, .*: use --rows resi"),
         ({"correction": "later"}, "--correction must be exact, paper or none, got later"),
         ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),

@@ -13,15 +13,6 @@ from trainer.schedule import forward_seed, learning_rates, visit_uniforms
 from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
 
 
-@given(st.integers(1, 3_000), st.integers(0, 2**64 - 1))
-@settings(max_examples=50, deadline=None)
-def test_row_order_is_a_bijection_with_its_inverse(num_rows: int, order_seed: int) -> None:
-    order, rows = RowOrder(num_rows, order_seed), np.arange(num_rows)
-    images = order.images(rows)
-    assert np.array_equal(np.sort(images), rows)
-    assert np.array_equal(order.rows(images), rows)
-
-
 def test_row_order_mixes() -> None:
     images = RowOrder(100_000, 7).images(np.arange(100_000))
     assert abs(np.corrcoef(images, np.arange(100_000))[0, 1]) < 0.02
@@ -35,7 +26,7 @@ def test_row_order_of_a_billion_needs_no_table() -> None:
     assert np.array_equal(order.rows(images), rows)
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=5), st.integers(0, 2**64 - 1))
+@given(st.lists(st.integers(1, 200) | st.just(3_000), min_size=1, max_size=5), st.integers(0, 2**64 - 1))
 @settings(max_examples=50)
 def test_a_new_range_has_an_order_of_its_own_and_moves_no_row_before(sizes: list[int], order_seed: int) -> None:
     total = sum(sizes)

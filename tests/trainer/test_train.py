@@ -275,7 +275,6 @@ def test_training_over_tls_with_a_token(data_dir: Path, tmp_path: Path) -> None:
 
 BAD_COMMAND_LINES = {
     "resume": (["--resume"], r"holds no run to resume: omit --resume"),
-    "another machine": (["--servers", "10.0.0.1:1"], r"10\.0\.0\.1:1 is on another machine .* --insecure"),
     "half a certificate": (
         ["--tls-cert", "client.pem"],
         r"--tls-cert and --tls-key belong together: give both or none",
@@ -285,7 +284,6 @@ BAD_COMMAND_LINES = {
         r"--tls-ca /nonexistent\.pem cannot be read: No such file or directory",
     ),
     "no address": (["--servers", "ws0"], r"'ws0' is not an address: write host:port"),
-    "dense with servers": (["--rows", "dense", "--servers", "127.0.0.1:1"], r"omit --servers"),
     "no such folder": (["--data-dir", "no/such/folder"], r"no such folder: no/such/folder"),
     "unknown data set": (["--dataset", "mnist-9"], r"unknown data set 'mnist-9': choose one of"),
     "K above N": (
@@ -293,12 +291,7 @@ BAD_COMMAND_LINES = {
         r"--num-negatives is 100000, but there are only 160 classes: choose fewer",
     ),
     "W above N": (["--window-size", "1000"], r"window_size must lie in 1\.\.160, .* got 1000"),
-    "epochs": (["--epochs", "-1"], r"--epochs must be positive and finite, got -1"),
     "temperature": (["--temperature", "0"], r"--temperature must be positive and finite, got 0"),
-    "no gap": (
-        ["--correction", "paper", "--rows", "dense"],
-        r"--correction paper corrects rows after a gap, .*: use --rows resident or --rows remote",
-    ),
     "momentum": (["--momentum", "1"], r"momentum must lie in \[0, 1\), got 1"),
     "encoder": (["--encoder.name", "resnet9999"], r"unknown encoder 'resnet9999'"),
     "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
