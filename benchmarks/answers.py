@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(2), default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         name: partial(subprocess.run, [sys.executable, *words], capture_output=True, check=False)
         for name, words in ANSWERS.items()
     }

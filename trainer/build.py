@@ -276,10 +276,10 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
         config.model.encoder, config.model.dim, seed=config.sampling.seed, head_layers=config.model.head_layers
     )
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
-        found = measure_feature_dim(model.encoder, replace(config.model.encoder, image_size=side))
-        if found != model.feature_dim:
+        num_features = measure_feature_dim(model.encoder, replace(config.model.encoder, image_size=side))
+        if num_features != model.feature_dim:
             raise ValueError(
-                f"encoder {config.model.encoder.name!r} has {found} features for {side} px views and "
+                f"encoder {config.model.encoder.name!r} has {num_features} features for {side} px views and "
                 f"{model.feature_dim} for {config.model.encoder.image_size} px images: give views of their size"
             )
     starts = not (config.run.resume and saved_steps(config.run.output / "checkpoints"))
@@ -289,7 +289,7 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
             raise ValueError(f"--init-encoder {config.model.init_encoder} holds {found}, not {config.model.encoder}")
         model.encoder.load_state_dict(encoder.state_dict())
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
-    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster convolutions
+    model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:
         model.encoder.compile(dynamic=False)  # one program for each size of view
     return model
