@@ -221,7 +221,7 @@ def _print_choices(
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if dataset.untested and images.num_classes and not images.num_tests:
         console.print(f"  {dataset.untested}", markup=False)
-    for line in () if config.data.pixel_range else images.warnings:
+    for line in images.warnings:
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if broken := images.unreadable:
         named(broken[:_NAMED])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainer.data.augmentation_config import AugmentationConfig
-from trainer.data.decode import background_colour
+from trainer.data.decode import Rendering, background_colour
 from trainer.encoder_config import EncoderConfig
 from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable
 
@@ -55,6 +55,19 @@ class SourceOptions(Settings):
     def of_pixels(self) -> SourceOptions:
         """The options that say how pixels become colours, which an encoder's images share whatever their source."""
         return SourceOptions(pixel_range=self.pixel_range, alpha=self.alpha, max_megapixels=self.max_megapixels)
+
+    def rendering(self, background: str) -> Rendering:
+        """How pixels become colours, where transparent ones show a colour: its name, as white, #rrggbb, or none.
+
+        Raises:
+            ValueError: no such colour.
+        """
+        shown = None if self.alpha == "ignore" else background_colour(background)
+        return Rendering(shown, self.pixel_range, self.max_megapixels)
+
+    def limit_of_broken(self, num_images: int) -> int:
+        """Number of broken images, of so many, beyond which a run or a pack ends."""
+        return max(100, num_images // 100) if self.max_broken is None else self.max_broken
 
     def check(self) -> None:
         check_at_least(self, 0, "max_broken")

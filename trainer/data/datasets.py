@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.error import URLError
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer.data.config import SourceOptions
-from trainer.data.decode import Rendering, background_colour, decoded_side
-from trainer.data.decoded_images import BrokenImages, DecodedImages
+from trainer.data.decode import decoded_side
+from trainer.data.decoded_images import DecodedImages, EncodedImages
 from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
@@ -244,8 +245,9 @@ def load_dataset(
             raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
             raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
-        options = options or SourceOptions()
-        return DECODED[name](directory, image_size, _Decoding.of(decode_threads, background, options), options)
+        side, options = decoded_side(image_size), options or SourceOptions()
+        decoded = partial(DecodedImages, side=side, options=options, background=background, threads=decode_threads)
+        return DECODED[name](directory, image_size, decoded, options)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -263,16 +265,21 @@ def load_splits(
     Raises:
         ValueError: a source that cannot be read, or has no images.
     """
-    side = decoded_side(image_size)
-    decoding = _Decoding.of(decode_threads, background, options)
+    found: dict[str, EncodedImages] = {}
     if is_packed(source):
         packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
-        found = {name: _packed(PackedImages(path), side, decoding).images for name, path in packed.items()}
+        found |= {name: PackedImages(path) for name, path in packed.items()}
     else:
         reading = read_source(source, options)
         reading.left_out.log(source)
-        found = {split.name: _read(split, side, decoding).images for split in reading.splits}
-    return found if len(found) > 1 else {"": next(iter(found.values()))}
+        found |= {split.name: split.listing for split in reading.splits}
+    side = decoded_side(image_size)
+    return {
+        name if len(found) > 1 else "": DecodedImages(
+            images, side, options, background=background, threads=decode_threads
+        )
+        for name, images in found.items()
+    }
 
 
 def _first_images(whole: Dataset, num_images: int) -> Dataset:
@@ -298,34 +305,18 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-class _Decoding(NamedTuple):
-    """How images are decoded: arguments of `DecodedImages`."""
-
-    threads: int | None
-    rendering: Rendering
-    broken: BrokenImages
-
-    @classmethod
-    def of(cls, threads: int | None, background: str, options: SourceOptions) -> "_Decoding":
-        shown = None if options.alpha == "ignore" else background_colour(background)
-        rendering = Rendering(shown, options.pixel_range, options.max_megapixels)
-        return cls(threads, rendering, BrokenImages(options.max_broken, options.broken_list))
-
-    def for_others(self) -> "_Decoding":
-        """The same for other images, whose broken ones are counted apart."""
-        return self._replace(broken=self.broken.of_others())
+_Decoded = Callable[[EncodedImages], DecodedImages]
+"""Makes decoded images of encoded ones."""
 
 
-def _load_folder(directory: Path, image_size: int, decoding: _Decoding, options: SourceOptions) -> Dataset:
+def _load_folder(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
     if is_packed(directory):
         raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
-    side = decoded_side(image_size)
     reading = read_source(directory, options)
     reading.left_out.log(directory)
-    test = _read(reading.test, side, decoding.for_others()) if reading.test else None
+    test = _read(reading.test, decoded) if reading.test else None
     where = Path(reading.test.source) if reading.test else None
-    train = _read(reading.train, side, decoding)
-    return _decoded(train, test, where, evaluated_side=image_size, reading=reading)
+    return _dataset(_read(reading.train, decoded), test, where, evaluated_side=image_size, reading=reading)
 
 
 _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
@@ -340,18 +331,17 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-def _read(split: Split, side: int, decoding: _Decoding) -> _Stored:
+def _read(split: Split, decoded: _Decoded) -> _Stored:
     listing = split.listing
     labels = _labels_of(listing, split.labelled)
-    images = DecodedImages(listing, side, **decoding._asdict())
-    return _Stored(images, labels, split.classes, (_digest(bytes(listing.content)),))
+    return _Stored(decoded(listing), labels, split.classes, (_digest(bytes(listing.content)),))
 
 
-def _load_packed(directory: Path, image_size: int, decoding: _Decoding, _: SourceOptions) -> Dataset:
-    side, packed, test = decoded_side(image_size), PackedImages(directory), directory / "test"
-    return _decoded(
-        _packed(packed, side, decoding),
-        _packed(PackedImages(test), side, decoding.for_others()) if is_packed(test) else None,
+def _load_packed(directory: Path, image_size: int, decoded: _Decoded, _: SourceOptions) -> Dataset:
+    packed, test = PackedImages(directory), directory / "test"
+    return _dataset(
+        _packed(packed, decoded),
+        _packed(PackedImages(test), decoded) if is_packed(test) else None,
         test,
         evaluated_side=image_size,
         range_sizes=packed.manifest.sizes,
@@ -359,17 +349,17 @@ def _load_packed(directory: Path, image_size: int, decoding: _Decoding, _: Sourc
     )
 
 
-def _packed(images: PackedImages, side: int, decoding: _Decoding) -> _Stored:
+def _packed(images: PackedImages, decoded: _Decoded) -> _Stored:
     digests = tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in images.manifest.ranges)
     labels = _labels_of(images, images.manifest.labelled)
-    return _Stored(DecodedImages(images, side, **decoding._asdict()), labels, images.manifest.classes, digests)
+    return _Stored(decoded(images), labels, images.manifest.classes, digests)
 
 
 def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
     return StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
 
 
-def _decoded(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
+def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
     A single class is no label: every classifier would be right. Test images without labels are omitted, and those whose
@@ -486,26 +476,13 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_
 """Labelled data sets that are loaded into memory."""
 
 
-def _load_inaturalist(directory: Path, image_size: int, decoding: _Decoding, _: SourceOptions) -> Dataset:
+def _load_inaturalist(directory: Path, image_size: int, decoded: _Decoded, _: SourceOptions) -> Dataset:
     """iNaturalist 2018 as it is distributed: train2018.json, val2018.json and the images that they name."""
-    side = decoded_side(image_size)
-    train, test = (_of_split(directory / f"{name}2018.json", side, decoding) for name in ("train", "val"))
-    return _decoded(train, test, directory, evaluated_side=image_size)
+    train, test = (_read(read_split(directory / f"{name}2018.json"), decoded) for name in ("train", "val"))
+    return _dataset(train, test, directory, evaluated_side=image_size)
 
 
-def _of_split(file: Path, side: int, decoding: _Decoding) -> _Stored:
-    split = read_split(file)
-    content = b"".join(entry.line() for entry in split.entries)
-    listing = Listing(content, file.parent)
-    return _Stored(
-        DecodedImages(listing, side, **decoding._asdict()),
-        _labels_of(listing, True),
-        split.classes,
-        (_digest(content),),
-    )
-
-
-DECODED: dict[str, Callable[[Path, int, _Decoding, SourceOptions], Dataset]] = {
+DECODED: dict[str, Callable[[Path, int, _Decoded, SourceOptions], Dataset]] = {
     FOLDER: _load_folder,
     "packed": _load_packed,
     "inaturalist-2018": _load_inaturalist,

@@ -70,7 +70,7 @@ class Rendering(NamedTuple):
         for factor in factors:
             if megapixels / factor**2 <= self.max_megapixels:
                 return factor
-        raise BrokenImageError(f"{megapixels:,.0f} megapixels, more than --max-megapixels {self.max_megapixels:g}")
+        raise BrokenImageError(f"{megapixels:,.4g} megapixels, more than --max-megapixels {self.max_megapixels:g}")
 
 
 DEFAULT_RENDERING = Rendering()
@@ -121,11 +121,6 @@ class Crop:
     """The part of the image, as a function of its width and height."""
 
 
-def max_broken(num_images: int) -> int:
-    """Maximum number of broken images: 100, or one percent if that is more."""
-    return max(100, num_images // 100)
-
-
 def centre(width: int, height: int) -> Box:
     """The largest square in the middle of an image."""
     shorter = min(width, height)
@@ -136,16 +131,6 @@ def centre(width: int, height: int) -> Box:
 def decoded_side(image_size: int) -> int:
     """Side of the decoded squares whose centres of `image_size` evaluation uses: 256 for 224, and in proportion."""
     return round(image_size * 256 / 224)
-
-
-def check(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> str:
-    """Decodes a whole image and returns its format's suffix, such as 'jpg'. Raises BrokenImageError if it cannot."""
-    with _foreign():
-        image = _open(content, rendering)
-        factor = rendering.reduction(image)
-        image.draft(None, (image.width // factor, image.height // factor))
-        ImageOps.exif_transpose(image, in_place=True)
-    return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
 def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT_RENDERING) -> list[NDArray[np.uint8]]:
@@ -180,39 +165,40 @@ def is_picture(file: BinaryIO) -> bool:
         return False
 
 
-def header_size(content: bytes) -> tuple[int, int]:
-    """Width and height of an encoded image once it is upright; only its header is decoded.
-
-    Raises:
-        BrokenImageError: not an image.
-    """
-    with _foreign():
-        return _upright_size(_open(content))
-
-
 class ImageFacts(NamedTuple):
-    """What a decoded image is."""
+    """What an intact image is."""
 
     format: str
     mode: str
     """Pillow's name of its pixels."""
     width: int
+    """Pixels once it is upright; `height` likewise."""
     height: int
+    num_bytes: int
+    """Size of the encoded image."""
     largest: int | None
     """Largest value, of 16-bit images."""
     fourth_band: bool
     """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
+    @property
+    def suffix(self) -> str:
+        """The format's suffix, such as jpg."""
+        return _SUFFIX_OF_FORMAT[self.format]
 
-def facts(content: bytes) -> ImageFacts:
-    """Decodes an image. Raises BrokenImageError if it cannot."""
+
+def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFacts:
+    """Decodes a whole image, a JPEG small, and says what it is. Raises BrokenImageError if it cannot."""
     with _foreign():
-        image = _open(content)
-        image.load()
+        image = _open(content, rendering)
+        size = _upright_size(image)
+        rendering.reduction(image)
+        image.draft(None, (1, 1))  # a JPEG's pixels are not needed, but that it has all of them
+        ImageOps.exif_transpose(image, in_place=True)
         largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
         fourth_band = not is_alpha and image.mode == "RGBA"
-        return ImageFacts(image.format or "", image.mode, *image.size, largest, fourth_band)
+        return ImageFacts(image.format or "", image.mode, *size, len(content), largest, fourth_band)
 
 
 def upright_size(path: Path) -> tuple[int, int]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
-from trainer.data.decode import BrokenImageError, ImageFacts, facts, why
-from trainer.data.decoded_images import BrokenImages
+from trainer.data.decode import ImageFacts
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.reading import Split, read_source
@@ -41,33 +39,30 @@ def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
     yield from (f"  {line}" for line in reading.lines())
     for split in reading.splits:
         yield f"{split.name or 'images'}:"
-        yield from (f"  {line}" for line in _split_lines(split, BrokenImages(options.max_broken, options.broken_list)))
+        yield from (f"  {line}" for line in _split_lines(split, options))
 
 
-def _split_lines(split: Split, allowed: BrokenImages) -> Iterator[str]:
+def _split_lines(split: Split, options: SourceOptions) -> Iterator[str]:
     if split.labelled:
         most = split.counts.most_common()
         named = [f"{_name(split, label)} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
     number = len(split.listing)
-    sample = spread_evenly(number, _SAMPLE).tolist()
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        found = list(pool.map(lambda image: _facts(split, image), sample))
-    intact = [one for one in found if isinstance(one, ImageFacts)]
-    broken = [one for one in found if not isinstance(one, ImageFacts)]
+    sample = spread_evenly(number, _SAMPLE)
+    images = DecodedImages(split.listing, 1, options)
+    intact, broken = images.facts(sample)
     of = f"of {len(sample):,} images that were decoded" + (", a sample" if len(sample) < number else "")
     if intact:
         sides = [min(one.width, one.height) for one in intact]
         yield f"shorter side {min(sides):,} to {max(sides):,} px, median {statistics.median(sides):,.0f} ({of})"
         kinds = Counter(f"{one.format} {one.mode}" for one in intact)
         yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
-        yield from pixel_warnings(intact)
+        yield from pixel_warnings(intact, options)
     if broken:
-        estimate, limit = len(broken) * number // len(sample), allowed.limit(number)
+        estimate, limit = len(broken) * number // len(sample), options.limit_of_broken(number)
         after = f"runs and packs end at more than {limit:,}: --max-broken allows more"
-        allowed.list(*(f"{name}\t{reason}" for name, reason in broken))
-        first = f"{broken[0][0]} ({broken[0][1]})"
-        yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {first}"
+        images.broken.list(broken)
+        yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {broken[0]}"
     yield from _duplicates(split)
 
 
@@ -80,23 +75,15 @@ def _name(split: Split, label: int) -> str:
     return "no label" if label == NO_LABEL else split.classes[label] if split.classes else str(label)
 
 
-def _facts(split: Split, image: int) -> ImageFacts | tuple[str, str]:
-    """What an image is; for a broken one, its name and the reason."""
-    try:
-        return facts(split.listing.read(image))
-    except (BrokenImageError, OSError) as error:
-        return split.listing.name(image), why(error)
-
-
-def pixel_warnings(images: list[ImageFacts]) -> Iterator[str]:
+def pixel_warnings(images: list[ImageFacts], options: SourceOptions) -> Iterator[str]:
     """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
     deep = [one.largest for one in images if one.largest is not None]
-    if deep and max(deep) < 1 << 15:
+    if deep and max(deep) < 1 << 15 and not options.pixel_range:
         yield (
             f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
             f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
         )
-    if bands := sum(one.fourth_band for one in images):
+    if options.alpha == "show" and (bands := sum(one.fourth_band for one in images)):
         yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
 
 

@@ -97,19 +97,15 @@ class Listing:
         is_read = entry.length == IN_TABLE or is_zip(self.root / entry.path)
         return len(self.read_entry(entry)) if is_read else entry.length
 
-    def name(self, image: int) -> str:
-        """The name of an image in messages."""
-        entry = self[image]
-        return f"{self.root / entry.path}" + (f":{entry.member}" if entry.member else "")
-
     def path(self, image: int) -> str:
         """Path of an image's file; in a tar, followed by a colon and the member's name."""
-        return self.name(image)
+        return os.path.join(self.root, self[image].name)
 
     def positions(self, images: Int64Array) -> Int64Array:
         """Positions in whose order images (int64 [n]) are read fastest."""
         return images
 
+    @property
     def replaced(self) -> Int64Array:
         """No image stands for another one."""
         return np.empty(0, np.int64)

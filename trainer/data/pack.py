@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from trainer.counting import Counting, counting
-from trainer.data.decode import BrokenImageError, Rendering, check, max_broken, why
+from trainer.data.decode import BrokenImageError, facts, why
+from trainer.data.decoded_images import BrokenImages
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import (
@@ -181,9 +182,8 @@ class _Packer:
             raise ValueError(
                 f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
             )
-        self._rendering = Rendering(None, options.source.pixel_range, options.source.max_megapixels)
-        limit = options.source.max_broken
-        self._max_broken = max_broken(self._part.count) if limit is None else limit
+        self._rendering = options.source.rendering("none")
+        self._broken, self._max_broken = BrokenImages(options.source), options.source.limit_of_broken(self._part.count)
         self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
 
     def run(self) -> Manifest:
@@ -243,10 +243,12 @@ class _Packer:
         return shard, chain(left, samples)
 
     def _substitute(self, sample: _Sample) -> Substitute:
-        path = self._listing.name(sample.image - self._part.first)
-        shown = self._listing.name(sample.shown - self._part.first)
-        line = f"broken: {path} ({sample.broken}), replaced by {shown}"
-        say(Remark(line, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
+        path = self._listing.path(sample.image - self._part.first)
+        shown = self._listing.path(sample.shown - self._part.first)
+        sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
+        line = Remark(sentence, path=path, why=sample.broken, replaced_by=shown)
+        say(line, logging.WARNING)
+        self._broken.list([line])
         self._num_broken += 1
         if self._num_broken > self._max_broken:
             raise ValueError(
@@ -280,13 +282,13 @@ class _Packer:
             shown = (image - first + distance) % count
             try:
                 content = self._listing.read(shown)
-                suffix = check(content, self._rendering)
+                suffix = facts(content, self._rendering).suffix
             except (BrokenImageError, OSError) as error:
                 broken = broken or why(error)
                 continue
             return _Sample(image, first + shown, self._listing[shown].label, suffix, content, broken)
         raise ValueError(
-            f"{self._listing.name(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
+            f"{self._listing.path(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
             f"({broken}): check their disk"
         )
 

@@ -105,16 +105,11 @@ class PackedImages:
         """The rows of images, both int64 [n]; rows are stored in their order."""
         return self.order.rows(images)
 
-    def name(self, image: int) -> str:
-        """The name of an image in messages."""
-        row = self._row(image)
-        return f"row {row} in {tar_path(self.directory, int(self._firsts[self._shard(row)]))}"
-
     def path(self, image: int) -> str:
         """Path of an image's file when it was packed; in a tar, followed by a colon and the member's name."""
         number = int(np.searchsorted(self._range_firsts, image, side="right")) - 1
         part = self.manifest.ranges[number]
-        return self._listing(number).name(image - part.first)
+        return self._listing(number).path(image - part.first)
 
     def _open_listing(self, number: int) -> Listing:
         part = self.manifest.ranges[number]
@@ -124,6 +119,7 @@ class PackedImages:
         """The id of the image that stands for each image, int64 [N]: another one if the image is broken."""
         return self._by_image("shown", limit=len(self))
 
+    @functools.cached_property
     def replaced(self) -> Int64Array:
         """The ids of broken images, for which others stand."""
         return np.flatnonzero(self.shown() != np.arange(len(self)))

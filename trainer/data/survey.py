@@ -12,8 +12,6 @@ from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import pixel_warnings, spread_evenly
 
 _SAMPLE = 256
-_LOOKED_AT = 16
-"""Images of the sample whose pixels are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,33 +58,29 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
     labels = dataset.train_labels if dataset.labelled else torch.empty(0)
     number = len(images)
     sample = spread_evenly(number, _SAMPLE)
-    headers = [images.header(image) for image in sample.tolist()]
-    unreadable = tuple(header for header in headers if isinstance(header, str))
-    if not packed:
-        unreadable = tuple(dict.fromkeys((*unreadable, *map(str, images.intact(sample)[2]))))
-    intact = [header for header in headers if not isinstance(header, str)]
-    if number == 1 or (len(headers) == number and len(intact) == 1):
+    intact, broken = images.facts(sample)
+    if number == 1 or (len(sample) == number and len(intact) == 1):
         raise ValueError(f"a single image that can be read, of {number:,}: give at least 2, to compare with each other")
     if not intact:
-        raise ValueError(f"none of {len(headers)} sampled images can be read, first {unreadable[0]}: repair them")
-    most, estimate = images.max_broken, len(unreadable) * number // len(sample)
+        raise ValueError(f"none of {len(sample)} sampled images can be read, first {broken[0]}: repair them")
+    most, estimate = images.options.limit_of_broken(number), len(broken) * number // len(sample)
     if estimate > most:
-        images.list_broken(sample)
+        images.broken.list(broken)
         raise ValueError(
-            f"about {estimate:,} of {number:,} images are broken ({len(unreadable):,} of {len(sample):,} that were "
-            f"read, first {unreadable[0]}), and {most:,} may be: repair or remove them, or give --max-broken "
+            f"about {estimate:,} of {number:,} images are broken ({len(broken):,} of {len(sample):,} that were "
+            f"read, first {broken[0]}), and {most:,} may be: repair or remove them, or give --max-broken "
             f"{2 * estimate}; --broken-list FILE has the paths of those that were read"
         )
     return ImagesSurvey(
         number=number,
-        shorter_side=round(statistics.median(min(header.width, header.height) for header in intact)),
-        pixels=round(statistics.median(header.width * header.height for header in intact)),
-        image_bytes=round(statistics.mean(header.num_bytes for header in intact)),
+        shorter_side=round(statistics.median(min(one.width, one.height) for one in intact)),
+        pixels=round(statistics.median(one.width * one.height for one in intact)),
+        image_bytes=round(statistics.mean(one.num_bytes for one in intact)),
         num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
         num_tests=len(dataset.test_images),
         can_hold_out=dataset.can_hold_out,
         packed=packed,
-        unreadable=unreadable,
+        unreadable=tuple(map(str, broken)),
         max_broken=most,
-        warnings=tuple(pixel_warnings([one for image in sample[:_LOOKED_AT].tolist() if (one := images.facts(image))])),
+        warnings=tuple(pixel_warnings(intact, images.options)),
     )

@@ -135,7 +135,9 @@ def _in_split_file(dataset: Dataset, file: Path) -> Tensor:
         wanted = {PurePosixPath(line).name for line in file.read_text().split()}
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the split file {file} ({error}): give a list of image names") from None
-    found = {PurePosixPath(name).name: number for number, name in enumerate(images.names())}
+    found = {
+        PurePosixPath(name).name: number for number, name in enumerate(images.paths(torch.arange(len(images)).numpy()))
+    }
     if missing := wanted - found.keys():
         raise ValueError(
             f"{len(missing)} of the {len(wanted)} images of {file} are not among the training images, such as "

@@ -49,10 +49,13 @@ def test_images_and_labels(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found["annotations"].pop(3), r"has no category for 1 images, first 13: download it again"),
-        (lambda found: found["annotations"].append(found["annotations"][0]), r"annotates image 10 twice"),
-        (lambda found: found["annotations"][0].update(category_id=3), "image 10 with an unknown category"),
-        (lambda found: found["annotations"][0].update(image_id=999), "image 999 with an unknown image"),
+        (lambda found: found["annotations"].pop(3), "one category for each of its images: download it again"),
+        (lambda found: found["annotations"].append(found["annotations"][0]), "one category for each of its images"),
+        (lambda found: found["annotations"][0].update(image_id=999), "one category for each of its images"),
+        (
+            lambda found: found["annotations"][0].update(category_id=3),
+            r"is not an annotation file .* \(KeyError\(3\)\)",
+        ),
         (lambda found: found["images"][0].update(file_name="../../secret.jpg"), "outside its own folder"),
         (lambda found: found["images"][0].update(file_name="/etc/passwd"), "outside its own folder"),
         (lambda found: found.pop("categories"), "is not an annotation file of iNaturalist"),

@@ -293,7 +293,7 @@ def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
     assert a.classes == b.classes
     assert np.array_equal(plain.labels(), packed.labels())
     assert [plain.read(i) for i in range(9)] == [packed.read(i) for i in range(9)]
-    assert packed.name(0) == f"{tars}/a.tar:0000.jpg"
+    assert packed.path(0) == f"{tars}/a.tar:0000.jpg"
 
 
 def test_a_damaged_tar_is_named(tmp_path: Path) -> None:

@@ -164,8 +164,8 @@ def test_a_public_split_file_names_the_labelled_images(tree: Path, tmp_path: Pat
     config = SemiSupervisedConfig(split_file=split, epochs=30, batch_size=5, learning_rates=(1.0,))
     evaluation = of_tree(tree, tmp_path / "state")
     ids = labelled_images(evaluation.load(), config)
-    names = list(evaluation.load().train_images.names())  # type: ignore[attr-defined]
-    assert sorted(Path(names[number]).name for number in ids.tolist()) == sorted(wanted)
+    paths = evaluation.load().train_images.paths(ids.numpy())  # type: ignore[attr-defined]
+    assert sorted(Path(path).name for path in paths) == sorted(wanted)
     assert semi_supervised(evaluation, config).results == {"top1": 100, "top5": 100}
 
     split.write_text("n01440764_3.JPEG\nn99999999_1.JPEG\n")
