@@ -144,7 +144,6 @@ class TrainConfig:
             rows_per_block=self.rows.rows_per_block,
             kind=self.rows.negatives,
             recent_share=self.rows.recent_share,
-            only_met=self.rows.init == "embedding",
             seed=self.sampling.seed,
         )
 

@@ -43,11 +43,8 @@ class RowsConfig(Settings):
     """How inactive rows follow momentum and weight decay. exact: with the learning rate of each step. paper: with one
     learning rate for all steps since the row was active. none, or --no-correction: they do not move (compared in
     Table 2)."""
-    init: Literal["random", "embedding"] = "random"
-    """How rows begin. random: normally distributed. embedding: a class that is met for the first time begins at the
-    direction of its own image's embedding, and only classes that were met are active."""
     init_std: float = 0.01
-    """Standard deviation of a random row's values; a row that begins at an embedding has the same length."""
+    """Standard deviation of a row's values when it begins."""
     row_momentum: float | None = None
     """m of the rows' SGD. Without it: --momentum."""
     rows_per_block: int | None = resumable(None)
@@ -61,21 +58,11 @@ class RowsConfig(Settings):
     def check(self) -> None:
         if not 0 < self.recent_share < 1:
             raise SettingError(f"--recent-share must lie between 0 and 1, got {self.recent_share:g}", "recent_share")
-        if self.init == "embedding" and self.negatives != "recent":
-            raise SettingError(
-                f"--negatives {self.negatives} would include classes that were not met, which --init embedding leaves "
-                "out: choose --negatives recent, or --init random",
-                "init",
-            )
         if self.rows == "dense" and self.row_precision != "float32":
             raise SettingError(
                 f"--row-precision {self.row_precision} is for rows on weight servers, but --rows dense keeps them in "
                 "the trainers' memory as float32: omit it, or use --rows resident or --rows remote",
                 "row_precision",
-            )
-        if self.init == "embedding" and self.rows == "remote":
-            raise SettingError(
-                "--rows remote begin on the servers, which see no embeddings: use --rows resident", "init"
             )
         if self.row_momentum is not None and not 0 <= self.row_momentum < 1:
             raise SettingError(

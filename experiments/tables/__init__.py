@@ -1,6 +1,6 @@
 """All tables as data, in the order in which they are run: those that say most about the paper first."""
 
-from experiments.tables.beyond import BEGINNINGS, BEYOND, ROW_PRECISION
+from experiments.tables.beyond import BEYOND, ROW_PRECISION
 from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
 from experiments.tables.glyphs import GLYPHS
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
@@ -25,7 +25,6 @@ TABLES = {
         SEMI_SUPERVISED,
         PARTITION,
         OVER_TIME,
-        BEGINNINGS,
         ROW_PRECISION,
         BEYOND,
         GLYPHS,

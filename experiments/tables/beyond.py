@@ -10,55 +10,15 @@ from experiments.data import SIMILAR_ORDER
 from experiments.tables.common import in_windows
 
 _SMALL: dict[str, Any] = {"num_images": 10_000, "num_negatives": 512}
-_ORDERS: dict[str, dict[str, Any]] = {
-    "epoch order": {"window_size": 10_000, "window_stride": 10_000},
-    "windows": {"window_size": 2_048, "window_stride": 256},
-}
-_BEGINNINGS = ("random", "embedding")
-_LENGTHS = (2, 6, 20)
-"""Epochs."""
-_OF_ALL = "epoch order of all images"
-_EPOCH_ORDER_OF_ALL: dict[str, Any] = {"epochs": 6.0, "window_size": 60_000, "window_stride": 60_000}
-_WINDOWS_OF_20_EPOCHS = _SMALL | _ORDERS["windows"] | {"epochs": 20.0, "init": "random"}
-
-BEGINNINGS = Table(
-    name="beginnings",
-    title="Rows that begin at random, or at the embedding of their image (`--init`)",
-    text=(
-        "10,000 images, except where all 60,000 are named; the preset's weight decay; windows have W = 2,048 and "
-        "S = 256."
-    ),
-    cells=tuple(
-        Cell(
-            row=f"{order}, {init}",
-            column=f"{epochs} epochs",
-            settings=_SMALL | settings | {"epochs": float(epochs), "init": init},
-        )
-        for epochs in _LENGTHS
-        for order, settings in _ORDERS.items()
-        for init in _BEGINNINGS
-    )
-    + tuple(
-        Cell(row=f"{_OF_ALL}, {init}", column="6 epochs", settings=_EPOCH_ORDER_OF_ALL | {"init": init}, is_long=True)
-        for init in _BEGINNINGS
-    ),
-    claims=tuple(
-        Claim(
-            text=f"beginning at the embedding is better in {order} of {epochs} epochs{in_measure}",
-            weights={f"{order}, embedding, {epochs} epochs": 1, f"{order}, random, {epochs} epochs": -1},
-            measure=measure,
-        )
-        for order, lengths in (*((order, _LENGTHS) for order in _ORDERS), (_OF_ALL, (6,)))
-        for epochs in lengths
-        for measure, in_measure in ((LINEAR, ""), (KNN, " in kNN"))
-    ),
-    seeds=3,
-)
+_WINDOWS_OF_20_EPOCHS = _SMALL | {"epochs": 20.0, "window_size": 2_048, "window_stride": 256}
 
 ROW_PRECISION = Table(
     name="row_precision",
     title="Rows stored in float32 or bfloat16 (`--row-precision`)",
-    text="20 epochs in windows of the table before. Resident rows are stored as they leave, remote ones in each step.",
+    text=(
+        "20 epochs of 10,000 images, in windows of W = 2,048 and S = 256. Resident rows are stored as they leave, "
+        "remote ones in each step."
+    ),
     cells=tuple(
         Cell(row=f"{rows} rows", column=precision, settings=_WINDOWS_OF_20_EPOCHS | stored | precise)
         for rows, stored in (("resident", {}), ("remote", {"rows": "remote"}))

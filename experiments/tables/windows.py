@@ -14,8 +14,6 @@ from trainer.rows_config import RowsConfig
 _LENGTHS = {10: (53.3, 60.4), 20: (62.7, 64.8), 40: (66.2, 67.3), 80: (68.5, 69.0), 320: (70.4, 70.8)}
 """Epochs to the paper's numbers in epoch order and in windows, for five times as many epochs."""
 _ORDERS = {"epoch order": in_epoch_order, "sliding window": in_windows}
-_IN_ORDER = {"epoch order": "epoch order", "sliding window": "windows"}
-_AT_EMBEDDING = "rows begin at their image's embedding"
 _LONG = (
     "Tried: 80 and 320 epochs of 10,000 images, and 40 with K = B (see kNN over the time of training). In long runs "
     "both orders come close to what the encoder learns from labels (see the methods), and the paper's gain is as small "
@@ -25,8 +23,6 @@ _LONG_OF_ALL = (
     "Tried: half and a quarter of the length, where the window gains more, as in the paper. What the encoder learns "
     "from all labels was not measured."
 )
-_SHORT = (10, 20, 40)
-"""Epochs of runs whose rows begin at their image's embedding."""
 
 
 def _gain(epochs: int) -> dict[str, float]:
@@ -71,11 +67,6 @@ LENGTHS = Table(
             for epochs in _LENGTHS
             for row, cell in _ORDERS.items()
         ),
-        *(
-            cell(f"{row}, {_AT_EMBEDDING}", f"{epochs} epochs", epochs=float(epochs), init="embedding")
-            for epochs in _SHORT
-            for row, cell in _ORDERS.items()
-        ),
     ),
     paper=_papers(_LENGTHS),
     papers_columns=_papers_epochs(_LENGTHS),
@@ -89,14 +80,6 @@ LENGTHS = Table(
             for epochs in _LENGTHS
         ),
         _gains_more(10, 80),
-        *(
-            Claim(
-                text=f"beginning at the embedding raises accuracy at {epochs} epochs in {_IN_ORDER[row]}",
-                weights={f"{row}, {_AT_EMBEDDING}, {epochs} epochs": 1, f"{row}, {epochs} epochs": -1},
-            )
-            for row in _ORDERS
-            for epochs in _SHORT
-        ),
     ),
 )
 
@@ -120,12 +103,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 _BEGINNINGS: dict[str, dict[str, Any]] = {
     "rows begin ten times as long": {"init_std": 10 * RowsConfig.init_std},
-    _AT_EMBEDDING: {"init": "embedding"},
 }
 _BATCH_SIZE = OptimizationConfig.batch_size
 _TWO_BATCHES = (
     "The loss is above log K, worse than guessing, for a quarter of one run and two fifths of another, and the "
-    "embeddings end in few directions. Longer initial rows and rows that begin at their embedding each mend a part of "
+    "embeddings end in few directions. Longer initial rows mend a part of "
     "it, K = B most: K is twice W otherwise, so that rows which have left the window stay active."
 )
 

@@ -167,7 +167,6 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"order_seed": "a"}, "order_seed must be an integer, got 'a'"),
         ({"capacity": 14.0}, "capacity must be an integer, got 14.0"),
         ({"capacity": 0}, "capacity must be at least 1 row, got 0: omit it"),
-        ({"init_norm": 0.3}, "init_norm is the length of rows that begin at embeddings: omit it, or use"),
         ({"recent_share": 0.3}, "recent_share is for negatives both, got negatives recent: omit it"),
     ],
 )

@@ -102,7 +102,7 @@ def test_several_classes_of_an_image(make_head: MakeHead) -> None:
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [
-        ("dense", {"init": "embedding"}),
+        ("dense", {}),
         ("resident", {"dtype": "bfloat16"}),
         pytest.param("remote", {}, marks=pytest.mark.guard),
     ],

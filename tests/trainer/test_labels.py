@@ -146,7 +146,6 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
         (["--softmax", "plain", "--margin", "arcface"], "--margin arcface is for --softmax cosine: omit it"),
         (["--recent-share", "0.7"], "--recent-share 0.7 is for --negatives both: omit it"),
         (["--negatives", "both", "--recent-share", "1.5"], "--recent-share must lie between 0 and 1, got 1.5"),
-        (["--negatives", "both", "--init", "embedding"], "--negatives both would include classes that were not met"),
         (["--labels", ""], "--labels is empty: give 'classes', or a file"),
         (["--labels", "classes", "--resume", "--extend"], "--extend adds images, but --labels has no rows"),
     ],

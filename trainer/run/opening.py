@@ -44,7 +44,6 @@ def head_of(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> Classifie
             correction=config.rows.correction,
             seed=config.sampling.seed,
             init_std=config.rows.init_std,
-            init=config.rows.init,
             dtype=config.rows.row_precision,
             rows_per_block=config.rows.rows_per_block,
             capacity=config.rows.capacity,

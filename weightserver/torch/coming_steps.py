@@ -100,11 +100,7 @@ class ComingSteps:
         """What was recently visited before a step if the sampler drew all earlier ones."""
         if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
             return Visited()
-        with_past = not self._negatives.only_met  # visits before step 0 count
-        recent = RecentRows(
-            sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size, with_past=with_past
-        )
-        return recent.visited(step - 1)
+        return RecentRows(sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size).visited(step - 1)
 
     def add(self, announced: Announced) -> None:
         """Adds the next step."""

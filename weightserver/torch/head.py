@@ -143,13 +143,12 @@ class ClassifierHead(nn.Module):
             rows_per_block=of_rows.rows_per_block,
             kind=negatives,
             recent_share=share_of_recent(negatives, recent_share),
-            only_met=of_rows.init == "embedding",
             seed=of_rows.seed,
         )
         check_num_active(self.negatives.num_active, self.spec.num_rows, 1)
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = of_loss
-        self._steps = Steps(self._open, self.negatives, self.order, init_norm=of_rows.norm(self.spec))
+        self._steps = Steps(self._open, self.negatives, self.order)
         self._sizes = partial(sizes_for_steps, rows=of_rows, negatives=self.negatives, coming=self._steps.coming)
         self._stack = ExitStack()
         self._table: Table | None = Table(
@@ -418,7 +417,7 @@ class ClassifierHead(nn.Module):
         step = self._steps.begin(checked)
         part = step.part_of(checked, view)
         self._scaler_use.note_forward(self._steps.attempt)
-        weight = step.rows_for(part, embeddings, view=view, update_rows=update_rows, temperature=temperature)
+        weight = step.rows_for(part, view=view, update_rows=update_rows, temperature=temperature)
         loss: Tensor = self._loss(
             embeddings.float(),
             weight,

@@ -82,12 +82,10 @@ class NegativeSampler:
     sampled blocks. both: the round(recent_share · K) most recent rows, the batch's own included, and sampled blocks. If
     K is all rows, every row is active in every step.
 
-    With `only_met`, only rows that were visited since step 0 are active: recent ones, fewer than K at first.
-
     A row that is own, recent and sampled counts once, so there are slightly fewer than K rows with uniform and both.
 
     Raises:
-        ValueError: an unknown kind, a share that is not between 0 and 1, or sampled rows with `only_met`.
+        ValueError: an unknown kind, or a share that is not between 0 and 1.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class NegativeSampler:
         rows_per_block: int | None,
         kind: Negatives = "recent",
         recent_share: float = 0.5,
-        only_met: bool = False,
         seed: int = 0,
     ) -> None:
         if kind not in NEGATIVES:
@@ -108,13 +105,7 @@ class NegativeSampler:
                 f"recent_share must lie between 0 and 1, got {recent_share:g}: for one kind only, choose negatives "
                 "recent or uniform"
             )
-        if only_met and kind != "recent":
-            raise ValueError(
-                f"negatives {kind} would include classes that were not met, which init embedding leaves out: choose "
-                "negatives recent or init random"
-            )
         self.num_active = num_active
-        self.only_met = only_met
         self.num_recent = {"recent": num_active, "uniform": 0, "both": round(recent_share * num_active)}[kind]
         """Number of most recent rows that are active; 0 for the batch's own only."""
         self.rows_per_block = rows_per_block
@@ -170,7 +161,7 @@ class NegativeSampler:
     @property
     def takes_all(self) -> bool:
         """Whether every row is active in every step."""
-        return self.num_active >= self._num_rows and not self.only_met
+        return self.num_active >= self._num_rows
 
     def _blocks(self, num_visits: int) -> BlockSampler:
         assert self.rows_per_block is not None, "the table is open"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,21 +62,18 @@ class RecentRows:
     The next step costs about one sort of the rows that enter; any other step is computed from the stream of visits.
     Memory is O(K + W), independent of N. Not thread-safe.
 
-    Args:
-        with_past: whether visits before visit 0 count as if they had been made; otherwise there are fewer than K rows
-            until as many were visited.
+    Visits before visit 0 count as if they had been made.
 
     Raises:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
     """
 
-    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int, with_past: bool = True) -> None:
+    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         check_num_active(num_active, schedule.num_rows, batch_size)
         self._schedule = schedule
         self._batch_size = batch_size
-        self._first_visit = -math.inf if with_past else 0
         self._num_active = num_active
         self._step: int | None = None
         self._visited = Visited()  # after that step
@@ -101,8 +97,8 @@ class RecentRows:
     def _look_back(self, stop: int) -> Visited:
         """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
         num_active, rows, last_visit = self._num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
-        while len(rows) < num_active and stop > self._first_visit:
-            start = int(max(stop - 2 * num_active, self._first_visit))
+        while len(rows) < num_active:
+            start = stop - 2 * num_active
             met, ago = np.unique(
                 self._schedule.visits(start, stop)[::-1], return_index=True
             )  # the first occurrence is the latest

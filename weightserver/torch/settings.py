@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -77,11 +76,6 @@ class Rows:
     """Of the random initial rows, and of sampled negatives."""
     init_std: float = 0.01
     """Standard deviation of random initial rows."""
-    init: Literal["random", "embedding"] = "random"
-    """"embedding": a class that is met for the first time begins at the direction of its own image's embedding, and
-    only classes that were met are active."""
-    init_norm: float | None = None
-    """Length of a row that begins at an embedding; by default the mean length of the random rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the stored rows, see `TableSpec`; they are float32 while they are resident."""
     rows_per_block: int | None = None
@@ -104,14 +98,6 @@ class Rows:
                 raise ValueError(f"capacity is a number of resident rows, but rows={self.where!r}: omit one of them")
         if checked_integer(self.prefetch_steps, "prefetch_steps") < 0:
             raise ValueError(f"prefetch_steps must be at least 0, got {self.prefetch_steps}")
-        if self.init not in ("random", "embedding"):
-            raise ValueError(f"init must be 'random' or 'embedding', got {self.init!r}")
-        if self.init == "random" and self.init_norm is not None:
-            raise ValueError(
-                "init_norm is the length of rows that begin at embeddings: omit it, or use init='embedding'"
-            )
-        if self.init == "embedding" and self.where == "remote":
-            raise ValueError("rows='remote' begin on the servers, which see no embeddings: use rows='resident'")
         if self.where != "dense":
             return
         if self.correction == "paper":
@@ -132,16 +118,6 @@ class Rows:
             correction=self.correction,
             dtype=self.dtype,
         )
-
-    def norm(self, spec: TableSpec) -> float | None:
-        """Length of rows that begin at embeddings, by default the root mean square length of random rows; None if they
-        begin at random. Raises ValueError if it is not positive."""
-        if self.init == "random":
-            return None
-        norm = spec.init_std * math.sqrt(spec.dim) if self.init_norm is None else self.init_norm
-        if not 0 < norm < math.inf:
-            raise ValueError(f"a row cannot begin at an embedding with length {norm}: give a positive init_norm")
-        return norm
 
 
 Group = TypeVar("Group", Servers, Rows, Loss)

@@ -11,12 +11,10 @@ from torch import Tensor
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.arguments import first_of
-from weightserver.torch.beginnings import Beginnings
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.loss import padded
 from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.rows import RowStore
-from weightserver.torch.rows.store import Begun
 from weightserver.torch.transfer import to_device
 
 
@@ -32,7 +30,6 @@ class Step:
         attempt: number of attempts at any step that failed before, on every rank the same.
         is_announced: whether its classes were announced before it began.
         num_padded: number of rows that `weight` has at least.
-        init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Step:
         attempt: int,
         is_announced: bool,
         num_padded: int,
-        init_norm: float | None,
     ) -> None:
         assert rows.store is not None
         self.announced = announced
@@ -60,11 +56,9 @@ class Step:
         self._store: RowStore = rows.store
         self._own_ids = self.announced.ids[:, rows.ranks.share(self.announced.ids.shape[1])]  # (A, b) or (A, b, P)
         self._num_padded = num_padded
-        self._init_norm = init_norm
         self._forward: set[tuple[int, int]] = set()  # (batch, view) of each forward pass
         self._backward: dict[tuple[int, int], int] = {}  # the same -> number of its backward pass in the process
         self._valid_from = attempt  # losses of earlier attempts are void
-        self._beginnings: Beginnings | None = None
 
     @property
     def is_over(self) -> bool:
@@ -120,20 +114,16 @@ class Step:
 
     @torch.inference_mode(mode=False)
     def active_rows(self) -> Tensor:
-        """The rows before the step's update, with those that have begun: float32 (K of this rank, D), padded with
-        zeros. Waits for them at the first call."""
+        """The rows before the step's update: float32 (K of this rank, D), padded with zeros. Waits for them at the
+        first call."""
         if self.weight is None:
             with self._rows.naming_classes():
                 weight = self._store.weights(self.announced.rows, step=self.number)
             self.weight = padded(weight, self._num_padded).requires_grad_()
-            if self._init_norm is not None:
-                self._beginnings = Beginnings(self._store.fresh, self._init_norm)
-        return self.weight if self._beginnings is None else self._beginnings.rows(self.weight)
+        return self.weight
 
-    def rows_for(
-        self, part: int, embeddings: Tensor, *, view: int, update_rows: bool, temperature: float | None
-    ) -> Tensor:
-        """`active_rows` for the forward pass of a batch, whose embeddings (b, D) its fresh classes begin at.
+    def rows_for(self, part: int, *, view: int, update_rows: bool, temperature: float | None) -> Tensor:
+        """`active_rows` for the forward pass of a batch.
 
         Raises:
             ValueError: another rank does something else, or gives another batch, view or temperature.
@@ -144,22 +134,18 @@ class Step:
             agreement.same(f"the ranks give different views {alike}", view)
             agreement.same("update_rows must be the same on every rank, got {} to {}", update_rows)
             agreement.same("the temperature must be the same on every rank, got {} to {}", temperature or 0.0)
-        weight, begun = self.active_rows(), None
+        weight = self.active_rows()
         self._forward.add((part, view))
         self.is_cleared = False
-        if self._beginnings is not None and self.weight is not None:
-            labels = self.announced.labels.reshape(self.announced.ids.shape)[part]
-            self._beginnings.add(part, embeddings.detach(), self.weight, labels, self._rows.ranks)
-            weight, begun = self._beginnings.rows(self.weight), self._beginnings.of_batches[part]
         if not update_rows:
             self._backward.setdefault((part, view), -1)
             return weight.detach()
         of_pass = weight.view_as(weight)
-        note = partial(self._note_backward, part, view, self.attempt, begun)
+        note = partial(self._note_backward, part, view, self.attempt)
         of_pass.register_hook(note)  # type: ignore[no-untyped-call]
         return of_pass
 
-    def _note_backward(self, part: int, view: int, attempt: int, begun: Begun | None, gradient: Tensor) -> None:
+    def _note_backward(self, part: int, view: int, attempt: int, gradient: Tensor) -> None:
         """Is called before a backward pass reaches the rows, and before it reaches the encoder.
 
         Raises:
@@ -177,8 +163,6 @@ class Step:
         self._forward.add((part, view))
         self._backward[part, view] = this
         self.is_cleared = False
-        if begun is not None and self._beginnings is not None:
-            self._beginnings.of_batches.setdefault(part, begun)  # its gradients may have been cleared meanwhile
 
     # ---- update
 
@@ -211,10 +195,9 @@ class Step:
         return torch.zeros_like(self.active_rows(), requires_grad=False)[: len(self.announced.rows)]
 
     def update(self, gradients: Tensor) -> None:
-        """Updates the rows, those that have begun from where they begin, and ends the step."""
-        begun = None if self._beginnings is None or self.weight is None else self._beginnings.begun(self.weight)
+        """Updates the rows, and ends the step."""
         with self._rows.naming_classes():
-            self._store.apply_gradients(self.announced.rows, gradients, step=self.number, begun=begun)
+            self._store.apply_gradients(self.announced.rows, gradients, step=self.number)
 
     def clear_gradients(self, attempt: int) -> None:
         """Begins an attempt without gradients and passes; losses that were computed stay valid."""
@@ -222,8 +205,6 @@ class Step:
         self._forward.clear()
         self._backward.clear()
         self.is_cleared = True
-        if self._beginnings is not None:
-            self._beginnings.of_batches.clear()
         if self.weight is not None:
             self.weight.grad = None
 
@@ -231,7 +212,7 @@ class Step:
         """Begins an attempt as `clear_gradients` does; losses that were computed are void."""
         self.clear_gradients(attempt)
         self._valid_from = attempt
-        self.weight = self._beginnings = None
+        self.weight = None
 
     def end(self) -> None:
         """Makes the losses that were computed void: the step was forgotten."""

@@ -35,7 +35,6 @@ class Steps:
             its object alive.
         negatives: the classes of a step.
         order: the row of each class.
-        init_norm: length of rows that begin at their image's embedding; None if rows begin at random.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class Steps:
         open_rows: Callable[[], OpenedRows],
         negatives: NegativeSampler,
         order: RangesOrder,
-        *,
-        init_norm: float | None,
     ) -> None:
         self.coming = ComingSteps(negatives, order)
         self._first_step = 0  # number of updates when the rows were opened, or returned to a state
@@ -53,7 +50,6 @@ class Steps:
         self._open_rows = weakref.WeakMethod(open_rows)
         self._negatives = negatives
         self._num_classes = order.num_rows
-        self._init_norm = init_norm
         self._attempt = 0  # number of those at a step that failed
         self.iteration: object = None
         """The iteration over announced batches that has not ended."""
@@ -211,7 +207,6 @@ class Steps:
             attempt=self._attempt,
             is_announced=is_announced,
             num_padded=num_padded,
-            init_norm=self._init_norm,
         )
 
     def abort(self, number: int) -> None:

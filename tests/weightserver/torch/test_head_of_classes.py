@@ -163,8 +163,6 @@ def test_classes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         head_of(softmax="plain", margin="arcface")
     with pytest.raises(ValueError, match=r"margin_size 0\.3 is for margin cosface, arcface, adaface"):
         head_of(margin_size=0.3)
-    with pytest.raises(ValueError, match="negatives uniform would include classes that were not met"):
-        head_of(negatives="uniform", init="embedding")
     head = head_of(rows="dense", num_negatives=12, negatives="uniform")
     with pytest.raises(ValueError, match="num_negatives leaves 2 rows to sample, less than a block of 4"):
         head(FEATURES[:10], torch.arange(10))

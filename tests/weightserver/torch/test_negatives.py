@@ -22,9 +22,7 @@ def active_rows(sampler: NegativeSampler, schedule: VisitSchedule, step: int, ba
     """Those of a step of a schedule."""
     recent = None
     if sampler.num_recent and not sampler.takes_all:
-        recent = RecentRows(
-            schedule, num_active=sampler.num_recent, batch_size=batch_size, with_past=not sampler.only_met
-        ).visited(step)
+        recent = RecentRows(schedule, num_active=sampler.num_recent, batch_size=batch_size).visited(step)
     return sampler.active(step, schedule.visits(step * batch_size, (step + 1) * batch_size), recent)
 
 
@@ -133,14 +131,6 @@ def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_
         2 / (count / rows_per_block)
     )
     assert variance(similar, rows_per_block, num_blocks) > 0.9 * rows_per_block * singly
-
-
-def test_only_classes_that_were_met() -> None:
-    schedule = VisitSchedule(num_rows=30, window_size=30, window_stride=30, seed=0)
-    sampler = NegativeSampler(30, num_rows=30, rows_per_block=5, only_met=True)
-    assert [len(active_rows(sampler, schedule, step, 8).rows) for step in range(5)] == [8, 16, 24, 30, 30]
-    with pytest.raises(ValueError, match="negatives both would include classes that were not met"):
-        NegativeSampler(30, num_rows=30, rows_per_block=5, kind="both", only_met=True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
@@ -15,7 +14,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows.store import Begun, RowCounters
+from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import to_device
 
 
@@ -26,8 +25,6 @@ class _Rows(NamedTuple):
     """float32 (N, D)."""
     momentum_buffer: Tensor
     """The same shape."""
-    fresh: npt.NDArray[np.bool_]
-    """bool (N,): whether no update has reached a row while it was active."""
     num_updates: int
 
 
@@ -61,8 +58,7 @@ class DenseRows:
         held = self._sharding.rows_of_shard(shard, spec.num_rows)
         self.counters.resident_rows = len(held)
         weight = torch.from_numpy(initial_rows(spec, held)).to(device)  # (N, D)
-        self._rows = _Rows(weight, torch.zeros_like(weight), np.ones(len(held), bool), num_updates=0)
-        self.fresh = np.zeros(0, bool)
+        self._rows = _Rows(weight, torch.zeros_like(weight), num_updates=0)
         self._active = (np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64))  # rows, and their positions
 
     @property
@@ -79,7 +75,6 @@ class DenseRows:
         """Does nothing."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
-        self.fresh = self._rows.fresh[self._sharding.local(rows)]
         return self._rows.weight[self._positions(rows)]
 
     def _positions(self, rows: Int64Array) -> Tensor:
@@ -89,13 +84,9 @@ class DenseRows:
         return self._active[1]
 
     @torch.no_grad()
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
-        active, fresh = self._positions(rows), self._rows.fresh.copy()
-        fresh[self._sharding.local(rows)] = False
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        active = self._positions(rows)
         weight, momentum_buffer = self._rows.weight.clone(), self._rows.momentum_buffer.clone()
-        if begun is not None:
-            chosen = active[to_device(begun[0], weight.device)]
-            weight[chosen], momentum_buffer[chosen] = begun[1], 0
         if self._spec.correction:
             gradient = torch.zeros_like(weight)
             gradient[active] = gradients
@@ -104,7 +95,7 @@ class DenseRows:
             moving, buffer = weight[active], momentum_buffer[active]
             self._sgd(moving, gradients, buffer, step)
             weight[active], momentum_buffer[active] = moving, buffer
-        self._rows = _Rows(weight, momentum_buffer, fresh, step + 1)  # from here on the update is made
+        self._rows = _Rows(weight, momentum_buffer, step + 1)  # from here on the update is made
 
     def _sgd(self, weight: Tensor, gradient: Tensor, momentum_buffer: Tensor, step: int) -> None:
         """What torch.optim.SGD does to these rows, in place."""

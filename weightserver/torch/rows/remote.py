@@ -5,13 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weightserver import RowState, WeightClient
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.rows.store import Begun, RowCounters
+from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.transfer import HostCopy, to_device
 
 _CPU = torch.device("cpu")
@@ -52,7 +51,6 @@ class RemoteRows:
         self.counters = RowCounters(value_bytes=value_bytes)
         self._client = client
         self._device = device
-        self.fresh = np.zeros(0, bool)  # a fetch of weights alone does not tell
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._push: _Push | None = None  # the last one
@@ -85,8 +83,7 @@ class RemoteRows:
             self._raise_push_error()
             return fetched.result()
 
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
-        assert begun is None, "rows on the servers begin as the table says"
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         self._raise_push_error()
         self._push = _Push(step, rows, HostCopy([gradients.detach()]))  # from here on the update is made
         self._settle()

@@ -13,7 +13,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
-from weightserver.torch.rows.store import Begun, RowCounters
+from weightserver.torch.rows.store import RowCounters
 from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
@@ -67,7 +67,6 @@ class ResidentRows:
         self._values = SlotValues(spec, rates, capacity, device)
         self._announced: dict[int, Int64Array] = {}  # step -> slots of its rows
         self._active = np.zeros(0, np.int64)  # slots of the current step's rows
-        self.fresh = np.zeros(0, bool)
         self._active_on_device = torch.zeros(0, dtype=torch.int64, device=device)  # the same
         self._arriving = ArrivingRows(client, gathered_steps=prefetch_steps // 2, counters=self.counters)
         self._write_back = WriteBack(
@@ -150,13 +149,12 @@ class ResidentRows:
         for slots, state in self._arriving.receive(step):
             self._values.place(slots, state)
         self._active, self._values.num_updates = self._announced.pop(step), step
-        self.fresh = self._values.fresh[self._active]
         self.counters.corrected(self._values.correct(self._active, step))
         self._active_on_device = to_device(self._active, self._device)
         return self._values.weight.index_select(0, self._active_on_device)  # on a CPU faster than [...]
 
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
-        self._values.update(self._active, self._active_on_device, gradients, step, begun)
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        self._values.update(self._active, self._active_on_device, gradients, step)
 
     def flush(self) -> None:
         self._values.settle()

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from weightserver import RowState
@@ -71,11 +69,6 @@ class RowCounters:
         return self.wait_seconds if since is None else ended + time.perf_counter() - since
 
 
-Begun = tuple[Int64Array, Tensor]
-"""Rows that begin with a step's update, without momentum: their positions among its rows, int64 (n,), and their values
-before the update, float32 (n, D)."""
-
-
 class RowStore(Protocol):
     """Holds rows of D values; each step uses some of them, strictly increasing int64 (K,).
 
@@ -88,8 +81,6 @@ class RowStore(Protocol):
 
     counters: RowCounters
     prefetch_steps: int
-    fresh: npt.NDArray[np.bool_]
-    """Which of the rows that `weights` returned last no update has reached: bool (K,)."""
 
     @property
     def num_updates(self) -> int:
@@ -108,9 +99,9 @@ class RowStore(Protocol):
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         """The rows before update `step`: float32 (K, D)."""
 
-    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int, begun: Begun | None = None) -> None:
-        """Applies update `step` with gradients float32 (K, D) to the rows that `weights` returned last, after those
-        that have `begun` were replaced; may return before it is done."""
+    def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
+        """Applies update `step` with gradients float32 (K, D) to the rows that `weights` returned last; may return
+        before it is done."""
 
     def flush(self) -> None:
         """Returns once every update so far is durable; dense rows are not stored."""

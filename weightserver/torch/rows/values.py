@@ -13,7 +13,6 @@ from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows.store import Begun
 from weightserver.torch.rows.write_back import LeavingRows
 from weightserver.torch.threads import in_threads
 from weightserver.torch.transfer import HostCopy, to_device
@@ -140,16 +139,10 @@ class SlotValues:
         return self.corrected(self.weight[chosen], self.momentum_buffer[chosen], self.last_step[slots], step)
 
     @torch.no_grad()
-    def update(
-        self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int, begun: Begun | None = None
-    ) -> None:
-        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device; those
-        that have `begun` begin before it."""
+    def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
+        """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
         rate = self._rates.of_step(step)
         weight, momentum_buffer = (values.index_select(0, on_device) for values in (self.weight, self.momentum_buffer))
-        if begun is not None:
-            chosen = self._tensor(begun[0])
-            weight[chosen], momentum_buffer[chosen] = begun[1], 0
 
         def update(part: tuple[Tensor, Tensor, Tensor]) -> None:
             weight, momentum_buffer, gradient = part
