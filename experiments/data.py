@@ -1,4 +1,4 @@
-"""What cells need and has to be made when one first needs it: a rendered data set, an order of images."""
+"""What cells need and has to be made when one first needs it: a rendered data set."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import fcntl
 import json
 from pathlib import Path
 
-from experiments.cells import AFTER
 from experiments.glyphs import CHARACTERS, MANIFEST, SPLITS, make_glyphs
-from experiments.image_order import write_order
 from trainer.config import TrainConfig
 
 GLYPHS, FEW_GLYPHS = "{glyphs}", "{few-glyphs}"
 """In settings, for data_dir: where `with_data` has the glyphs, so that a cell's identity names no place."""
-SIMILAR_ORDER = f"{AFTER}/order.npy"
-"""In settings, for image_order: the order of similar features of the run that is continued."""
 _SIZES = {GLYPHS: SPLITS, FEW_GLYPHS: {"train": 55, "test": 20}}
 """Images of each character."""
 _ALL_FASHION = 60_000
@@ -46,18 +42,3 @@ def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
     if (found["images_of_each_character"], found["seed"]) != (sizes, 0):
         raise ValueError(f"{output} has other glyphs than the tables': move it elsewhere")
     return config.with_settings(data_dir=output)
-
-
-def with_order(config: TrainConfig) -> TrainConfig:
-    """The settings, whose order of images is made unless it is there: from the features of the run in whose directory
-    it lies.
-
-    Raises:
-        ValueError: that run's encoder or images cannot be read.
-    """
-    if config.sampling.image_order is None:
-        return config
-    order = Path(config.sampling.image_order)
-    if not order.exists():
-        write_order(order.parent, order)
-    return config.with_settings(image_order=order)

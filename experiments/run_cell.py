@@ -24,7 +24,7 @@ import torch
 
 from experiments.baselines import METHODS, REFERENCES, reference_features, train_baseline
 from experiments.cells import AFTER, PIC, Cell, Evaluation
-from experiments.data import with_data, with_order
+from experiments.data import with_data
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
         content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
         cell = Cell(row="", method=content["method"], settings=content["settings"])
-        config = with_order(with_data(_plain(cell.config(content["seed"])).with_settings(output=directory)))
+        config = with_data(_plain(cell.config(content["seed"])).with_settings(output=directory))
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
         for each in content["evaluations"]:

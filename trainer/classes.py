@@ -1,4 +1,4 @@
-"""The classes of a run's images: one for each image, the data set's labels, or those of a file; and their order."""
+"""The classes of a run's images: one for each image, the data set's labels, or those of a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunClasses:
     rows: RangesOrder
     """Row <-> class."""
     digest: str = ""
-    """Of the class map; empty if each image is its own class, in the order of a seed."""
+    """Of the class map; empty if each image is its own class."""
 
     @property
     def shared(self) -> ClassOrder | None:
@@ -40,13 +40,8 @@ def classes_of(config: SamplingConfig, dataset: Dataset) -> RunClasses:
     """The classes of the images to train on.
 
     Raises:
-        ValueError: a data set without labels, or a class map or an order that is not one for its images.
+        ValueError: a data set without labels, or a class map that is not one for its images.
     """
-    if config.image_order is not None:
-        try:
-            return classes_in_order(config.image_order, len(dataset.train_images), config.order_seed)
-        except ValueError as error:
-            raise ValueError(f"--image-order {config.image_order}: {error}") from None
     if config.labels is None:
         order = dataset.order(config.order_seed)
         return RunClasses(order, order)
@@ -66,20 +61,3 @@ def _class_order(labels: str, dataset: Dataset, order_seed: int) -> ClassOrder:
     if found.min() < 0:
         raise ValueError("some of these images have no labels: give a file with the class of each")
     return ClassOrder(np.unique(found, return_inverse=True)[1], order_seed)  # some classes may have no image
-
-
-def classes_in_order(file: Path, num_images: int, order_seed: int) -> RunClasses:
-    """A class for each image, whose row is the image's place in the order of a file: as a class map, whose digest is
-    that of the order.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no order of as many images.
-    """
-    images = read_labels(file)
-    if not np.array_equal(np.sort(images), np.arange(num_images)):
-        raise ValueError(f"it is no order of {num_images} images: give each number of 0..{num_images - 1} once")
-    rows = RangesOrder([num_images], order_seed)
-    classes = np.empty(num_images, np.int64)
-    classes[images] = rows.images(np.arange(num_images))
-    order = ClassOrder(classes, rows)
-    return RunClasses(order, rows, order.digest)

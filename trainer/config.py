@@ -102,10 +102,6 @@ class TrainConfig:
             yield SettingError(
                 "--extend adds images, but --labels has no rows for new classes: omit --extend", "labels", "extend"
             )
-        if sampling.image_order is not None and run.extend:
-            yield SettingError(
-                "--extend adds images, but --image-order has no places for them: omit --extend", "image_order", "extend"
-            )
         if views.small_crops and views.small_crop_size >= self.side_of_views:
             yield SettingError(
                 f"--small-crop-size {views.small_crop_size} is not below the {self.side_of_views} px of a view: "

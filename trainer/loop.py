@@ -105,7 +105,6 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
     seed_generators(forward_seed(run.config.sampling.seed, step, run.ranks.rank), device)
     run.optimizer.zero_grad()
     ids = classes.ids[:, run.ranks.share(run.config.optimization.part_size)]  # (A, b)
-    temperature = run.config.loss.temperature_of(step, run.steps.stop)
     embedded: list[Tensor] = []
     loss = torch.zeros((), device=device)
     for part, view in run.parts:
@@ -118,9 +117,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
                 updates = view < run.config.views.views  # small crops update no rows
-                part_loss = run.head(
-                    embeddings, ids[part], view=view, update_rows=updates, temperature=temperature
-                ) / len(run.parts)
+                part_loss = run.head(embeddings, ids[part], view=view, update_rows=updates) / len(run.parts)
             with stage("backward"):
                 part_loss.backward()
         loss += part_loss.detach()

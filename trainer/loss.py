@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,9 +16,6 @@ class LossConfig(Settings):
     """Logits: cosines of row and embedding, or their inner products (plain: compared in Table 1)."""
     temperature: float = 0.2
     """τ, which divides cosines but not inner products."""
-    final_temperature: float | None = None
-    """τ in the last update, which it reaches from --temperature along half a cosine, step by step. Without it: always
-    --temperature."""
     margin: Literal["none", "cosface", "arcface", "adaface"] = "none"
     """Margin on the cosine θ of an image and its own class: cosface subtracts it, arcface adds it to the angle;
     adaface does either, by the norm of the embedding."""
@@ -30,7 +26,7 @@ class LossConfig(Settings):
     torch.nn.functional.cross_entropy. 0 to below 1."""
 
     def check(self) -> None:
-        check_positive(self, "temperature", *["final_temperature"] * (self.final_temperature is not None))
+        check_positive(self, "temperature")
         if self.margin != "none":
             from weightserver.torch import margin_of
 
@@ -46,12 +42,5 @@ class LossConfig(Settings):
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface, arcface or adaface"}
         if self.softmax == "plain":
-            needed |= dict.fromkeys(("temperature", "final_temperature", "margin"), "--softmax cosine")
+            needed |= dict.fromkeys(("temperature", "margin"), "--softmax cosine")
         return needed
-
-    def temperature_of(self, step: int, num_steps: int) -> float | None:
-        """τ in one of `num_steps` updates; None if it is --temperature in all of them."""
-        if self.final_temperature is None:
-            return None
-        remaining = 0.5 * (1 + math.cos(math.pi * step / max(1, num_steps - 1)))
-        return self.final_temperature + remaining * (self.temperature - self.final_temperature)

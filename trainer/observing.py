@@ -42,8 +42,6 @@ class Observer:
         if not math.isfinite(loss := update.loss.item()):
             raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
         monitored = self.monitors.measure(update, num_active)
-        if (temperature := self.config.loss.temperature_of(step, self.steps.stop)) is not None:
-            monitored["temperature"] = temperature
         if self.probe is not None:
             monitored["online_top1"] = self.probe.take_top1()
         record = self.recorder.measure(step, loss, learning_rate, num_active, monitored)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,17 +38,12 @@ class SamplingConfig(Settings):
     """Seed of the encoder, the initial rows, the order within windows and the augmentations."""
     order_seed: int = 0
     """Seed of the order of the images, over which the window slides."""
-    image_order: Path | None = resumable(None)
-    """File with another order of the images, .npy of integers or text: each number of 0 to N−1 once, the first image
-    of the order first. A resumed run has the same order, in whatever file."""
 
     def check(self) -> None:
         if not 0 <= self.seed < 2**64:
             raise SettingError(f"--seed must lie in 0..2^64-1, got {self.seed}", "seed")
         if self.labels == "":
             raise SettingError("--labels is empty: give 'classes', or a file", "labels")
-        if self.labels is not None and self.image_order is not None:
-            raise SettingError("--labels makes the images of a class neighbours: omit it, or --image-order", "labels")
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
         """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from experiments.__main__ import RESULTS, main
 from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
-from experiments.data import SIMILAR_ORDER
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.files import LOG_FILE, RESULT_FILE
 from experiments.results import finished, load
@@ -142,18 +140,6 @@ def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     made = runner(tmp_path, Table(name="made", title="", cells=cells))
     made.run()
     assert 4 <= len(made.failed) < 4 + made.num_jobs
-
-
-@pytest.mark.guard
-def test_a_cell_trains_in_the_order_of_another_ones_features(tmp_path: Path) -> None:
-    first = Cell(row="first", settings=TINY | {"epochs": 1.0})
-    similar = Cell(row="similar", settings={**first.settings, "image_order": SIMILAR_ORDER}, after=first)
-    made = runner(tmp_path, Table(name="made", title="", cells=(similar,)))
-    made.run()
-    assert made.failed == {}
-    order = tmp_path / first.identity(0) / "order.npy"
-    assert np.array_equal(np.sort(np.load(order)), np.arange(TINY["num_images"]))
-    assert json.loads((tmp_path / similar.identity(0) / "config.json").read_text())["image_order"] == str(order)
 
 
 @pytest.mark.guard

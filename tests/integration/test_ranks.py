@@ -274,7 +274,7 @@ def num_steps(output: Path) -> int:
     [
         pytest.param(2, 1, "", id="2 ranks, then 1"),
         pytest.param(3, None, "", id="3 ranks"),
-        pytest.param(2, 1, "--label-smoothing 0.1 --final-temperature 0.4 --row-momentum 0.5", id="2 with our options"),
+        pytest.param(2, 1, "--label-smoothing 0.1 --row-momentum 0.5", id="2 with our options"),
         pytest.param(1, 3, "--small-crops 2 --small-crop-size 12", id="1, then 3"),
     ],
 )

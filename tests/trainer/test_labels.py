@@ -72,8 +72,8 @@ def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     np.save(tmp_path / "other.npy", np.load(labels)[::-1])
     np.save(tmp_path / "fewer.npy", np.load(labels)[:-1])
     for other, message in (
-        (None, "the run has a class map or an order of its own: give its --labels or --image-order"),
-        ("other.npy", "the class map or order is not that of the run"),
+        (None, "the run has a class map: give its --labels"),
+        ("other.npy", "the class map is not that of the run"),
         ("fewer.npy", "--labels .* has 299 labels for 300 images: give one label for each image"),
     ):
         changed = changes | {"labels": other and str(tmp_path / other)}
@@ -98,9 +98,9 @@ def test_a_run_knows_its_class_map() -> None:
     assert RunImages.from_json(images.to_json()) == images
     assert images.resumed([10], ["a"], "b", extend=False) == images
     for had, given, message in (
-        ("b", "", "the run has a class map or an order of its own: give its --labels or --image-order"),
-        ("b", "c", "the class map or order is not that of the run, to which its rows belong: give the run's"),
-        ("", "b", "the run has a class for each image, in the order of a seed: omit --labels and --image-order"),
+        ("b", "", "the run has a class map: give its --labels"),
+        ("b", "c", "the class map is not that of the run, to which its rows belong: give the run's"),
+        ("", "b", "the run has a class for each image: omit --labels, or start another run"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(images, classes=had).resumed([10], ["a"], given, extend=False)

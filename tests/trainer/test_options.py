@@ -75,34 +75,6 @@ def test_the_losses_stay_what_they_were(
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_the_temperature_reaches_its_last_value_along_half_a_cosine() -> None:
-    schedule = TrainConfig().with_settings(temperature=0.2, final_temperature=0.05)
-    found = [schedule.loss.temperature_of(step, 101) for step in range(101)]
-    expected = 0.05 + 0.15 * 0.5 * (1 + np.cos(np.linspace(0, np.pi, 101)))
-    assert found == pytest.approx(expected.tolist(), rel=1e-12)
-    assert (found[0], found[-1]) == (0.2, 0.05)
-    assert TrainConfig().loss.temperature_of(7, 101) is None
-    assert schedule.loss.temperature_of(0, 1) == 0.2
-
-
-def test_each_steps_loss_has_its_temperature(tmp_path: Path) -> None:
-    """The records have it; where nothing learns, cosines alone differ from a run of each constant temperature."""
-    assert "temperature" not in recorded(tmp_path, steps=1)[0]
-    still = {"learning_rate": 0.0, "steps": 3}
-    found = recorded(tmp_path, final_temperature=0.1, **still)
-    assert [record["temperature"] for record in found] == pytest.approx([0.2, 0.15, 0.1])
-    for step, record in enumerate(found):
-        constant = recorded(tmp_path, temperature=record["temperature"], **still)
-        assert constant[step]["loss"] == pytest.approx(record["loss"], rel=1e-12)
-
-
-def recorded(folder: Path, **changes: Any) -> list[dict[str, float]]:
-    """The records of a run in a folder of its own."""
-    output = folder / f"run-{len(list(folder.iterdir()))}"
-    run(output, **changes)
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are those of torch.optim.SGD with the run's gradients and --row-momentum; the encoder's is --momentum."""
     apply, optimizers = DenseRows.apply_gradients, list[torch.optim.SGD]()
@@ -325,8 +297,6 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
         ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
         ({"row_momentum": 1.0}, "--row-momentum must be at least 0 and below 1, got 1"),
-        ({"final_temperature": 0.0}, "--final-temperature must be positive and finite, got 0.0"),
-        ({"softmax": "plain", "final_temperature": 0.1}, "--final-temperature 0.1 is for --softmax cosine: omit it"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
         ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),

@@ -23,7 +23,7 @@ class RunImages:
     """One for each range of images, in the order in which they were added; empty if the settings alone identify the
     images."""
     classes: str = ""
-    """Digest of the class of each image (--labels, --image-order); empty if each is its own, in the order of a seed."""
+    """Digest of the class of each image (--labels); empty if each is its own class."""
 
     def resumed(self, range_sizes: Sequence[int], digests: Sequence[str], classes: str, *, extend: bool) -> RunImages:
         """The images when the run is resumed with images in ranges of these sizes and digests, and these classes.
@@ -55,15 +55,11 @@ class RunImages:
         if classes == self.classes:
             return
         if not self.classes:
-            raise ValueError(
-                "the run has a class for each image, in the order of a seed: omit --labels and --image-order, or start "
-                "another run"
-            )
+            raise ValueError("the run has a class for each image: omit --labels, or start another run")
         if not classes:
-            raise ValueError("the run has a class map or an order of its own: give its --labels or --image-order")
+            raise ValueError("the run has a class map: give its --labels")
         raise ValueError(
-            "the class map or order is not that of the run, to which its rows belong: give the run's --labels or "
-            "--image-order, unchanged"
+            "the class map is not that of the run, to which its rows belong: give the run's --labels, unchanged"
         )
 
     def _check_known(self, digests: Sequence[str]) -> None:

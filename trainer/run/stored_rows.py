@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.classes import classes_in_order
 from trainer.data.packed import PackedImages
 from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
 from trainer.run.directory import read_config
@@ -75,14 +74,6 @@ def _order(
     Packed images store their order, which later ranges extend.
     """
     images = newest_images(run / "checkpoints")
-    if images and images.classes and (file := config.get("image_order")):
-        try:
-            classes = classes_in_order(Path(file), num_rows, config["order_seed"])
-        except ValueError as error:
-            raise ValueError(f"{run} has its images in the order of {file}, which must be there: {error}") from None
-        if classes.digest != images.classes:
-            raise ValueError(f"{file} is not the order of {run}'s images any more: restore it")
-        return classes.order, num_rows, "image"
     if images and images.classes:
         return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
     num_images = images.num_images if images else num_rows
