@@ -86,7 +86,7 @@ def test_shards_and_ranks_share() -> None:
         for figure in figures:
             shared = planned(part, figure.name, **IMAGENET, num_shards=4, num_ranks=4)
             divided = part == "a trainer's memory, per rank" or "shards" in figure.formula
-            if figure.name in ("resident rows", "memory: tables of the schedule"):
+            if figure.name in ("resident rows", "memory: products of the schedule"):
                 divided = False
             assert shared == pytest.approx(figure.value / 4 if divided else figure.value), figure.name
 

@@ -208,7 +208,7 @@ def _shard(load: Workload) -> list[Figure]:
             "B",
             "max(W, K)/r · pages / shards; less only costs reads",
         ),
-        Figure("memory: tables of the schedule", 12 * steps, "B", "12 B · steps"),
+        Figure("memory: products of the schedule", 40 * steps, "B", "40 B · steps"),
     ]
 
 
