@@ -251,13 +251,17 @@ def _waiting() -> timeseries.Panel:
     return _threshold_line(
         _lines(
             "Which shard do clients wait for now?",
-            "Age of the oldest call of each shard that a client waits for, and retries per second; above the line for "
-            "half a minute, the alert FetchStuck fires.",
+            "Age of the oldest call of each shard that a client waits for, retries per second, and answers per second "
+            "by another shard or program at its address; above the line for half a minute, the alert FetchStuck fires.",
             units.Seconds,
             ("max by (instance, shard) (weightserver_client_oldest_call_seconds)", "{{instance}} shard {{shard}}"),
             (
                 f"sum by (instance, shard) (rate(weightserver_client_retries_total{_WINDOW}))",
                 "{{instance}} shard {{shard}} retries",
+            ),
+            (
+                f"sum by (instance, expected, answered) (rate(weightserver_client_wrong_answers_total{_WINDOW}))",
+                "{{instance}} shard {{expected}}: {{answered}} answers",
             ),
         ),
         15,

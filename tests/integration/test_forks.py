@@ -59,11 +59,13 @@ def test_a_forked_process_cannot_use_an_inherited_client(cluster: LocalCluster, 
         client.describe,
         client.checkpoints,
         client.marks,
+        lambda: client.extend_schedule(5, [0.1]),
     ]
     with client._writer._turn:  # as another thread of the parent may hold it
         for call in calls:
             seconds, line = in_fork(call)
             assert line.startswith(f"ValueError: this client was made in another process ({os.getpid()}) and"), line
+            assert "multiprocessing_context='forkserver'" in line
             assert seconds < 1
     seconds, line = in_fork(client.close)
     assert (line, seconds < 1) == ("", True)

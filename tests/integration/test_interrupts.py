@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import trainer.report.__main__
 import weightserver.cli
 from tests.helpers.interrupted_calls import HORIZON, SPEC
 from weightserver import LocalCluster, WeightClient
+from weightserver.client.channels import Channel, Channels
 
 SECONDS = 10
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,28 @@ def test_interrupts_do_not_affect_later_calls(tmp_path: Path, num_shards: int) -
             check=True,
         )
     assert int(done.stdout) > 100
+
+
+def test_no_other_thread_drops_a_channel_that_an_interrupt_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To collect it as garbage takes gRPC's locks, which a second interrupt, in the clean-up, leaves taken."""
+    kept = set[Channel]()
+    monkeypatch.setattr("weightserver.client.channels._called_by_main", kept)
+    channels = Channels("127.0.0.1:1", None)
+    channel = channels.take()
+    close = channel.close
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    channel.close = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        channels.leave(channel, has_returned=False)
+    assert kept == {channel}
+    channel.close = close
+    thread = threading.Thread(target=channels.close)
+    thread.start()
+    thread.join()
+    assert kept == {channel}, "another thread closes it, and does not drop it"
 
 
 @pytest.mark.parametrize("name", ["weightserver verify", "trainer report"])

@@ -14,7 +14,10 @@ import pytest
 from weightserver import ClusterError, LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.cli import main
 from weightserver.common.version import FORMAT
+from weightserver.core.errors import WrongShardError
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import SHARD_KEY
+from weightserver.protocol.status import status_of
 
 SERVICE = "pic.weightserver.v1.WeightServer"
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=6)
@@ -69,6 +72,15 @@ def test_a_caller_of_another_version_is_refused(
             told = f"the caller {'none' if version is None else version}: use one minor version for all"
             assert raised.value.details() == f"this shard has version {__version__}, {told}"
     assert client.describe() == before
+
+
+def test_a_caller_of_another_version_and_of_another_shard_is_told_which_shard_answers(cluster: LocalCluster) -> None:
+    """Names that turned to another cluster are followed until they turn back, whatever its version."""
+    metadata = [("weightserver-version", "0.9.0"), (SHARD_KEY, "3/4")]
+    with grpc.insecure_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=10, metadata=metadata)
+    assert raised.value.code() is status_of(WrongShardError)
+    assert raised.value.details() == f"shard 0/{len(cluster.addresses)} answers, the call is for shard 3/4"
 
 
 @pytest.mark.parametrize("version", ["0.2.0", "", pytest.param("0.4.1", marks=pytest.mark.guard)])

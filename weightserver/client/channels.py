@@ -4,13 +4,15 @@ A new channel has connections of its own, and looks the shard's name up again: w
 shard may serve at another address by now.
 
 The caller's own thread calls gRPC. A signal that interrupts the main thread there may leave locks of its channel taken
-for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself.
+for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself. Until then
+it is kept: another thread that collected it as garbage would take the locks.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from _thread import start_new_thread
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,6 +40,8 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
 ]
 CLOSED = "the client is closed: make a new one"
+_called_by_main: set[Channel] = set()
+"""Those with a call that has not returned to the main thread, or was interrupted."""
 
 
 def require_process(process: int) -> None:
@@ -45,7 +49,8 @@ def require_process(process: int) -> None:
     if process != os.getpid():
         raise ValueError(
             f"this client was made in another process ({process}) and cannot be used in a fork of it: make one in each "
-            "process, for example in a DataLoader's worker_init_fn"
+            "process, for example in a DataLoader's worker_init_fn, with multiprocessing_context='forkserver' if other "
+            "threads use a client meanwhile"
         )
 
 
@@ -132,7 +137,7 @@ class Channels:
         self._all: set[Channel] = set()
 
     def take(self) -> Channel:
-        """The channel for a call, which ends with `leave`.
+        """The channel for a call, which ends with `leave`, wherever a signal interrupts it.
 
         Raises:
             ValueError: they are closed, or were made by another process.
@@ -147,15 +152,21 @@ class Channels:
                 self._all.add(channel)
                 self._newest[is_main] = channel
             channel.num_calls += 1
+            if is_main:
+                _called_by_main.add(channel)
             return channel
 
-    def leave(self, channel: Channel) -> None:
-        """A useless channel is closed when it has no call left; that of the main thread at once."""
+    def leave(self, channel: Channel, *, has_returned: bool) -> None:
+        """A useless channel, as one that was interrupted, is closed when it has no call left; that of the main thread
+        at once."""
         with self._lock:
             channel.num_calls -= 1
+            channel.is_useless |= not has_returned
             if not channel.is_useless or (channel.num_calls and not channel.is_main):
+                _called_by_main.discard(channel)
                 return
         channel.close()
+        _called_by_main.discard(channel)
         self._all.discard(channel)
 
     def require_open(self) -> None:
@@ -166,6 +177,11 @@ class Channels:
         """Ends calls of other threads. Their next attempts raise ValueError."""
         with self._lock:
             self._is_closed = True
+        is_main = threading.current_thread() is threading.main_thread()
         for channel in list(self._all):
-            channel.close()
+            if channel in _called_by_main and not is_main:
+                start_new_thread(channel.close, ())  # which waits for ever if a lock was left taken
+            else:
+                channel.close()
+                _called_by_main.discard(channel)
             self._all.discard(channel)

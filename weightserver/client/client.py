@@ -185,6 +185,7 @@ class WeightClient(Closing):
             TableMismatchError: a step that was used, or may have been by a write that failed, would change.
             ClusterError: two shards have used different learning rates for a step.
         """
+        self._shards.require_usable()
         start_step = arguments.checked_step(start_step, "start_step")
         spec = self._table.spec
         rates = checked_rates(

@@ -120,12 +120,15 @@ class ShardConnection:
 
     def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
-        with contextlib.suppress(grpc.RpcError, ValueError):
-            channel = self._channels.take()
+        with contextlib.suppress(ValueError):
+            channel, has_returned = self._channels.take(), False
             try:
                 channel.call(method, request, {"timeout": seconds, "metadata": self._metadata})
+                has_returned = True
+            except grpc.RpcError:
+                has_returned = True
             finally:
-                self._channels.leave(channel)
+                self._channels.leave(channel, has_returned=has_returned)
 
     def require(self, mark: str) -> None:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
@@ -135,17 +138,15 @@ class ShardConnection:
     def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch | None:
         """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
         time. Returns None if the client is closed meanwhile."""
-        started, request_id, channel = time.monotonic(), new_request_id(), self._channels.take()
-        options = self._options(request_id)
+        started, request_id, has_returned = time.monotonic(), new_request_id(), False
+        options, channel = self._options(request_id), self._channels.take()
         try:
             answer = channel.fetch(self._next_request(like, rates, rows, options), options)
+            has_returned = True
         except ValueError:
             return None
-        except BaseException:
-            channel.is_useless = True
-            raise
         finally:
-            self._channels.leave(channel)
+            self._channels.leave(channel, has_returned=has_returned)
         return BegunFetch(started, request_id, answer, options)
 
     def fetch(
@@ -236,27 +237,26 @@ class ShardConnection:
             while True:
                 require_caller()
                 call.attempted()
-                channel = self._channels.take()
+                channel, has_returned = self._channels.take(), False
                 try:
                     for request in rates.missing(self.shard) if rates is not None else ():
                         list(channel.fetch(request, self._options(call.request_id)))
                     answer = attempt(channel, self._options(call.request_id, acknowledged))
-                    self._has_answered = True
+                    self._has_answered = has_returned = True
                     if rates is not None:
                         rates.were_taken(self.shard)
                     return answer
                 except (AnswerInDoubtError, grpc.RpcError) as error:
+                    has_returned = True
                     failure = Failure.of(error, has_answered=self._has_answered)
                     self._has_answered |= not (failure.is_silence or failure.is_of_another)
                     no_byte = failure.is_silence and not retries.have_rows_arrived
                     channel.is_useless |= no_byte or failure.is_of_another
                 except (WeightServerError, CancelledError):
-                    raise
-                except BaseException:
-                    channel.is_useless = True
+                    has_returned = True
                     raise
                 finally:
-                    self._channels.leave(channel)
+                    self._channels.leave(channel, has_returned=has_returned)
                 self._channels.require_open()
                 if "num_used" in failure.fields and rates is not None:
                     rates.are_missing(self.shard, failure.fields["num_used"])

@@ -121,20 +121,20 @@ class Calls:
                 self._log_slow(method, status.name, seconds, clock)
 
     def _check_caller(self, context: grpc.ServicerContext) -> None:
-        """Refuses callers of other minor versions, calls for another shard, and callers that know of writes that the
+        """Refuses calls for another shard, callers of other minor versions, and callers that know of writes that the
         shard lacks."""
         metadata = dict(context.invocation_metadata())
-        version = str(metadata.get(VERSION_KEY, "none"))
-        if not works_with(version):
-            raise InvalidRequestError(
-                f"this shard has version {__version__}, the caller {version[:20]}: use one minor version for all"
-            )
         own = f"{self._shard.shard}/{self._shard.num_shards}"
         if (wanted := str(metadata.get(SHARD_KEY, own))) != own:
             raise WrongShardError(
                 f"shard {own} answers, the call is for shard {wanted[:20]}",
                 own_shard=self._shard.shard,
                 own_num_shards=self._shard.num_shards,
+            )
+        version = str(metadata.get(VERSION_KEY, "none"))
+        if not works_with(version):
+            raise InvalidRequestError(
+                f"this shard has version {__version__}, the caller {version[:20]}: use one minor version for all"
             )
         if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
             self._shard.check_acknowledged(str(acknowledged), str(metadata.get(TABLE_KEY, "")))

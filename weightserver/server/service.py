@@ -127,7 +127,7 @@ class WeightServerService:
 
     def _note_lease(self, request: pb.OpenSessionRequest) -> None:
         if request.leave:
-            self._shard.lease.release(request.session_id)
+            self._shard.lease.release(request.session_id, request.holder.id)
         elif request.HasField("holder"):
             holder = request.holder
             is_name = holder.name.isprintable() and 0 < len(holder.name) <= MAX_NAME_CHARACTERS

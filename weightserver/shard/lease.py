@@ -58,7 +58,8 @@ class Lease:
         now = self._now()
         self._held = _Held(session_id, holder_id, holder, now - held_seconds, now)
 
-    def release(self, session_id: bytes) -> None:
-        """The session's run has ended."""
-        if self._held is not None and self._held.session_id == session_id:
+    def release(self, session_id: bytes, holder_id: bytes) -> None:
+        """The session's run has ended in that process. Another one that joined the session may hold it still."""
+        held = self._held
+        if held is not None and (held.session_id, held.holder_id) == (session_id, holder_id):
             self._held = None
