@@ -25,7 +25,7 @@ def packed_beside(source: Path, output: Path, order_seed: int, options: SourceOp
     reading = read_source(source.resolve(), options)
     for number in count(1):
         directory = output.with_name(f"{folder_name(source)}-packed" + (f"-{number}" if number > 1 else ""))
-        reasons = (_conflict(split, part, order_seed) for split, part in reading.to_pack(directory))
+        reasons = (_conflict(split, part, order_seed, options) for split, part in reading.to_pack(directory))
         if reason := next(filter(None, reasons), ""):
             say(Remark(f"{directory} is not used: {reason}", directory=str(directory), reason=reason))
             continue
@@ -44,7 +44,7 @@ def check_same_source(source: Path, packed: Path, options: SourceOptions) -> Non
     """Raises ValueError if a pack was made of other folders than `source`."""
     if not is_packed(packed) or not source.exists():
         return
-    sources = {part.source for part in Manifest.load(packed, substitutes=False).ranges}
+    sources = {part.source for part in Manifest.load(packed).ranges}
     own = {split.source for split in read_source(source.resolve(), options).splits}
     if not sources & own:
         raise ValueError(
@@ -53,16 +53,18 @@ def check_same_source(source: Path, packed: Path, options: SourceOptions) -> Non
         )
 
 
-def _conflict(split: Split, directory: Path, order_seed: int) -> str:
+def _conflict(split: Split, directory: Path, order_seed: int, options: SourceOptions) -> str:
     """The reason why a pack cannot be one of these images; empty if it is, or can become one."""
     if not is_packed(directory):
         return ""
-    manifest = Manifest.load(directory, substitutes=False)
+    manifest = Manifest.load(directory)
     other = [part.source for part in manifest.ranges if part.source != split.source]
     if other:
         return f"it holds images of {other[0]}"
     if manifest.order_seed != order_seed:
         return f"it is packed in the order of seed {manifest.order_seed}"
+    if manifest.options.given != options.given:
+        return "its images were read by other options"
     if not manifest.complete:
         return ""
     with shown(), stage("comparing the images with their pack"):

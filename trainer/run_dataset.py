@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.data.decoded_images import DecodedImages
 from trainer.model import load_encoder
 from trainer.run.checkpoint_file import num_images_to_resume
 from trainer.run.directory import CONFIG_FILE, READING_FILE, read_settings
@@ -77,11 +78,13 @@ def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Datase
 
 
 def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> TrainConfig:
-    """Fills in the mean and deviation of pixels if the settings leave them open, identically on every rank.
+    """Fills in how pixels become numbers, where the settings leave it open, identically on every rank.
 
-    They come from the run that is resumed; otherwise from --init-encoder, whose weights expect them; otherwise from the
-    images.
+    Packed images keep the range of their pixels. The mean and deviation come from the run that is resumed; otherwise
+    from --init-encoder, whose weights expect them; otherwise from the images.
     """
+    if isinstance(dataset.train_images, DecodedImages):
+        config = config.with_settings(**dataset.train_images.options.of_pixels.given)
     if config.model.encoder.pixel_mean is not None:
         return config
     found: dict[str, Any] = {}

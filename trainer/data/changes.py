@@ -50,7 +50,7 @@ def changes_since(split: Split, packed: Path) -> Changes:
     known, removed, changed = set[int](), list[str](), list[str]()
     images = PackedImages(packed)
     lengths, written_at, shown = images.lengths(), images.written_at(), images.shown()
-    for number, key, entry in _packed_entries(Manifest.load(packed, substitutes=False), packed, split.source):
+    for number, key, entry in _packed_entries(Manifest.load(packed), packed, split.source):
         known.add(key)
         if key not in now:
             removed.append(entry.name)

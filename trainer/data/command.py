@@ -9,7 +9,7 @@ from typing import NoReturn
 from trainer.data.changes import changes_since
 from trainer.data.datasets import load_dataset
 from trainer.data.inspection import inspect_source
-from trainer.data.manifest import is_packed
+from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
 from trainer.data.reading import read_source
@@ -35,7 +35,7 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 
 def _pack(options: argparse.Namespace) -> list[str]:
-    of_source = source_options(options)
+    of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
     manifest = pack(
         options.source,
         options.output,
@@ -48,7 +48,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
             source=of_source,
         ),
     )
-    broken = sum(len(shard.substitutes) for shard in manifest.shards)
+    broken = sum(shard.num_broken for shard in manifest.shards)
     labels = _counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
     packed = (
         f"{options.output}: {_counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import Rendering, background_colour
@@ -55,6 +55,19 @@ class SourceOptions(Settings):
     def of_pixels(self) -> SourceOptions:
         """The options that say how pixels become colours, which an encoder's images share whatever their source."""
         return SourceOptions(pixel_range=self.pixel_range, alpha=self.alpha, max_megapixels=self.max_megapixels)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by name, apart from those about broken images."""
+        return {
+            one.name: value
+            for one in fields(SourceOptions)
+            if not one.metadata.get("resumable") and (value := getattr(self, one.name)) != one.default
+        }
+
+    def with_pixels_of(self, others: SourceOptions) -> Self:
+        """These options, with `others` for those about pixels that are not given."""
+        return replace(self, **others.of_pixels.given | self.of_pixels.given)
 
     def rendering(self, background: str) -> Rendering:
         """How pixels become colours, where transparent ones show a colour: its name, as white, #rrggbb, or none.

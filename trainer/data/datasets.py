@@ -21,7 +21,7 @@ from trainer.data.idx import DataNotFoundError, find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.manifest import is_packed
+from trainer.data.manifest import Manifest, is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
 from trainer.data.reading import Reading, Split, read_source
@@ -269,6 +269,7 @@ def load_splits(
     if is_packed(source):
         packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
         found |= {name: PackedImages(path) for name, path in packed.items()}
+        options = options.with_pixels_of(Manifest.load(source).options)
     else:
         reading = read_source(source, options)
         reading.left_out.log(source)
@@ -305,7 +306,7 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-_Decoded = Callable[[EncodedImages], DecodedImages]
+_Decoded = partial[DecodedImages]
 """Makes decoded images of encoded ones."""
 
 
@@ -337,8 +338,9 @@ def _read(split: Split, decoded: _Decoded) -> _Stored:
     return _Stored(decoded(listing), labels, split.classes, (_digest(bytes(listing.content)),))
 
 
-def _load_packed(directory: Path, image_size: int, decoded: _Decoded, _: SourceOptions) -> Dataset:
+def _load_packed(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
     packed, test = PackedImages(directory), directory / "test"
+    decoded = partial(decoded, options=options.with_pixels_of(packed.manifest.options))
     return _dataset(
         _packed(packed, decoded),
         _packed(PackedImages(test), decoded) if is_packed(test) else None,

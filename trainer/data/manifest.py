@@ -1,6 +1,6 @@
 """The manifest of a packed directory, and the names of its files.
 
-    manifest.json                   order_seed, classes and the ranges
+    manifest.json                   order_seed, classes, how the source was read, and the ranges
     shards-FIRST.jsonl              a range's tars with their checksums, one per line, added when the tar is finished
     index-FIRST.npy                 a range's index, one record per row (`index.py`), appended tar by tar
     images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
@@ -14,24 +14,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.data.config import SourceOptions
+from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write
 
-FORMAT = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Substitute:
-    """A broken image, and the image that is shown in its place."""
-
-    image: int
-    shown: int
-    path: str
-    reason: str
+FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +37,8 @@ class Shard:
     sha256: str
     index_sha256: str
     """SHA-256 of its records in the range's index."""
-    substitutes: tuple[Substitute, ...]
+    num_broken: int
+    """Number of its images that are broken, and for which others are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +68,8 @@ class Manifest:
     shard_bytes: int
     classes: tuple[str, ...]
     """Names by number; empty without labels, or if labels are only numbers."""
+    options: SourceOptions = field(default_factory=SourceOptions)
+    """How the source was read."""
     ranges: tuple[Range, ...]
 
     @property
@@ -108,16 +103,14 @@ class Manifest:
         for part in self.ranges:
             lines = b"".join(map(_line, part.shards))
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
-        content = {"format": FORMAT} | vars(self)
+        content = {"format": FORMAT} | vars(self) | {"options": self.options.given}
         content["ranges"] = [_without(vars(part), "shards") for part in self.ranges]
         text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
         atomic_write(directory / "manifest.json", lambda path: path.write_text(text))
 
     @classmethod
-    def load(cls, directory: Path, *, substitutes: bool = True) -> Manifest:
+    def load(cls, directory: Path) -> Manifest:
         """Reads the files of `save` and `add_shard`.
-
-        Without `substitutes`, these are not read: there may be many, and only packing needs them.
 
         Raises:
             ValueError: no manifest, or one of an unknown format.
@@ -129,14 +122,13 @@ class Manifest:
                 raise ValueError(
                     f"{path} is of another version of this program: pack the images again, into a new directory"
                 )
-            ranges = [
-                Range(**part | {"shards": _listed(directory, part, substitutes)}) for part in content.pop("ranges")
-            ]
+            ranges = [Range(**part | {"shards": _listed(directory, part)}) for part in content.pop("ranges")]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
                     f"{path} names an incomplete range before its last: pack the images again, into a new directory"
                 )
-            return cls(classes=tuple(content.pop("classes")), ranges=tuple(ranges), **content)
+            options = settings_of(SourceOptions, content.pop("options"))
+            return cls(classes=tuple(content.pop("classes")), options=options, ranges=tuple(ranges), **content)
         except OSError:
             raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
         except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
@@ -178,12 +170,7 @@ def _line(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 
-def _shard(content: Mapping[str, Any], substitutes: bool) -> Shard:
-    kept = tuple(Substitute(**one) for one in content["substitutes"]) if substitutes else ()
-    return Shard(**dict(content) | {"substitutes": kept})
-
-
-def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tuple[Shard, ...]:
+def _listed(directory: Path, part: Mapping[str, Any]) -> tuple[Shard, ...]:
     """The tars named in a range's own file. An incomplete last line is ignored."""
     path = shards_path(directory, part["first"])
     try:
@@ -194,7 +181,7 @@ def _listed(directory: Path, part: Mapping[str, Any], substitutes: bool) -> tupl
     row, end = part["first"], part["first"] + part["count"]
     for number, line in enumerate(lines, 1):
         try:
-            shard = _shard(json.loads(line), substitutes)
+            shard = Shard(**json.loads(line))
             if shard.first != row or not row < row + shard.count <= end:
                 raise ValueError(f"rows from {shard.first} on")
         except (ValueError, TypeError, KeyError) as error:

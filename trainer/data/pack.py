@@ -33,7 +33,6 @@ from trainer.data.manifest import (
     Manifest,
     Range,
     Shard,
-    Substitute,
     add_shard,
     index_path,
     is_packed,
@@ -89,7 +88,7 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
     if is_packed(output) and not source.exists():
         reading = None
     else:
-        classes = Manifest.load(output, substitutes=False).classes if is_packed(output) else ()
+        classes = Manifest.load(output).classes if is_packed(output) else ()
         reading = read_source(source, options.source, labelled=options.labelled, classes=classes)
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output), counting("packing") as progress, stage("packing"):
@@ -184,7 +183,7 @@ class _Packer:
             )
         self._rendering = options.source.rendering("none")
         self._broken, self._max_broken = BrokenImages(options.source), options.source.limit_of_broken(self._part.count)
-        self._num_broken = sum(len(shard.substitutes) for shard in self._part.shards)
+        self._num_broken = sum(shard.num_broken for shard in self._part.shards)
 
     def run(self) -> Manifest:
         """Packs shard after shard, each named in the manifest when its files are in place."""
@@ -211,8 +210,8 @@ class _Packer:
     def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
         """Writes the shard that starts at row `first`; returns it and the remaining samples."""
         index: list[tuple[int, int, int, int, int]] = []
-        substitutes: list[Substitute] = []
         left: list[_Sample] = []
+        broken_before = self._num_broken
 
         def write(path: Path) -> None:
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -227,7 +226,7 @@ class _Packer:
                         _add(tar, f"{key}.cls", str(sample.label).encode())
                     index.append((offset, len(sample.content), sample.image, sample.shown, sample.label))
                     if sample.broken:
-                        substitutes.append(self._substitute(sample))
+                        self._note_broken(sample)
                     self._progress.update(first - self._part.first + len(index), self._part.count)
 
         tar = tar_path(self._output, first)
@@ -238,11 +237,11 @@ class _Packer:
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
             index_sha256=add_records(index_path(self._output, self._part.first), np.array(index, INDEX)),
-            substitutes=tuple(substitutes),
+            num_broken=self._num_broken - broken_before,
         )
         return shard, chain(left, samples)
 
-    def _substitute(self, sample: _Sample) -> Substitute:
+    def _note_broken(self, sample: _Sample) -> None:
         path = self._listing.path(sample.image - self._part.first)
         shown = self._listing.path(sample.shown - self._part.first)
         sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
@@ -255,7 +254,6 @@ class _Packer:
                 f"more than {self._max_broken} of {self._part.count} images are broken, the last of them {path}: "
                 "repair or remove them, or give a higher --max-broken; then repeat the command to continue"
             )
-        return Substitute(image=sample.image, shown=sample.shown, path=path, reason=sample.broken)
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
         """The samples of the range's rows from `start` on, some of them computed ahead."""

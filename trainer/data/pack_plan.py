@@ -51,7 +51,9 @@ def planned(split: Split | None, source: str, output: Path, options: PackOptions
         if any(path.name.endswith((".tar", ".npy", ".json")) for path in output.iterdir()):
             raise ValueError(f"{output} holds other files: give an empty or new directory")
         size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-        empty = Manifest(order_seed=options.order_seed or 0, shard_bytes=size, classes=(), ranges=())
+        empty = Manifest(
+            order_seed=options.order_seed or 0, shard_bytes=size, classes=(), options=options.source, ranges=()
+        )
         return _with_new_range(empty, split, source, output)
     manifest = Manifest.load(output)
     if options.order_seed not in (None, manifest.order_seed):

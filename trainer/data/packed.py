@@ -8,7 +8,6 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ class PackedImages:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        manifest = Manifest.load(directory, substitutes=False)
+        manifest = Manifest.load(directory)
         self.manifest = manifest.finished
         if not self.manifest.ranges:
             raise ValueError(f"{directory} is not completely packed: repeat the command that packs it")
@@ -80,26 +79,6 @@ class PackedImages:
         offset, length = int(record["offset"]), int(record["length"])
         self._read_ahead.note_access(file, shard, offset)
         return _pread(file, length, offset, path)
-
-    def rows(self, start: int, stop: int) -> Iterator[bytes]:
-        """The encoded bytes of rows start … stop−1, one after another, read in pieces of about 8 MiB.
-
-        Raises:
-            IndexError: rows that do not exist.
-            OSError: rows that cannot be read.
-        """
-        while start < stop:
-            shard = self._shard(start)
-            first = int(self._firsts[shard])
-            index = self._indexes.records(start, min(stop, int(self._ends[shard])))
-            ends = index["offset"] + index["length"]
-            begin = int(index["offset"][0])
-            together = max(1, int(np.searchsorted(ends, begin + _SEGMENT_BYTES)))
-            path = tar_path(self.directory, first)
-            content = memoryview(_pread(self._open(path), int(ends[together - 1]) - begin, begin, path))
-            for offset, end in zip(index["offset"][:together].tolist(), ends[:together].tolist(), strict=True):
-                yield bytes(content[offset - begin : end - begin])
-            start += together
 
     def positions(self, images: Int64Array) -> Int64Array:
         """The rows of images, both int64 [n]; rows are stored in their order."""

@@ -226,6 +226,14 @@ def test_packing_a_list_again_says_which_files_are_gone(tmp_path: Path, capsys: 
     assert "1 removed or renamed since, still packed" in capsys.readouterr().out
 
 
+def test_packing_again_reads_the_source_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+    (tree / "stray.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
+    assert call("pack", tree, packed, "--stray", "use") == 0
+    assert call("pack", tree, packed) == 0
+    assert "since" not in capsys.readouterr().out
+
+
 def test_a_pack_is_not_packed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed") == 0
     assert call("pack", tmp_path / "packed", tmp_path / "twice") == 1

@@ -39,10 +39,6 @@ mib = memory() - before
 images = PackedImages(directory)
 for row in np.random.default_rng(0).permutation(len(images) // each)[:1_000] * each:
     assert images.read_row(int(row)).startswith(int(row).to_bytes(8))
-window = list(images.rows(each - 1, 2 * each + 1))
-assert [content[:8] for content in (window[0], window[1], window[-1])] == [
-    row.to_bytes(8) for row in (each - 1, each, 2 * each)
-]
 files = len(os.listdir("/proc/self/fd"))
 labels = opened[0].train_labels.numpy()
 ids = np.arange(len(labels))
@@ -72,7 +68,6 @@ def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path) -> Non
         contents = list(pool.map(images.read_row, rows))
     assert [content[:8] for content in contents] == [row.to_bytes(8) for row in rows]
     assert {len(content) for content in contents} == {LENGTH}
-    assert list(images.rows(0, 2_200)) == [images.read_row(row) for row in range(2_200)]
     ids = np.arange(2_200)
     shown = ids + (ids % 100 == 0)
     assert np.array_equal(images.shown(), shown)

@@ -69,7 +69,7 @@ def test_every_row_is_the_orders_image(packed: Path, listing: Listing) -> None:
     images = PackedImages(packed)
     assert len(images) == len(listing)
     expected = [intact(listing, int(i)) for i in RowOrder(len(listing), 5).images(np.arange(len(listing)))]
-    assert list(images.rows(0, len(images))) == [listing.read(image) for image in expected]
+    assert list(map(images.read_row, range(len(images)))) == [listing.read(image) for image in expected]
     for image in range(len(listing)):
         assert images.read(image) == listing.read(intact(listing, image))
     assert images.shown().tolist() == [intact(listing, image) for image in range(len(listing))]
@@ -81,8 +81,9 @@ def test_broken_images_are_reported_with_their_substitutes(
 ) -> None:
     manifest = pack(tree, tmp_path, options())
     lines = capsys.readouterr().err.splitlines()
-    substitutes = [one for shard in manifest.shards for one in shard.substitutes]
-    assert sorted(one.path for one in substitutes) == [f"{tree}/{name}" for name in BROKEN]
+    images = PackedImages(tmp_path)
+    assert sum(shard.num_broken for shard in manifest.shards) == len(images.replaced)
+    assert sorted(map(images.path, images.replaced.tolist())) == [f"{tree}/{name}" for name in BROKEN]
     assert sum(line.startswith("broken: ") for line in lines) == len(BROKEN)
     (line,) = (line for line in lines if "text.jpg" in line)
     assert line == f"broken: {tree}/b/text.jpg (not an image of a known format), replaced by {tree}/b/turned.jpg"
@@ -228,7 +229,7 @@ def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
     }
     assert manifest.sizes == (20, 14)
     assert manifest.classes == ("a", "b", "c", "0 new class")
-    assert list(new.rows(0, 20)) == list(old.rows(0, 20))
+    assert [new.read_row(row) for row in range(20)] == [old.read_row(row) for row in range(20)]
     assert np.array_equal(new.labels()[:20], old.labels())
     order = RangesOrder((20, 14), 5)
     everything = sorted(str(path.relative_to(tree)) for path in tree.rglob("*.jpg"))
@@ -265,7 +266,7 @@ def test_an_interrupted_extension_can_be_continued(
     monkeypatch.undo()
     halved = PackedImages(tmp_path / "halved")
     assert "without 30 images that are being added" in caplog.text
-    assert list(halved.rows(0, 10)) == list(old.rows(0, len(old)))
+    assert [halved.read_row(row) for row in range(10)] == [old.read_row(row) for row in range(len(old))]
     assert np.array_equal(halved.labels(), old.labels())
     with pytest.raises(ValueError, match="finish packing those first"):
         pack(first, tmp_path / "halved", options(extend=True))
@@ -403,7 +404,7 @@ def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", '{"format": 3}', '{"format": 2}', '{"format": 1, "ranges": 3, "classes": []}']
+    "content", ["", "{}", "[]", '{"format": 4}', '{"format": 3}', '{"format": 1, "ranges": 3, "classes": []}']
 )
 def test_a_damaged_manifest(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
