@@ -14,5 +14,5 @@ def resident_rows(config: TrainConfig, num_images: int) -> int:
     order = RangesOrder([num_images], config.sampling.order_seed)
     classes = RunClasses(order, order)
     head = head_of(config, classes, Ranks())
-    _sampler(config, classes, head)
-    return head._sizes(config.optimization.batch_size, spec=head.spec).capacity
+    sampler = _sampler(config, classes, head)
+    return head._table.sizes(config.optimization.batch_size, sampler).capacity

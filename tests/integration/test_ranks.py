@@ -226,7 +226,7 @@ def test_gpus_train_like_a_cpu(
 
 def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> None:
     with ClassifierHead(NUM_ROWS, DIM, num_negatives=8, directory=tmp_path) as head:
-        head._known_ranks = Ranks(local_world_size=0)
+        head._table.ranks = Ranks(local_world_size=0)
         with pytest.raises(ValueError, match=r"several machines .* give servers"):
             head.connect()
 

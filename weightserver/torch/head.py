@@ -11,12 +11,11 @@ for ids, batch in head.announced(loader):
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 from zlib import crc32
@@ -26,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from weightserver import Checkpoint, WeightClient
+from weightserver import Checkpoint, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
@@ -36,8 +35,7 @@ from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
 from weightserver.torch.loss import Loss, checked_temperature
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
-from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, gathered_parts, ranks_of_process
+from weightserver.torch.ranks import gathered_parts
 from weightserver.torch.recency import check_num_active
 from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
@@ -46,7 +44,6 @@ from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling, checked_o
 from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.steps import Steps
-from weightserver.torch.store_sizes import sizes_for_steps
 from weightserver.torch.table import Table, float32_rates
 from weightserver.torch.windows import RangesOrder
 
@@ -136,43 +133,41 @@ class ClassifierHead(nn.Module):
             )
         ranges = class_counts(num_classes)
         self.order = RangesOrder(ranges, checked_integer(order_seed, "order_seed"))
-        self.spec = of_rows.spec(self.order.num_rows, dim)
+        spec = of_rows.spec(self.order.num_rows, dim)
         self.negatives = NegativeSampler(
             checked_integer(num_negatives, "num_negatives"),
-            num_rows=self.spec.num_rows,
+            num_rows=spec.num_rows,
             rows_per_block=of_rows.rows_per_block,
             kind=negatives,
             recent_share=share_of_recent(negatives, recent_share),
             seed=of_rows.seed,
         )
-        check_num_active(self.negatives.num_active, self.spec.num_rows, 1)
+        check_num_active(self.negatives.num_active, spec.num_rows, 1)
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = of_loss
         self._steps = Steps(self._open, self.negatives, self.order)
-        self._sizes = partial(sizes_for_steps, rows=of_rows, negatives=self.negatives, coming=self._steps.coming)
-        self._stack = ExitStack()
-        self._table: Table | None = Table(
-            self.spec,
+        self._table = Table(
+            spec,
             self.order,
             of_servers,
             of_rows,
+            self.negatives,
             run=run,
             directory=Path("rows") / run if directory is None else Path(directory),
             learning_rates=float32_rates(learning_rates),
-            stack=self._stack,
         )
         classes = {"num_classes": ranges, "dim": dim, "order_seed": order_seed}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share}
         self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
         self._scaler_use = ScalerUse()
-        self._opened: OpenedRows | None = None
-        self._ranks = Ranks()  # those of the rows that were opened last
-        self._known_ranks: Ranks | None = None
         self._saved: SavedRows | None = None
         self._outside_of_graphs: Callable[..., Any] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-        self._process_id = os.getpid()
-        finalizer = weakref.finalize(self, _close_in_process, self._stack, self._process_id)
-        finalizer.atexit = False  # the shards end with the process
+        weakref.finalize(self, self._table.close).atexit = False  # the shards end with the process
+
+    @property
+    def spec(self) -> TableSpec:
+        """The table; once it is open, with its blocks."""
+        return self._table.spec
 
     @property
     def num_steps(self) -> int:
@@ -190,12 +185,12 @@ class ClassifierHead(nn.Module):
     @property
     def client(self) -> WeightClient | None:
         """The client of the weight servers; None for dense rows, and before `connect` or the first use."""
-        return self._table.client if self._table else None
+        return self._table.client
 
     @property
     def epoch(self) -> int:
         """Number of the session on the weight servers; 0 for dense rows, and before the first use."""
-        return self._opened.epoch if self._opened else 0
+        return self._table.epoch
 
     def connect(self) -> WeightClient:
         """The client of the weight servers, without a session: to look at what they hold, before a state is loaded or
@@ -204,8 +199,7 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: dense rows, or a head that was closed.
         """
-        self._check_process()
-        return self._own_table().connect(self._own_ranks())
+        return self._table.connect(self.device)
 
     def open(self) -> None:
         """Opens the table now, which otherwise the first use does: a new run's, or that of the state that was loaded.
@@ -216,63 +210,25 @@ class ClassifierHead(nn.Module):
             SessionInUseError: a live run uses the servers.
             WeightServerError: servers that are unreachable or refuse.
         """
-        opened = self._open()
+        table = self._open()
         if (sampler := self._steps.coming.sampler) is not None:
-            opened.open_store(sampler.step_size)
+            table.open_store(sampler.step_size, sampler)
 
-    def _own_table(self) -> Table:
-        if self._table is None:
-            raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
-        return self._table
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process_id:
-            raise ValueError(
-                f"the head is that of process {self._process_id} and cannot be used in {os.getpid()}, which was forked "
-                "from it: let DataLoader workers return images and classes, and call the head where it was made"
-            )
-
-    def _open(self) -> OpenedRows:
-        self._check_process()
-        if self._opened is None:
-            table, ranks, sampler = self._own_table(), self._own_ranks(), self._steps.coming.sampler
-            check_same_on_all_ranks(self._settings, ranks)
-            try:
-                opened = table.open(
-                    self._sizes,
-                    ranks=ranks,
-                    device=self.device,
-                    saved=self._saved,
-                    in_windows=sampler is not None and sampler.schedule.window_size < sampler.schedule.num_rows,
-                )
-            except BaseException:
-                self._disconnect()
-                raise
-            self.spec, self.negatives.rows_per_block = opened.spec, opened.spec.rows_per_block
-            self._opened, self._ranks = opened, ranks
-            self._steps.use(opened)
-        if self._opened.device != self.device:
-            raise ValueError(f"the head's rows are on {self._opened.device}: move the head before its first use")
-        return self._opened
-
-    def _disconnect(self) -> None:
-        self._stack.close()
-        self._opened = None
-        if self._table is not None:
-            self._table.client = None
-
-    def _own_ranks(self) -> Ranks:
-        """This process among those of torch.distributed; asked for once, since it may make a process group."""
-        if self._known_ranks is None or self._known_ranks.device != self.device:
-            self._known_ranks = ranks_of_process(self.device)
-        return self._known_ranks
+    def _open(self) -> Table:
+        table = self._table
+        if not table.is_open:
+            table.open(self.device, self._saved, self._steps.coming.sampler, settings=self._settings)
+            self._steps.use(table)
+        table.require_usable()
+        if table.ranks.device != self.device:
+            raise ValueError(f"the head's rows are on {table.ranks.device}: move the head before its first use")
+        return table
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
         may be lost. Safe to repeat. A head that is garbage-collected closes itself."""
-        _close_in_process(self._stack, self._process_id)
-        self._opened = self._table = None
         self._steps.reset()
+        self._table.close()
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +276,7 @@ class ClassifierHead(nn.Module):
             batches_per_step=batches_per_step,
             seed=seed,
             next_step=lambda: self.num_steps,
-            ranks=self._own_ranks(),
+            ranks=self._table.ranks_on(self.device),
         )
         self.negatives.check(sampler.step_size)
         self._steps.coming.sampler = sampler
@@ -422,7 +378,7 @@ class ClassifierHead(nn.Module):
             embeddings.float(),
             weight,
             step.labels[part],
-            ranks=self._ranks,
+            ranks=self._table.ranks,
             num_rows=len(step.announced.rows),
             temperature=temperature,
         )
@@ -476,7 +432,7 @@ class ClassifierHead(nn.Module):
     @property
     def counters(self) -> RowCounters:
         """What the row store has done so far."""
-        store = self._opened.store if self._opened else None
+        store = self._table.store
         return store.counters if store else RowCounters()
 
     @property
@@ -554,7 +510,7 @@ class ClassifierHead(nn.Module):
         if max_norm is None or norms is None:
             self._steps.finish(step, gradients)
             return None
-        norm = norm_over_ranks(norms, self._ranks)
+        norm = norm_over_ranks(norms, self._table.ranks)
         self._steps.finish(step, gradients * torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         torch.nn.utils.clip_grads_with_norm_(scaling.parameters(), max_norm, norm)  # since nothing fails any more
         return norm
@@ -571,7 +527,7 @@ class ClassifierHead(nn.Module):
         self._steps.finish(step, step.no_gradients())
 
     def _agreement(self, doing: Doing) -> Agreement:
-        return Agreement(self._ranks, doing, *self._steps.attempt)
+        return Agreement(self._table.ranks, doing, *self._steps.attempt)
 
     def _tell(self, learning_rate: float | None, agreement: Agreement) -> None:
         """Sets the learning rate of the step in progress, on all ranks the same one.
@@ -612,9 +568,9 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes, devices or classes that do not fit.
         """
-        opened = self._open()
+        table = self._open()
         with self._agreement(Doing.LOOKS) as agreement:
-            checked = checked_ids(ids, self.spec.num_rows, may_be_none=opened.ranks.world_size > 1)
+            checked = checked_ids(ids, self.spec.num_rows, may_be_none=table.ranks.world_size > 1)
             check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
             among = self._among(classes, checked, agreement)
         own = self._rows_of_all_ranks(checked if checked.ndim == 2 else checked[:, None])
@@ -622,7 +578,7 @@ class ClassifierHead(nn.Module):
             raise ValueError("no rank has an image: give at least one")
         if isinstance(classes, str) and among is not None:
             among = np.union1d(among, own[own >= 0])
-        comparison = Comparison(opened, self._loss, step=self.num_steps, rows=among)
+        comparison = Comparison(table, self._loss, step=self.num_steps, rows=among)
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
     @_untraced
@@ -637,20 +593,20 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes or devices that do not fit, or fewer than `k` classes.
         """
-        opened = self._open()
+        table = self._open()
         with self._agreement(Doing.LOOKS) as agreement:
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
-            comparison = Comparison(opened, self._loss, step=self.num_steps, rows=among)
+            comparison = Comparison(table, self._loss, step=self.num_steps, rows=among)
             if not 1 <= checked_integer(k, "k") <= comparison.num_classes:
                 raise ValueError(
                     f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
                 )
             agreement.same("k must be the same on every rank, got {} to {}", k)
-        lengths = [len(part) for part in gathered_parts(embeddings, opened.ranks)]
+        lengths = [len(part) for part in gathered_parts(embeddings, table.ranks)]
         own = np.zeros((sum(lengths), 0), np.int64)
         nearest = comparison.compare(embeddings, own, k=k).nearest
-        mine = nearest[sum(lengths[: opened.ranks.rank]) :][: len(embeddings)]
+        mine = nearest[sum(lengths[: table.ranks.rank]) :][: len(embeddings)]
         return torch.from_numpy(self.order.images(mine.reshape(-1)).reshape(mine.shape))
 
     def _among(self, classes: Any, ids: Int64Array, agreement: Agreement) -> Int64Array | None:
@@ -676,7 +632,7 @@ class ClassifierHead(nn.Module):
 
     def _rows_of_all_ranks(self, ids: Int64Array) -> Int64Array:
         """The rows of all ranks' images, int64 (B, P), of ids int64 (b, P), -1 for none; P may differ."""
-        ranks = self._ranks
+        ranks = self._table.ranks
         (places,) = ranks.max_over_ranks([ids.shape[1]])
         ids = np.pad(ids, [(0, 0), (0, int(places) - ids.shape[1])], constant_values=-1)
         everyone = torch.cat(gathered_parts(torch.from_numpy(ids), ranks)).numpy()
@@ -688,8 +644,7 @@ class ClassifierHead(nn.Module):
 
     def flush(self) -> None:
         """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
-        if self._opened is not None:
-            self._opened.flush()
+        self._table.flush()
 
     def rows(self, ids: Any) -> Tensor:
         """The rows of classes (integers (n,), any order) after all updates so far: float32 (n, D), on the CPU.
@@ -724,10 +679,10 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: `checkpoint` was not called after the last step, on several ranks or before `close`.
         """
-        if self._opened is None and self._saved is None and not self.num_steps:
+        if not self._table.is_open and self._saved is None and not self.num_steps:
             return torch.zeros(0, dtype=torch.uint8)
         if self._saved is None or self._saved.step != self.num_steps:
-            if self._ranks.world_size > 1:
+            if self._table.ranks.world_size > 1:
                 raise ValueError(
                     f"the rows have no checkpoint of step {self.num_steps}: call head.checkpoint() on all ranks "
                     "before state_dict()"
@@ -752,8 +707,8 @@ class ClassifierHead(nn.Module):
             return
         saved, recent = from_tensor(state)
         saved.check_order(self.order)
-        if self._opened is not None:
-            self._disconnect()
+        if self._table.is_open:
+            self._table.disconnect()
         self._saved = saved
         self._steps.reset(saved.step, recent)
 
@@ -771,9 +726,3 @@ class _Block(AbstractContextManager[Step]):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._head._exit(self._step, failed=error is not None)
-
-
-def _close_in_process(stack: ExitStack, process_id: int) -> None:
-    """Closes the stack, except in a process that was forked from its owner."""
-    if os.getpid() == process_id:
-        stack.close()

@@ -16,8 +16,8 @@ from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.loss import Loss
-from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.ranks import gathered_parts
+from weightserver.torch.table import Table
 
 _ROWS_AT_A_TIME = 1 << 14
 """Rows of this rank that are read together: 8 MiB of 128 values each."""
@@ -54,7 +54,7 @@ class Comparison:
         rows: strictly increasing int64 (n,), the same on every rank; all of the table if None.
     """
 
-    def __init__(self, opened: OpenedRows, loss: Loss, *, step: int, rows: Int64Array | None = None) -> None:
+    def __init__(self, opened: Table, loss: Loss, *, step: int, rows: Int64Array | None = None) -> None:
         self._opened = opened
         self._loss = loss
         self._step = step
@@ -69,7 +69,7 @@ class Comparison:
             own: the own rows of all ranks' images, int64 (B, P); -1 for none.
             k: number of nearest rows to find; at most `num_classes`.
         """
-        ranks, device = self._opened.ranks, self._opened.device
+        ranks, device = self._opened.ranks, self._opened.ranks.device
         with torch.autocast(device.type, enabled=False):
             features = embeddings.float()
             features = F.normalize(features) if self._loss.cosines else features

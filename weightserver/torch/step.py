@@ -13,8 +13,8 @@ from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.arguments import first_of
 from weightserver.torch.coming_steps import Announced
 from weightserver.torch.loss import padded
-from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.rows import RowStore
+from weightserver.torch.table import Table
 from weightserver.torch.transfer import to_device
 
 
@@ -34,7 +34,7 @@ class Step:
 
     def __init__(
         self,
-        rows: OpenedRows,
+        rows: Table,
         announced: Announced,
         *,
         number: int,
@@ -49,7 +49,7 @@ class Step:
         self.is_announced = is_announced
         self.is_cleared = False
         """Whether it has had no pass since an attempt failed: the batches are given again, or others."""
-        labels = to_device(self.announced.labels, rows.device)
+        labels = to_device(self.announced.labels, rows.ranks.device)
         self.labels = torch.split(labels, self.announced.ids.shape[1])  # A times (B,) or (B, P)
         self.weight: Tensor | None = None  # (K of this rank, D), padded: a leaf that collects the gradients
         self._rows = rows

@@ -18,12 +18,12 @@ from weightserver.torch.arguments import checked_ids
 from weightserver.torch.coming_steps import Announced, ComingSteps, announced
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
-from weightserver.torch.opened_rows import OpenedRows
 from weightserver.torch.recency import Visited
 from weightserver.torch.rows import RowStore
 from weightserver.torch.rows.slots import NoRoomError
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.step import Step
+from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
 
@@ -39,13 +39,13 @@ class Steps:
 
     def __init__(
         self,
-        open_rows: Callable[[], OpenedRows],
+        open_rows: Callable[[], Table],
         negatives: NegativeSampler,
         order: RangesOrder,
     ) -> None:
         self.coming = ComingSteps(negatives, order)
         self._first_step = 0  # number of updates when the rows were opened, or returned to a state
-        self._opened: OpenedRows | None = None
+        self._opened: Table | None = None
         self._begun: Step | None = None
         self._open_rows = weakref.WeakMethod(open_rows)
         self._negatives = negatives
@@ -56,7 +56,7 @@ class Steps:
         self._requested = 0  # the last step whose rows were requested; others are when they begin, in their order
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
-    def use(self, opened: OpenedRows) -> None:
+    def use(self, opened: Table) -> None:
         """Sets the rows of the steps from the next one on."""
         self._opened, self._first_step = opened, opened.first_step
         self.coming.use(opened.ranks, Sharding(opened.spec.rows_per_block, opened.ranks.world_size))
@@ -79,7 +79,7 @@ class Steps:
         self._begun = self.iteration = None
         self._requested = self._first_step
 
-    def _open(self) -> OpenedRows:
+    def _open(self) -> Table:
         open_rows = self._open_rows()
         assert open_rows is not None, "the head is in use"
         return open_rows()
@@ -91,7 +91,7 @@ class Steps:
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
-        store = self._open().open_store(step_size)
+        store = self._open().open_store(step_size, self.coming.sampler)
         if self._announced_in_vain:
             in_progress = self.current is not None and self.current.weight is not None
             store.forget_announced(in_progress=in_progress)
@@ -198,7 +198,7 @@ class Steps:
 
     def _next_step(self, is_announced: bool) -> Step:
         opened, num_padded = self._open(), 0
-        if opened.device.type == "cuda":  # where shapes should be the same in each step
+        if opened.ranks.device.type == "cuda":  # where shapes should be the same in each step
             num_padded = padded_rows(self._negatives.num_active, opened.spec.rows_per_block, opened.ranks)
         return Step(
             opened,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from weightserver import TableSpec
 from weightserver.torch.class_order import ClassOrder
-from weightserver.torch.coming_steps import ComingSteps
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
+from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.settings import Rows
 
 AHEAD = 2
@@ -27,15 +27,15 @@ class StoreSizes:
 
 
 def sizes_for_steps(
-    step_size: int, *, spec: TableSpec, rows: Rows, negatives: NegativeSampler, coming: ComingSteps
+    step_size: int, sampler: WindowSampler | None, *, spec: TableSpec, rows: Rows, negatives: NegativeSampler
 ) -> StoreSizes:
-    """The sizes for steps of `step_size` images, of the sampler that draws the coming steps if there is one.
+    """The sizes for steps of `step_size` images, of the sampler that draws them if there is one.
 
     Raises:
         ValueError: the active rows cannot hold a step's classes, or the capacity is too small for the sampler's steps.
     """
     negatives.check(step_size)
-    if (sampler := coming.sampler) is None:
+    if sampler is None:
         good = _rows_in_any_order(spec, negatives, step_size, AHEAD)
         return StoreSizes(rows.capacity or good, AHEAD, max(step_size, spec.rows_per_block))
     schedule, ahead = sampler.schedule, rows.prefetch_steps

@@ -1,59 +1,127 @@
-"""The table of a head: connects to its weight servers, and opens it as new or as it was at a checkpoint."""
+"""The table of a head: on weight servers, as new or as it was at a checkpoint, or dense in this process."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from weightserver import LocalCluster, NoTableError, TableSpec, WeightClient
-from weightserver.core.arrays import Float32Array
+from weightserver import Checkpoint, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
+from weightserver.core.arrays import Float32Array, Int64Array
+from weightserver.core.errors import RowError
 from weightserver.core.sharding import Sharding
-from weightserver.torch.opened_rows import OpenedRows
-from weightserver.torch.ranks import Ranks
+from weightserver.torch.negatives import NegativeSampler
+from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, ranks_of_process
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
+from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import BLOCK_OF_WINDOWS, Rows, Servers
-from weightserver.torch.store_sizes import StoreSizes, share_of_capacity
+from weightserver.torch.store_sizes import StoreSizes, share_of_capacity, sizes_for_steps
+from weightserver.torch.transfer import to_device
 from weightserver.torch.windows import RangesOrder
 
 
-@dataclass
 class Table:
-    """Where a head's rows are stored, and how. All ranks call its methods."""
+    """A head's rows; once they are open, this rank holds a share of them. All ranks call `connect`, `open`, `read` and
+    `checkpoint`.
 
-    spec: TableSpec
-    order: RangesOrder
-    servers: Servers
-    rows: Rows
-    run: str
-    directory: Path
-    """Of the servers that rank 0 starts if no addresses are given."""
-    learning_rates: Float32Array
-    stack: ExitStack
-    """Closes what was opened, also if opening it failed."""
-    client: WeightClient | None = None
-    """This rank's, once it is connected."""
+    Args:
+        spec: of a new table; later of the one that was opened.
+        order: the row of each class.
+        directory: of the servers that rank 0 starts if no addresses are given.
+        learning_rates: float32 [n], those of the first n updates if they are known in advance.
+    """
 
-    def connect(self, ranks: Ranks) -> WeightClient:
+    def __init__(
+        self,
+        spec: TableSpec,
+        order: RangesOrder,
+        servers: Servers,
+        rows: Rows,
+        negatives: NegativeSampler,
+        *,
+        run: str,
+        directory: Path,
+        learning_rates: Float32Array,
+    ) -> None:
+        self.spec = spec
+        self.servers = servers
+        self.run = run
+        self._stack = ExitStack()  # closes what was opened, also if opening it failed
+        self._process_id = os.getpid()
+        self._is_closed = False
+        self._order = order
+        self._rows = rows
+        self._negatives = negatives
+        self._directory = directory
+        self._learning_rates = learning_rates
+        self.ranks = Ranks(device=torch.device("meta"))
+        """Those that share the rows, and their device; of none before the first use."""
+        self._set_unopened()
+
+    def _set_unopened(self) -> None:
+        self.is_open = False
+        self.client: WeightClient | None = None
+        """This rank's, once it is connected."""
+        self.epoch = 0
+        """Number of the session; 0 for dense rows."""
+        self.first_step = 0
+        """Number of updates that the rows had when they were opened."""
+        self.store: RowStore | None = None
+        self._largest_step = 0  # images of a step that the store is large enough for
+
+    def disconnect(self) -> None:
+        """Ends the threads, the session, and the servers if rank 0 started them; it may be opened again."""
+        self._stack.close()
+        self._set_unopened()
+
+    def close(self) -> None:
+        """As `disconnect`, for good; does nothing in a process that was forked from its owner."""
+        if os.getpid() == self._process_id:
+            self.disconnect()
+            self._is_closed = True
+
+    def require_usable(self) -> None:
+        """Raises ValueError in a forked process, and after `close`."""
+        if os.getpid() != self._process_id:
+            raise ValueError(
+                f"the head is that of process {self._process_id} and cannot be used in {os.getpid()}, which was forked "
+                "from it: let DataLoader workers return images and classes, and call the head where it was made"
+            )
+        if self._is_closed:
+            raise ValueError("the head is closed: make another one and load_state_dict() what checkpoint() left")
+
+    # ---- opening
+
+    def ranks_on(self, device: torch.device) -> Ranks:
+        """This process among those of torch.distributed; asked for once, since it may make a process group."""
+        if self.ranks.device != device and not self.is_open:
+            self.ranks = ranks_of_process(device)
+        return self.ranks
+
+    def connect(self, device: torch.device) -> WeightClient:
         """This rank's client of the servers, which rank 0 starts if no addresses are given.
 
         Raises:
-            ValueError: dense rows, or ranks on several machines without addresses.
+            ValueError: dense rows, ranks on several machines without addresses, or a table that was closed.
         """
-        if self.rows.where == "dense":
+        self.require_usable()
+        ranks = self.ranks_on(device)
+        if self._rows.where == "dense":
             raise ValueError("rows='dense' are in this process, without servers: use rows='resident'")
         if self.client is None:
             addresses = ranks.of_first(partial(self._start_servers, ranks))
-            self.client = self.stack.enter_context(self.servers.client(addresses))
+            self.client = self._stack.enter_context(self.servers.client(addresses))
         return self.client
 
     def _start_servers(self, ranks: Ranks) -> list[str]:
@@ -61,73 +129,55 @@ class Table:
             return addresses
         if ranks.local_world_size < ranks.world_size:
             raise ValueError("ranks on several machines need weight servers that all of them reach: give servers")
-        return self.stack.enter_context(LocalCluster(self.servers.num_shards, self.directory)).addresses
+        return self._stack.enter_context(LocalCluster(self.servers.num_shards, self._directory)).addresses
 
     def open(
         self,
-        sizes: Callable[..., StoreSizes],
-        *,
-        ranks: Ranks,
         device: torch.device,
         saved: SavedRows | None,
-        in_windows: bool,
-    ) -> OpenedRows:
+        sampler: WindowSampler | None,
+        *,
+        settings: Mapping[str, object],
+    ) -> None:
         """Opens the table, as it was when `saved` was taken or for a new run.
 
         Args:
-            sizes: those of the store, given the number of images of a step and the table.
-            in_windows: whether a window orders the classes, for which a new table's blocks are chosen.
+            device: where the rows of a step are to be.
+            sampler: by whose window the blocks of a new table are chosen.
+            settings: which all ranks must have.
 
         Raises:
-            ValueError: the servers hold the rows of another run, or not the checkpoint `saved`.
+            ValueError: the servers hold the rows of another run, or not the checkpoint `saved`; other settings.
             WeightServerError: servers that are unreachable or refuse.
         """
-        opened = partial(OpenedRows, order=self.order, ranks=ranks, device=device)
-        if self.rows.where == "dense":
+        self.require_usable()
+        check_same_on_all_ranks(settings, self.ranks_on(device))
+        try:
+            self._open(saved, sampler is not None and sampler.schedule.window_size < sampler.schedule.num_rows)
+        except BaseException:
+            self.disconnect()
+            raise
+        self._negatives.rows_per_block = self.spec.rows_per_block
+        self.is_open = True
+
+    def _open(self, saved: SavedRows | None, in_windows: bool) -> None:
+        ranks = self.ranks
+        if self._rows.where == "dense":
             if saved is not None:
                 raise ValueError("rows='dense' are in this process alone and cannot be restored: use rows='resident'")
-            spec = self._in_blocks(None, in_windows)
-            rates = LearningRates(spec, self.learning_rates)
-            sharding = Sharding(spec.rows_per_block, ranks.world_size)
-            dense = partial(DenseRows, spec, rates, device=device, sharding=sharding, shard=ranks.rank)
-            return opened(spec, rates, make_store=lambda _: dense(), sizes=partial(sizes, spec=spec))
-
-        client = self.connect(ranks)
+            self.spec = self._in_blocks(None, in_windows)
+            self.rates = LearningRates(self.spec, self._learning_rates)
+            return
+        client = self.connect(ranks.device)
         session = ranks.of_first(partial(self._open_session, client, saved, in_windows))
         if not ranks.is_first:
             client.expect(session["marks"])
             client.open_session(self.run, join=session["epoch"])
-        spec, first_step = replace(self.spec, rows_per_block=session["rows_per_block"]), saved.step if saved else 0
-        client.extend_schedule(0, self.learning_rates)
-        rates = LearningRates(spec, client.learning_rates()[: max(first_step, len(self.learning_rates))])
-
-        def make_store(sizes: StoreSizes) -> RowStore:
-            store: RowStore
-            if self.rows.where == "remote":
-                store = RemoteRows(client, device, value_bytes=spec.value_bytes)
-            else:
-                store = ResidentRows(
-                    client,
-                    spec,
-                    rates,
-                    capacity=share_of_capacity(sizes.capacity, spec, ranks),
-                    prefetch_steps=sizes.prefetch_steps,
-                    write_back_rows=sizes.write_back_rows // ranks.world_size + 1,
-                    device=device,
-                )
-            self.stack.callback(store.close)
-            self.stack.callback(client.close)  # before the store: its threads do not wait for servers that are gone
-            return store
-
-        return opened(
-            spec,
-            rates,
-            make_store=make_store,
-            sizes=partial(sizes, spec=spec),
-            client=client,
-            first_step=first_step,
-            epoch=session["epoch"],
-        )
+        self.spec, self.epoch = replace(self.spec, rows_per_block=session["rows_per_block"]), session["epoch"]
+        self.first_step = saved.step if saved else 0
+        client.extend_schedule(0, self._learning_rates)
+        known = client.learning_rates()[: max(self.first_step, len(self._learning_rates))]
+        self.rates = LearningRates(self.spec, known)
 
     def _open_session(self, client: WeightClient, saved: SavedRows | None, in_windows: bool) -> dict[str, Any]:
         """On rank 0: creates the table or rolls it back, and opens and holds a session; what other ranks need."""
@@ -172,11 +222,119 @@ class Table:
 
     def _in_blocks(self, held: TableSpec | None, in_windows: bool) -> TableSpec:
         """The table with its blocks: as given, as in the servers' table, or for the order of the classes."""
-        if self.rows.rows_per_block is not None:
+        if self._rows.rows_per_block is not None:
             return self.spec
         if held is not None:
             return replace(self.spec, rows_per_block=held.rows_per_block)
         return replace(self.spec, rows_per_block=BLOCK_OF_WINDOWS) if in_windows else self.spec
+
+    # ---- the rows of an open table
+
+    def tell(self, step: int, learning_rate: float) -> None:
+        """See `LearningRates.tell`; the client sends it with the rows' updates."""
+        self.rates.tell(step, learning_rate)
+        if self.client is not None:
+            self.client.extend_schedule(step, [self.rates.of_step(step)])
+
+    @torch.inference_mode(mode=False)
+    def open_store(self, step_size: int, sampler: WindowSampler | None = None) -> RowStore:
+        """The store, for steps of up to `step_size` images, those of the sampler if it draws them; made at the first
+        use, larger for larger steps."""
+        if self.store is None:
+            self.store = self._make_store(self.sizes(step_size, sampler))
+        elif step_size > self._largest_step:
+            self.store.reserve(share_of_capacity(self.sizes(step_size, sampler).capacity, self.spec, self.ranks))
+        self._largest_step = max(self._largest_step, step_size)
+        return self.store
+
+    def sizes(self, step_size: int, sampler: WindowSampler | None) -> StoreSizes:
+        """See `sizes_for_steps`."""
+        return sizes_for_steps(step_size, sampler, spec=self.spec, rows=self._rows, negatives=self._negatives)
+
+    def _make_store(self, sizes: StoreSizes) -> RowStore:
+        if (client := self.client) is None:
+            sharding = Sharding(self.spec.rows_per_block, self.ranks.world_size)
+            return DenseRows(self.spec, self.rates, device=self.ranks.device, sharding=sharding, shard=self.ranks.rank)
+        store: RowStore
+        if self._rows.where == "remote":
+            store = RemoteRows(client, self.ranks.device, value_bytes=self.spec.value_bytes)
+        else:
+            store = ResidentRows(
+                client,
+                self.spec,
+                self.rates,
+                capacity=share_of_capacity(sizes.capacity, self.spec, self.ranks),
+                prefetch_steps=sizes.prefetch_steps,
+                write_back_rows=sizes.write_back_rows // self.ranks.world_size + 1,
+                device=self.ranks.device,
+            )
+        self._stack.callback(store.close)
+        self._stack.callback(client.close)  # before the store: its threads do not wait for servers that are gone
+        return store
+
+    def class_of(self, row: int) -> int:
+        """The class whose row this is."""
+        return int(self._order.images(np.array([row]))[0])
+
+    @contextlib.contextmanager
+    def naming_classes(self) -> Iterator[None]:
+        """Adds the class to an error that names a row."""
+        try:
+            yield
+        except (WeightServerError, RowError) as error:
+            if (row := error.row) is None or row >= self.spec.num_rows:
+                raise
+            raise type(error)(f"{error} (row {row} is class {self.class_of(row)})", row=row) from error
+
+    def flush(self) -> None:
+        """Returns once this rank's updates are durable on the servers; dense rows are not stored."""
+        if self.store is not None:
+            with self.naming_classes():
+                self.store.flush()
+
+    def read(self, classes: Int64Array, *, step: int) -> Tensor:
+        """The rows of classes (n,) before update `step`: float32 (n, D), on the CPU. Makes all updates durable."""
+        distinct, inverse = np.unique(self._order.rows(classes), return_inverse=True)
+        self._make_durable()
+        if self.client is None:
+            if self.ranks.world_size > 1:
+                raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
+            state = self.open_store(1).read_state(distinct, step=step)
+        else:
+            state = self.client.fetch_state(distinct, step=step)
+        self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
+        return torch.from_numpy(state.weight[inverse])
+
+    def peek(self, rows: Int64Array, *, step: int) -> Tensor:
+        """Rows of this rank's share, int64 (n,), before update `step`: float32 (n, D), on the device. Changes nothing,
+        not even what is durable, and makes no store for rows that are on the servers alone."""
+        if self.client is not None and self.store is None:
+            return to_device(self.client.fetch(rows, step=step), self.ranks.device)
+        return self.open_store(1).peek(rows, step=step)
+
+    def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
+        """Keeps the rows as they are before update `step` on the servers; also returns what identifies them.
+
+        Raises:
+            ValueError: dense rows.
+            InvalidRequestError: the name was used for another state.
+        """
+        if (client := self.client) is None:
+            raise ValueError("rows='dense' leave no checkpoints: use rows='resident'")
+        name = f"step-{step:012d}" if name is None else name
+        self._make_durable()
+        if self.ranks.is_first:
+            client.checkpoint(name, step=step)
+        self.ranks.barrier()  # before it no rank writes rows of later steps
+        (kept,) = (known for known in client.checkpoints() if known.name == name)
+        saved = SavedRows.of(kept, client.table_identity(), self._order)
+        self.ranks.barrier()  # before it rank 0 does not stop the servers
+        return kept, saved
+
+    def _make_durable(self) -> None:
+        """Returns once the updates of all ranks are durable."""
+        self.flush()
+        self.ranks.barrier()
 
 
 def _enlarged(client: WeightClient, *num_rows: int) -> TableSpec:
