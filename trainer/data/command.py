@@ -20,7 +20,7 @@ from trainer.stopping import exit_on_error
 
 def run(options: argparse.Namespace) -> NoReturn:
     """Runs a command. Exit status 0; 1 with one line on stderr on failure."""
-    with exit_on_error("trainer.data", after_interrupt="repeat the command to continue"):
+    with exit_on_error(f"pic {options.command}", after_interrupt="repeat the command to continue"):
         with shown():
             lines = {"inspect": _inspect, "pack": _pack, "verify": _verify, "preview": _preview}[options.command](
                 options

@@ -52,7 +52,7 @@ class Reason(Enum):
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
     SIDECAR = "file beside a sample's image", "files beside samples' images"
     STRAY = "image beside the class folders (--stray use keeps it)", "images beside the class folders (--stray use)"
-    BESIDE_SPLITS = "image beside the splits (--split none)", "images beside the splits (--split none)"
+    BESIDE_SPLITS = "image beside the splits (--stray use keeps it)", "images beside the splits (--stray use)"
     NO_PATH = "line without a path", "lines without a path"
     OTHER_SPLIT = "image of another split", "images of other splits"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data.config import SourceOptions
-from trainer.data.label_texts import NO_LABEL_TEXTS, label_number, label_text
+from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
 from trainer.data.listing import image_hash
 from trainer.data.tables import IN_TABLE, columns_of, kind_of, num_rows, values_of
@@ -18,8 +18,6 @@ from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "class_name", "label_name", "species")
-_MAX_DIGITS = 18
-"""Maximum length of a label, which is an int64."""
 _PROBED = 100
 """Paths of a list of which one must exist."""
 
@@ -29,8 +27,8 @@ class _Line(NamedTuple):
 
     number: int
     path: str
-    label: str | None
-    """None if the line has no place for one."""
+    label: str
+    """Empty without one."""
 
 
 def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[Folder, str, list[str]]:
@@ -40,21 +38,17 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
         ValueError: a line that cannot be read, or no path that exists.
     """
     kind, lines, notes = _lines(source, options)
-    labels = [line.label for line in lines if line.label]
-    by_number = bool(labels) and any(label.isdecimal() for label in labels)
     folder, known = Folder("", left_out), set[int]()
     for line in lines:
         if not line.path:
             left_out.add(Reason.NO_PATH, f"{source.name}, line {line.number}")
             continue
-        path, label = _plain_path(line.path, source.parent), " ".join((line.label or "").split())
-        if labels:
-            _check_label(source, line, by_number=by_number)
+        path = _plain_path(line.path, source.parent)
         if (key := image_hash(source.parent / path, "")) in known:
             left_out.add(Reason.REPEATED, path)
             continue
         known.add(key)
-        folder.add(path, label=label)
+        folder.add(path, label=" ".join(line.label.split()))
     some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED] if line.path]
     if some and not any((source.parent / path).exists() for path in some):
         raise ValueError(
@@ -84,20 +78,6 @@ def add_table(folder: Folder, path: Path, shown: str, options: SourceOptions) ->
         else:
             folder.add(str(Path(shown).parent / str(value)), label=own)
     return [f"images from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
-
-
-def _check_label(source: Path, line: _Line, *, by_number: bool) -> None:
-    label, where = line.label, f"{source}, line {line.number}"
-    if label is None:
-        raise ValueError(f"{where}: no label: give all images a label, or none; an image without one has the label -1")
-    if label in NO_LABEL_TEXTS or (by_number and label.isdecimal() and len(label) <= _MAX_DIGITS):
-        return
-    if by_number and not label.removeprefix("-").isdecimal() and label_number(label) is not None:
-        return  # a float, or a missing value among numbers
-    if by_number and label.isdecimal():
-        raise ValueError(f"{where}: {label[:30]}: give labels of at most {_MAX_DIGITS} digits")
-    if by_number or label.removeprefix("-").isdecimal():
-        raise ValueError(f"{where}: {label[:30]}: give all images a number of 0 or more, all of them a name, or none")
 
 
 def _plain_path(path: str, root: Path) -> str:
@@ -170,9 +150,8 @@ def _of_columns(
         notes.append(f"columns that are not used: {', '.join(others)}")
     lines = []
     for number, row in rows:
-        value = row.get(label, "") if label else None
-        text = label_text(value, f"{source}, line {number}")
-        lines.append(_Line(number, str(row.get(image) or "").strip(), text if label else None))
+        text = label_text(row.get(label) if label else None, f"{source}, line {number}")
+        lines.append(_Line(number, str(row.get(image) or "").strip(), text))
     return kind, lines, notes
 
 
@@ -192,14 +171,13 @@ def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:
             yield _Line(number, path, label)
 
 
-def _split(line: str) -> tuple[str, str | None]:
-    """Path and label of a list's line."""
+def _split(line: str) -> tuple[str, str]:
+    """Path and label of a list's line; the label is empty without one."""
     if line.startswith('"') and (end := line.find('"', 1)) > 0:
-        label = line[end + 1 :].strip(" \t,")
-        return line[1:end], label or None
+        return line[1:end], line[end + 1 :].strip(" \t,")
     path, tab, label = line.partition("\t")
     if tab:
         return path.strip(), label.strip()
     path, _, label = line.rpartition(" ")
     is_label = label.removeprefix("-").isdecimal() or (is_image(path.strip()) and not is_image(label))
-    return (path.strip(), label) if path and is_label else (line, None)
+    return (path.strip(), label) if path and is_label else (line, "")

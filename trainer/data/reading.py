@@ -12,7 +12,7 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,13 +116,19 @@ def read_source(
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
-        below = os.path.join(above, name)
-        is_source = bool(name) and (source / below).is_dir()  # otherwise its images lie in an archive, or in several
-        root = source / below if is_source else source if source.is_dir() else source.parent
-        listing = folder, root, os.path.join(below, "") if is_source else ""
         known = found[0].classes if found else classes
-        own = _split(name, str(source / below), listing, options, left_out, notes, labelled=labelled, known=known)
-        found += [own] if own else []
+        listed, labels, kinds = _listed(folder, options, left_out, notes, labelled=labelled, known=known)
+        if listed:
+            root = source if source.is_dir() else source.parent
+            found.append(
+                Split(
+                    name=name,
+                    source=str(source / above / name),
+                    listing=Listing(listed, root),
+                    classes=kinds,
+                    counts=Counter(labels),
+                )
+            )
     if options.split == "auto" and len(found) > 2 and not found[1].labelled and any(one.labelled for one in found[2:]):
         unlabelled = found[1].name
         found[1:] = sorted(found[1:], key=lambda one: not one.labelled)
@@ -131,7 +137,8 @@ def read_source(
         why = f" ({line})" if (line := left_out.line(source)) else ""
         raise DataNotFoundError(f"no images in {source}{why}: give a folder, an archive or a list of images")
     if found[0].labelled and (without := found[0].counts[NO_LABEL]):
-        notes.append(f"{without:,} images have no label: training uses them, evaluations and probes do not")
+        have = "has" if without == 1 else "have"
+        notes.append(f"{_counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")
     kind = kind or ("images in class folders" if found[0].classes else "images without labels")
     return Reading(source=source, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
 
@@ -189,7 +196,9 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
         if wanted := _names_of_splits(list(folders), options, notes):
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
-            if top.loose:
+            if top.loose and options.stray == "use":
+                folders[wanted[0]].take(top)
+            elif top.loose:
                 left_out.add(Reason.BESIDE_SPLITS, top.first_loose(), top.loose)
             return {name: folders[name] for name in wanted}, above
         only = next(iter(folders.values())) if len(folders) == 1 else None
@@ -216,7 +225,7 @@ def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str
     if options.split == "none":
         return []
     if options.split != "auto":
-        wanted = options.split.split(":")
+        wanted = list(dict.fromkeys(options.split.split(":")))
         if missing := [name for name in wanted if name not in folders]:
             raise ValueError(
                 f"--split {options.split}: there is no folder {missing[0]} with images, but "
@@ -244,58 +253,50 @@ def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str
     return [*train, *tests]
 
 
-def _split(
-    name: str,
-    source: str,
-    listing: tuple[Folder, Path, str],
+def _listed(
+    folder: Folder,
     options: SourceOptions,
     left_out: LeftOut,
     notes: list[str],
     *,
     labelled: bool,
     known: Sequence[str],
-) -> Split | None:
-    """Numbers the labels of a split: by its class folders if it has any, otherwise by the images' own.
+) -> tuple[bytes, list[int], tuple[str, ...]]:
+    """The listing of a split's images, their labels, and the names of the labels.
 
-    `listing`: its images, the folder to which their paths are to be relative, and what to cut off their paths.
+    Labels are numbered by the class folders if there are any, otherwise by the images' own. `known` are names that have
+    numbers already.
     """
-    folder, root, cut = listing
     by_folder, strays = _class_folders(folder, options, notes)
-    labels, rests = [], list[bytes]()
-    for place, label, rest in folder.lines():
+    texts, rests = [], list[bytes]()
+    for place, text, rest in folder.lines():
         if by_folder and not place and not strays:
             left_out.add(Reason.STRAY, _path_of(rest))
             continue
-        labels.append((place if by_folder else label) if labelled else "")
-        rests.append(_relative(rest, os.fsencode(cut)))
-    texts = set(labels) - set(NO_LABEL_TEXTS)
-    by_number = {} if by_folder else {text: label_number(text) for text in texts}
-    names = sorted(texts) if by_folder or None in by_number.values() else []
-    classes = [*known, *sorted(set(names) - set(known))] if names else []
-    numbers = {text: number for number, text in enumerate(classes)} if names else by_number
-    notes += _label_notes(texts, by_number, by_folder=by_folder, named=bool(names))
-    found = [NO_LABEL if (number := numbers.get(label)) is None else number for label in labels]
-    content = b"".join(b"%d\t%s\n" % pair for pair in zip(found, rests, strict=True))
-    if not content:
-        return None
-    return Split(
-        name=name, source=source, listing=Listing(content, root), classes=tuple(classes), counts=Counter(found)
-    )
+        texts.append((place if by_folder else text) if labelled else "")
+        rests.append(rest)
+    distinct = set(texts) - set(NO_LABEL_TEXTS)
+    numbers = {} if by_folder else {text: label_number(text) for text in distinct}
+    classes: tuple[str, ...] = ()
+    if by_folder or None in numbers.values():
+        if not by_folder and (missing := sorted(text for text in distinct if text.lower() in MISSING_TEXTS)):
+            notes.append(f"label {missing[0]!r} is read as a class: an image without a label has an empty one")
+        classes = (*known, *sorted(distinct - set(known))) if distinct else ()
+        numbers = {text: number for number, text in enumerate(classes)}
+    else:
+        notes += _notes_of_numbers(numbers)
+    labels = [NO_LABEL if (number := numbers.get(text)) is None else number for text in texts]
+    return b"".join(b"%d\t%s\n" % pair for pair in zip(labels, rests, strict=True)), labels, classes
 
 
-def _label_notes(texts: set[str], by_number: dict[str, int | None], *, by_folder: bool, named: bool) -> Iterator[str]:
-    """Lines about labels that may not be meant as they are read."""
-    if named and not by_folder and (missing := sorted(text for text in texts if text.lower() in MISSING_TEXTS)):
-        yield f"label {missing[0]!r} is read as a class: an image without a label has an empty one"
-    if named or by_folder:
-        return
-    if below := sorted(text for text in texts if by_number[text] == NO_LABEL):
+def _notes_of_numbers(numbers: Mapping[str, int | None]) -> Iterator[str]:
+    """A line if some labels are none. Raises ValueError if one number is written in two ways, as 01 and 1."""
+    if below := sorted(text for text, number in numbers.items() if number == NO_LABEL):
         yield f"labels that are missing or negative are none: {', '.join(below[:_NAMED])}"
-    first: dict[int | None, str] = {}
-    for text in sorted(texts):
-        if (other := first.setdefault(by_number[text], text)) != text and by_number[text] != NO_LABEL:
-            yield f"labels {other!r} and {text!r} are one number, and one class"
-            return
+    first: dict[int | None, str] = {NO_LABEL: ""}
+    for text in sorted(numbers.keys() - below):
+        if (other := first.setdefault(numbers[text], text)) != text:
+            raise ValueError(f"labels {other!r} and {text!r} are one number: write each class in one way, or as a name")
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
@@ -312,18 +313,6 @@ def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> 
         return True, True
     notes.append(f"{beside}, left out: --stray use keeps them without labels")
     return True, False
-
-
-def _relative(rest: bytes, cut: bytes) -> bytes:
-    """A line without its label, with the path cut."""
-    if not cut:
-        return rest
-    offset, length, path, member = rest.split(b"\t")
-    if path.startswith(cut):
-        path = path.removeprefix(cut)
-    elif not os.path.isabs(path):  # of an archive beside the folder
-        path = os.path.relpath(path, cut)
-    return b"\t".join((offset, length, path, member))
 
 
 def _path_of(rest: bytes) -> str:

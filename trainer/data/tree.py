@@ -139,7 +139,7 @@ class Walk:
         status = child.stat()
         here = (status.st_dev, status.st_ino)
         real = os.path.realpath(child.path) if child.is_symlink() else ""
-        if here in self._walked or (real and self._walks(real)):
+        if here in self._walked or (real and self._reason_of_link(real)):
             self._leave_out(Reason.LINKED, child)
             return False
         if is_output(Path(child.path)):
@@ -163,29 +163,23 @@ class Walk:
             reason = Reason.SPECIAL  # reading a pipe would wait for ever
         elif status.st_size == 0:
             reason = Reason.EMPTY
-        elif child.is_symlink() and self._walks(os.path.realpath(child.path)):
-            reason = Reason.OUTPUT_LINKED if self._is_in_output(child) else Reason.LINKED
+        elif child.is_symlink():
+            reason = self._reason_of_link(os.path.realpath(child.path))
         if reason:
             self._leave_out(reason, child)
         return reason is None
 
-    def _is_in_output(self, child: os.DirEntry[str]) -> bool:
-        """Whether a link leads into a directory of a run or a pack in the walked folders."""
-        real = os.path.realpath(child.path)
-        while real not in self._real_roots and real != os.path.dirname(real):
-            real = os.path.dirname(real)
-            if real not in self._real_roots and is_output(Path(real)):
-                return True
-        return False
-
-    def _walks(self, real: str) -> bool:
-        """Whether the walk comes to a real path by itself."""
+    def _reason_of_link(self, real: str) -> Reason | None:
+        """Why a link to a real path is left out: the walk comes to it by itself, or leaves it out; otherwise None."""
+        reason = Reason.LINKED
         while real not in self._real_roots:
+            if is_output(Path(real)):
+                reason = Reason.OUTPUT_LINKED
             above, name = os.path.split(real)
             if above == real or name.startswith("."):
-                return False
+                return None
             real = above
-        return True
+        return reason
 
     def _relative(self, child: os.DirEntry[str]) -> str:
         return os.path.relpath(child.path, self._root)

@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(
     plain_tree(tmp_path / "tree", 3)
     assert call(*arguments) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("trainer.data: ")
+    assert line.startswith(f"pic {arguments[0]}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["tree"], "it leaves files"
 
 

@@ -347,7 +347,7 @@ def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text(f"a.jpg 1\nb.jpg {2**64}\n")
+    (tmp_path / "list.txt").write_text("a.jpg 1\n# b.jpg\n")
     for _ in range(2):
         with pytest.raises(ValueError, match="line 2"):
             pack(tmp_path / "list.txt", tmp_path / "out", options())

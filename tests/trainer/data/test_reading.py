@@ -161,7 +161,7 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
         tar.addfile(info, io.BytesIO(jpeg(0)))
     reading = read_source(tmp_path)
     assert reading.train.counts == {0: 6, 1: 6, -1: 1}
-    assert "1 images have no label: training uses them, evaluations and probes do not" in reading.lines()
+    assert "1 image has no label: training uses all, evaluations and probes do not" in reading.lines()
 
 
 def test_images_with_texts_have_no_labels(tmp_path: Path) -> None:
@@ -317,22 +317,10 @@ def test_lists(tmp_path: Path) -> None:
     assert paths(listing) == ["tree/b/0001.jpg", "tree/a/with blanks.jpg"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("a.jpg", "no label: give all images a label"),
-        ("a.jpg\tcat", "give all images a number"),
-        ("a.jpg\t-2", "give all images a number"),
-        (f"a.jpg {'9' * 20}", "give labels of at most 18 digits"),
-        (f"a.jpg {'9' * 5_000}", "give labels of at most 18 digits"),
-        ("# a.jpg 1", "comments are not supported"),
-    ],
-)
-def test_a_lists_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "list.txt").write_text(f"b.jpg 1\n{line}\n")
-    with pytest.raises(ValueError, match=f"list.txt, line 2: .*{message}") as caught:
+def test_a_lists_comment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("b.jpg 1\n# a.jpg 1\n")
+    with pytest.raises(ValueError, match=r"list\.txt, line 2: comments are not supported"):
         listed(tmp_path / "list.txt")
-    assert len(str(caught.value)) < len(str(tmp_path)) + 120
 
 
 def test_lists_of_other_programs(tmp_path: Path) -> None:
@@ -408,7 +396,7 @@ def test_some_images_may_have_no_label(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label\n" + "\n".join(map(",".join, zip(names, texts, strict=True))))
     listing, found = listed(tmp_path / "list.csv")
     assert (listing.labels().tolist(), found.classes) == ([0, -1, 1, -1, 0, -1], ("cat", "dog"))
-    assert "3 images have no label: training uses them" in "".join(read_source(tmp_path / "list.csv").lines())
+    assert "3 images have no label: training uses all" in "".join(read_source(tmp_path / "list.csv").lines())
     pack(tmp_path / "list.csv", tmp_path / "packed", PackOptions())
     for name, source in (("folder", "list.csv"), ("packed", "packed")):
         dataset = load_dataset(name, tmp_path / source)
@@ -490,7 +478,10 @@ def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> No
     plain_tree(tmp_path / "b/train", 6)
     plain_tree(tmp_path / "b/test", 3)
     (tmp_path / "b/preview.png").write_bytes(b"x")
-    assert left_out_of(tmp_path / "b") == "1 image beside the splits (--split none) (preview.png)"
+    assert left_out_of(tmp_path / "b") == "1 image beside the splits (--stray use keeps it) (preview.png)"
+    reading = read_source(tmp_path / "b", SourceOptions(stray="use"))
+    assert [split.counts[-1] for split in reading.splits] == [1, 0]
+    assert not reading.left_out.counts
 
 
 @pytest.mark.parametrize(
@@ -511,8 +502,8 @@ def test_splits_without_one_for_training_are_classes_with_a_note(
     ("texts", "labels", "classes", "note"),
     [
         (("0", "nan", "-1.0", "None"), [0, -1, -1, -1], (), "missing or negative are none: -1.0, None, nan"),
-        (("0.0", "1.0", "-2", "1"), [0, 1, -1, 1], (), "'1' and '1.0' are one number"),
-        (("01", "1", "2", "2"), [1, 1, 2, 2], (), "'01' and '1' are one number"),
+        (("01", "02", "-2", "02"), [1, 2, -1, 2], (), "missing or negative are none: -2"),
+        (("3", "cat", "3", ""), [0, 1, 0, -1], ("3", "cat"), "1 image has no label"),
         (("9" * 19, "1", "1", "1"), [1, 0, 0, 0], ("1", "9" * 19), ""),
         (("cat", "None", "cat", "cat"), [1, 0, 1, 1], ("None", "cat"), "'None' is read as a class"),
     ],
@@ -526,6 +517,13 @@ def test_labels_as_programs_write_them(
     reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
     assert (reading.train.listing.labels().tolist(), reading.train.classes) == (labels, classes)
     assert note in " ".join(reading.notes)
+
+
+@pytest.mark.parametrize(("one", "other"), [("01", "1"), ("1", "1.0")])
+def test_two_texts_of_one_number_are_not_one_class(one: str, other: str, tmp_path: Path) -> None:
+    members = {"0.jpg": jpeg(0), "0.cls": one.encode(), "1.jpg": jpeg(1), "1.cls": other.encode()}
+    with pytest.raises(ValueError, match=f"labels '{one}' and '{other}' are one number: write each class in one way"):
+        read_source(write_tar(tmp_path / "s-0000.tar", members))
 
 
 def test_every_line_of_a_list_is_accounted_for(tmp_path: Path) -> None:
