@@ -26,6 +26,7 @@ from trainer.data import Dataset
 from trainer.display import shown, stage
 from trainer.evaluate import FeatureSet, ProbeResult, encoder_features, evaluate_features, pixel_features
 from trainer.evaluate.features import PIXELS_SIDE, untrained_encoder
+from trainer.evaluate.protocol import split_tests
 from trainer.evaluate.table import TITLES, Results, print_table
 from trainer.model import PICModel, load_encoder, save_encoder
 from trainer.run.directory import (
@@ -125,8 +126,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
         _log.info("training ended", extra=summary)
         return
     if compared:
-        tests = len(result.dataset.evaluated.test_images)
-        print_table(compared, images="the test images" if tests else "a tenth of the training images, held out")
+        evaluated = result.dataset.evaluated
+        held_out = f"{len(split_tests(evaluated.train_labels)[1]):,} training images, held out by class"
+        print_table(compared, images="the test images" if len(evaluated.test_images) else held_out)
         if (whole := result.dataset.whole) is not None:
             num_images, num_labels = len(result.dataset.train_images), len(whole.train_images)
             print(

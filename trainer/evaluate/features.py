@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from trainer.evaluate.frozen import centres
-from trainer.evaluate.protocol import split_held_out
+from trainer.evaluate.protocol import split_tests
 from trainer.model import EncoderConfig, build_model
 
 _BATCH_SIZE = 500
@@ -35,7 +35,7 @@ class FeatureSet:
         learned without labels has seen them, but not their classes."""
         if len(self.test):
             return self
-        fitted, held_out = split_held_out(len(self.train))
+        fitted, held_out = split_tests(self.train_labels)
         return FeatureSet(
             train=self.train[fitted],
             train_labels=self.train_labels[fitted],

@@ -45,10 +45,23 @@ def split_folds(num_images: int, num_folds: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.cat([*parts[:fold], *parts[fold + 1 :]]), parts[fold]) for fold in range(num_folds)]
 
 
+def split_tests(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Indexes, int64, of labelled training images to fit on, and of those that stand for missing test images.
+
+    As many as of `split_held_out`, of each class in proportion.
+    """
+    order = _shuffled(len(labels))
+    by_class = order[torch.argsort(labels[order], stable=True)]
+    count = min(NUM_HELD_OUT, len(labels) // 10)
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    is_test[(2 * torch.arange(count) + 1) * len(labels) // (2 * max(count, 1))] = True
+    return by_class[~is_test], by_class[is_test]
+
+
 def with_held_out(dataset: Dataset) -> Dataset:
     """A data set of labelled images without test images, with a tenth of its training images in their place: those that
     the end of a run without test images is evaluated on."""
-    fitted, held_out = split_held_out(len(dataset.train_images))
+    fitted, held_out = split_tests(dataset.train_labels)
     return replace(
         dataset,
         train_images=dataset.images(fitted),

@@ -90,8 +90,9 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
     if PROTOCOLS[command.name].labelled:
         if held_out := loaded.can_hold_out and not subject.knows_labels:
             dataset = with_held_out(dataset)
-            number = len(dataset.test_images)
-            say(Remark(f"no test images: {number:,} training images are held out in their place", held_out=number))
+            number, fitted = len(dataset.test_images), len(dataset.train_images)
+            line = f"no test images: {number:,} of {fitted + number:,} training images, drawn by class, stand for them"
+            say(Remark(line, held_out=number))
         check_classes(dataset, held_out=held_out)
     digest = hashlib.sha256()
     for labels in (dataset.train_labels, dataset.test_labels):

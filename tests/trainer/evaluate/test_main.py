@@ -115,7 +115,7 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     (run_dir / "config.json").write_text(json.dumps(settings))
     assert evaluate(["knn", "--k", "1", "--run", str(run_dir)]) == 0
     output = capsys.readouterr()
-    assert "no test images: 12 training images are held out in their place" in output.err
+    assert "no test images: 12 of 120 training images, drawn by class, stand for them" in output.err
     images = json.loads(output.out)
     assert (images["train_images"], images["test_images"], images["held_out"]) == (108, 12, True)
     (run_dir / "config.json").write_text(json.dumps(settings | {"labels": "classes"}))

@@ -26,7 +26,7 @@ from trainer.evaluate import (
 )
 from trainer.evaluate.knn import leave_one_out_knn_top1
 from trainer.evaluate.linear_cached import STRENGTHS
-from trainer.evaluate.protocol import split_folds
+from trainer.evaluate.protocol import split_folds, split_tests
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE
 from trainer.model import EncoderConfig
 
@@ -56,6 +56,15 @@ def random_images(count: int) -> tuple[Tensor, Tensor]:
 def dataset() -> Dataset:
     (train, train_labels), (test, test_labels) = random_images(1200), random_images(300)
     return Dataset(train_images=train, train_labels=train_labels, test_images=test, test_labels=test_labels)
+
+
+def test_training_images_that_stand_for_tests_are_of_all_classes() -> None:
+    labels = torch.cat([torch.full((size,), label) for label, size in enumerate((700, 200, 60, 40))])
+    labels = labels[torch.randperm(1_000, generator=torch.Generator().manual_seed(1))]
+    fitted, tests = split_tests(labels)
+    assert torch.bincount(labels[tests]).tolist() == [70, 20, 6, 4]
+    assert torch.equal(torch.cat([fitted, tests]).sort().values, torch.arange(1_000))
+    assert torch.equal(split_tests(labels)[1], tests)
 
 
 def test_held_out_images_are_a_fixed_tenth_at_most_5000() -> None:
