@@ -13,7 +13,6 @@ if find_spec("torch") is None:
     raise ModuleNotFoundError(f"weightserver.torch needs torch: {install_advice('torch')}", name=__name__)
 
 from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
-from weightserver.torch.coming_steps import Announced, announced
 from weightserver.torch.head import ClassifierHead
 from weightserver.torch.looking import Evaluation
 from weightserver.torch.loss import Loss, cosine_softmax_loss, padded, padded_rows, softmax_loss
@@ -26,6 +25,7 @@ from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCoun
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import Rows, Servers
+from weightserver.torch.step_classes import Announced, announced
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
 

@@ -31,8 +31,14 @@ class AnnouncedBatches:
     """An iterable over a loader's batches; see `ClassifierHead.announced`."""
 
     def __init__(
-        self, steps: Steps, loader: Iterable[Any], ids_of: Callable[[Any], Any], batches_per_step: int
+        self,
+        open_table: Callable[[], object],
+        steps: Steps,
+        loader: Iterable[Any],
+        ids_of: Callable[[Any], Any],
+        batches_per_step: int,
     ) -> None:
+        self._open_table = open_table
         self._steps = steps
         self._loader = loader
         self._ids_of = ids_of
@@ -41,7 +47,7 @@ class AnnouncedBatches:
     @property
     def sampler(self) -> WindowSampler | None:
         """The head's sampler, if the loader uses it."""
-        sampler = self._steps.coming.sampler
+        sampler = self._steps.sampler
         return sampler if getattr(self._loader, "batch_sampler", self) is sampler else None
 
     def __len__(self) -> int:
@@ -49,6 +55,7 @@ class AnnouncedBatches:
         return num_batches if self.sampler else num_batches // self._batches_per_step * self._batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
+        self._open_table()
         self._steps.forget(in_progress=True)
         self._steps.iteration = iteration = object()
         batches = self._by_loading() if self.sampler is None else self._by_sampler(self.sampler)

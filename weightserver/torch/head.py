@@ -31,7 +31,6 @@ from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, checked_ids, class_counts
 from weightserver.torch.class_order import ClassOrder
-from weightserver.torch.coming_steps import Announced
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
 from weightserver.torch.loss import Loss, checked_temperature
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
@@ -43,6 +42,7 @@ from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling, checked_optimizers, norm_over_ranks
 from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
+from weightserver.torch.step_classes import Announced
 from weightserver.torch.steps import Steps
 from weightserver.torch.table import Table, float32_rates
 from weightserver.torch.windows import RangesOrder
@@ -145,7 +145,6 @@ class ClassifierHead(nn.Module):
         check_num_active(self.negatives.num_active, spec.num_rows, 1)
         self.register_buffer("_where", torch.zeros(0), persistent=False)  # follows `to(device)`
         self._loss = of_loss
-        self._steps = Steps(self._open, self.negatives, self.order)
         self._table = Table(
             spec,
             self.order,
@@ -156,6 +155,7 @@ class ClassifierHead(nn.Module):
             directory=Path("rows") / run if directory is None else Path(directory),
             learning_rates=float32_rates(learning_rates),
         )
+        self._steps = Steps(self._table, self.negatives, self.order)
         classes = {"num_classes": ranges, "dim": dim, "order_seed": order_seed}
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share}
         self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
@@ -211,14 +211,13 @@ class ClassifierHead(nn.Module):
             WeightServerError: servers that are unreachable or refuse.
         """
         table = self._open()
-        if (sampler := self._steps.coming.sampler) is not None:
+        if (sampler := self._steps.sampler) is not None:
             table.open_store(sampler.step_size, sampler)
 
     def _open(self) -> Table:
         table = self._table
         if not table.is_open:
-            table.open(self.device, self._saved, self._steps.coming.sampler, settings=self._settings)
-            self._steps.use(table)
+            table.open(self.device, self._saved, self._steps.sampler, settings=self._settings)
         table.require_usable()
         if table.ranks.device != self.device:
             raise ValueError(f"the head's rows are on {table.ranks.device}: move the head before its first use")
@@ -279,7 +278,7 @@ class ClassifierHead(nn.Module):
             ranks=self._table.ranks_on(self.device),
         )
         self.negatives.check(sampler.step_size)
-        self._steps.coming.sampler = sampler
+        self._steps.sampler = sampler
         return sampler
 
     def announced(
@@ -305,7 +304,7 @@ class ClassifierHead(nn.Module):
         """
         if checked_integer(batches_per_step, "batches_per_step") < 1:
             raise ValueError(f"batches_per_step must be at least 1, got {batches_per_step}")
-        announced = AnnouncedBatches(self._steps, loader, ids_of, batches_per_step)
+        announced = AnnouncedBatches(self._open, self._steps, loader, ids_of, batches_per_step)
         if (sampler := announced.sampler) is not None and batches_per_step not in (1, sampler.batches_per_step):
             raise ValueError(
                 f"batches_per_step is {batches_per_step}, that of the loader's sampler {sampler.batches_per_step}: "
@@ -321,11 +320,13 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: classes that do not exist, or not as many on every rank.
         """
+        self._open()
         self._steps.announce(*batches)
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
         """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
         thread."""
+        self._open()
         return self._steps.announcements(sampler, steps)
 
     def forget_announced(self, *, in_progress: bool = False) -> None:
@@ -370,6 +371,7 @@ class ClassifierHead(nn.Module):
                 "the head computes the loss of a training step: call it with gradients enabled (outside of a "
                 "checkpoint with use_reentrant=True), or evaluate(...)"
             )
+        self._open()
         step = self._steps.begin(checked)
         part = step.part_of(checked, view)
         self._scaler_use.note_forward(self._steps.attempt)
@@ -401,6 +403,7 @@ class ClassifierHead(nn.Module):
         if not batches:
             raise ValueError("a step needs at least one batch: call step_of(ids)")
         checked = [checked_ids(batch, self.spec.num_rows) for batch in batches]
+        self._open()
         if self._steps.current is not None and self._steps.current.has_passes:
             self._steps.current.check_classes(checked)
         try:
@@ -616,7 +619,7 @@ class ClassifierHead(nn.Module):
             if classes not in ("all", "recent"):
                 raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
             if classes == "recent" and not self.negatives.takes_all:
-                rows, _ = self._steps.visited()
+                rows = self._steps.visited.rows
         else:
             given = checked_ids(classes, self.spec.num_rows)
             if given.ndim != 1:
@@ -689,7 +692,7 @@ class ClassifierHead(nn.Module):
                 )
             self.checkpoint()
         assert self._saved is not None
-        return to_tensor(self._saved, self._steps.visited())
+        return to_tensor(self._saved, self._steps.visited)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Rolls the rows back to the checkpoint of a `state_dict`. The state of a head before its first use names

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weightserver import Checkpoint, NoTableError, WeightClient
-from weightserver.core.arrays import Int64Array
+from weightserver.torch.recency import Visited
 from weightserver.torch.windows import RangesOrder
 
 
@@ -106,19 +106,19 @@ class SavedRows:
             client.expect(self.marks)
 
 
-def to_tensor(saved: SavedRows, recent: tuple[Int64Array, Int64Array]) -> Tensor:
+def to_tensor(saved: SavedRows, recent: Visited) -> Tensor:
     """uint8 [n], for any file of tensors: a length, JSON, then recent rows and their last visits as int64."""
     text = json.dumps(asdict(saved)).encode()
-    arrays = np.stack(recent).astype("<i8").tobytes()
+    arrays = np.stack([recent.rows, recent.last_visit]).astype("<i8").tobytes()
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + arrays), dtype=torch.uint8)
 
 
-def from_tensor(state: Tensor) -> tuple[SavedRows, tuple[Int64Array, Int64Array]]:
+def from_tensor(state: Tensor) -> tuple[SavedRows, Visited]:
     """The inverse of `to_tensor`. Raises ValueError for anything else."""
     content = state.cpu().numpy().tobytes()
     end = 8 + int.from_bytes(content[:8], "little")
     try:
         rows, last_visit = np.frombuffer(content[end:], "<i8").reshape(2, -1).astype(np.int64)
-        return SavedRows(**json.loads(content[8:end])), (rows, last_visit)
+        return SavedRows(**json.loads(content[8:end])), Visited(rows, last_visit)
     except (ValueError, TypeError):
         raise ValueError("the head's state is damaged, of another version, or not one of a ClassifierHead") from None

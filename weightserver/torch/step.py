@@ -11,9 +11,9 @@ from torch import Tensor
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.arguments import first_of
-from weightserver.torch.coming_steps import Announced
 from weightserver.torch.loss import padded
 from weightserver.torch.rows import RowStore
+from weightserver.torch.step_classes import Announced
 from weightserver.torch.table import Table
 from weightserver.torch.transfer import to_device
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.sharding import Sharding
 from weightserver.torch.agreement import Agreement, Doing, ids_of_all_ranks
 from weightserver.torch.arguments import checked_ids
-from weightserver.torch.coming_steps import Announced, ComingSteps, announced
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.recency import Visited
@@ -23,6 +21,7 @@ from weightserver.torch.rows import RowStore
 from weightserver.torch.rows.slots import NoRoomError
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.step import Step
+from weightserver.torch.step_classes import Announced, StepClasses, announced
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
@@ -31,40 +30,31 @@ class Steps:
     """The queue of announced steps, the one in progress, and the number of those that ended.
 
     Args:
-        open_rows: a method that returns the rows; opens them at the first use, and then calls `use`. It does not keep
-            its object alive.
+        table: is open when a step is announced or begun.
         negatives: the classes of a step.
         order: the row of each class.
     """
 
-    def __init__(
-        self,
-        open_rows: Callable[[], Table],
-        negatives: NegativeSampler,
-        order: RangesOrder,
-    ) -> None:
-        self.coming = ComingSteps(negatives, order)
-        self._first_step = 0  # number of updates when the rows were opened, or returned to a state
-        self._opened: Table | None = None
-        self._begun: Step | None = None
-        self._open_rows = weakref.WeakMethod(open_rows)
-        self._negatives = negatives
-        self._num_classes = order.num_rows
-        self._attempt = 0  # number of those at a step that failed
+    def __init__(self, table: Table, negatives: NegativeSampler, order: RangesOrder) -> None:
+        self.sampler: WindowSampler | None = None
+        """The one whose steps may be announced, if any."""
         self.iteration: object = None
         """The iteration over announced batches that has not ended."""
+        self._table = table
+        self._negatives = negatives
+        self._classes = StepClasses(table, negatives, order)
+        self._first_step = 0  # number of updates when the rows were opened, or returned to a state
+        self._coming: deque[Announced] = deque()  # announced, and not begun
+        self._last = Visited()  # what is recent after the last one of them
+        self._begun: Step | None = None
+        self._attempt = 0  # number of those at a step that failed
         self._requested = 0  # the last step whose rows were requested; others are when they begin, in their order
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
-
-    def use(self, opened: Table) -> None:
-        """Sets the rows of the steps from the next one on."""
-        self._opened, self._first_step = opened, opened.first_step
-        self.coming.use(opened.ranks, Sharding(opened.spec.rows_per_block, opened.ranks.world_size))
 
     @property
     def number(self) -> int:
         """Number of finished updates: the store's, since it makes them."""
-        store = self._opened.store if self._opened is not None else None
+        store = self._table.store
         return self._first_step if store is None else max(self._first_step, store.num_updates)
 
     @property
@@ -72,26 +62,32 @@ class Steps:
         """The step in progress."""
         return self._begun if self._begun is not None and self._begun.number == self.number else None
 
-    def reset(self, number: int | None = None, recent: tuple[Int64Array, Int64Array] | None = None) -> None:
-        """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
-        self._first_step, self._opened = self.number if number is None else number, None
-        self.coming.forget(None if recent is None else Visited(*recent))
-        self._begun = self.iteration = None
-        self._requested = self._first_step
+    @property
+    def has_announced(self) -> bool:
+        """Whether a step was announced that has not begun."""
+        return bool(self._coming)
 
-    def _open(self) -> Table:
-        open_rows = self._open_rows()
-        assert open_rows is not None, "the head is in use"
-        return open_rows()
-
-    def visited(self) -> tuple[Int64Array, Int64Array]:
+    @property
+    def visited(self) -> Visited:
         """What was recently visited before the next update: rows (≤ K,) and their last visits."""
-        visited = self.current.announced.before if self.current else self.coming.visited
-        return visited.rows, visited.last_visit
+        following = [self.current.announced] if self.current else list(self._coming)
+        return following[0].before if following else self._last
+
+    def reset(self, number: int | None = None, recent: Visited | None = None) -> None:
+        """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
+        self._forget_coming(recent)
+        self._first_step = self._requested = self.number if number is None else number
+        self._begun = self.iteration = None
+
+    def _forget_coming(self, recent: Visited | None = None) -> None:
+        """Forgets the queue; what is recent then is `recent`, or what was before it."""
+        if recent is not None or self._coming:
+            self._last = recent or self._coming[0].before
+        self._coming.clear()
 
     def _open_store(self, step_size: int) -> RowStore:
         """The store; makes it for steps of `step_size` images at the first use."""
-        store = self._open().open_store(step_size, self.coming.sampler)
+        store = self._table.open_store(step_size, self.sampler)
         if self._announced_in_vain:
             in_progress = self.current is not None and self.current.weight is not None
             store.forget_announced(in_progress=in_progress)
@@ -104,30 +100,33 @@ class Steps:
         """See `ClassifierHead.announce`."""
         if not batches:
             raise ValueError("a step needs at least one batch: call announce(ids)")
-        checked = [checked_ids(batch, self._num_classes) for batch in batches]
-        opened = self._open()
-        ids = ids_of_all_ranks(checked, opened.ranks, step=self._next_number, attempt=self._attempt)  # (A, B[, P])
+        checked = [checked_ids(batch, self._table.spec.num_rows) for batch in batches]
+        ids = ids_of_all_ranks(checked, self._table.ranks, step=self._next_number, attempt=self._attempt)  # (A, B[, P])
         self._negatives.check(ids.size)
         self._add(ids)
 
     @property
     def _next_number(self) -> int:
         """Number of the next step that was not announced."""
-        return self.number + len(self.coming) + (self.current is not None)
+        return self.number + len(self._coming) + (self.current is not None)
 
     def _add(self, ids: Int64Array) -> None:
         """Adds a step with these classes of all ranks."""
-        opened, store, step = self._open(), self._open_store(ids.size), self._next_number
-        announced = self.coming.of_batches(step, ids)
-        self.coming.add(announced)
-        if step - self.number <= store.prefetch_steps and step <= max(self._requested, self.number) + 1:
-            try:
-                with opened.naming_classes(), contextlib.suppress(NoRoomError):
-                    store.prefetch(announced.rows, step=step)
+        store, step = self._open_store(ids.size), self._next_number
+        coming = self._classes.after(self._last, step, ids, self.sampler)
+        try:
+            if step - self.number <= store.prefetch_steps and step <= max(self._requested, self.number) + 1:
+                with self._table.naming_classes(), contextlib.suppress(NoRoomError):
+                    store.prefetch(coming.rows, step=step)
                     self._requested = step
-            except BaseException:
-                self.coming.forget_last()
-                raise
+            self._put(coming)
+        except BaseException:
+            self._announced_in_vain = True
+            raise
+
+    def _put(self, coming: Announced) -> None:
+        self._coming.append(coming)
+        self._last = coming.after
 
     def announce_end(self) -> None:
         """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
@@ -135,13 +134,13 @@ class Steps:
         Raises:
             ValueError: another rank announces one.
         """
-        with Agreement(self._open().ranks, Doing.HAS_NONE, self._next_number, self._attempt):
+        with Agreement(self._table.ranks, Doing.HAS_NONE, self._next_number, self._attempt):
             pass
 
     def forget(self, *, in_progress: bool = False) -> None:
         """See `ClassifierHead.forget_announced`."""
         current = self.current if in_progress else None
-        self.coming.forget(current.announced.before if current else None)
+        self._forget_coming(current.announced.before if current else None)
         if current is not None:
             current.end()
             self._begun = None
@@ -149,14 +148,13 @@ class Steps:
 
     def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
         """See `ClassifierHead.announcements`."""
-        opened = self._open()
         self._negatives.check(sampler.step_size)
         store = self._open_store(sampler.step_size)
-        with closing(announced(self.coming.of_sampler(sampler, steps), store, steps)) as coming:
+        with closing(announced(self._classes.drawn_by(sampler, steps), store, steps)) as coming:
             for _ in steps:
-                with opened.naming_classes():
+                with self._table.naming_classes():
                     step = next(coming)
-                self.coming.add(step)
+                self._put(step)
                 yield step
 
     # ---- the step in progress
@@ -167,8 +165,8 @@ class Steps:
         current = self.current
         if current is None or current.is_announced or not (current.is_cleared or (anew and not current.has_passes)):
             return
-        after = list(self.coming)
-        if not after or after[0].has(ids, self._open().ranks):
+        after = list(self._coming)
+        if not after or after[0].has(ids, self._table.ranks):
             self.forget(in_progress=True)
             for other in after:
                 self._add(other.ids)
@@ -180,29 +178,29 @@ class Steps:
         if batches:
             self._forget_cleared(batches[0], anew=anew)
         if self.current is None:
-            is_announced, before = bool(self.coming), self.coming.visited
+            is_announced, before = bool(self._coming), self.visited
             if not (is_announced or batches):
                 raise ValueError("no step was announced: call head(embeddings, ids), or announce(ids)")
             try:
                 if not is_announced:
                     self.announce(*batches)
                 step = self._next_step(is_announced)
-                self._begun, _ = step, self.coming.take()
+                self._begun, _ = step, self._coming.popleft()
             except BaseException:
                 if not is_announced:
-                    self.coming.forget(before)
+                    self._forget_coming(before)
                     self._announced_in_vain = True
                 raise
         assert self._begun is not None
         return self._begun
 
     def _next_step(self, is_announced: bool) -> Step:
-        opened, num_padded = self._open(), 0
-        if opened.ranks.device.type == "cuda":  # where shapes should be the same in each step
-            num_padded = padded_rows(self._negatives.num_active, opened.spec.rows_per_block, opened.ranks)
+        table, num_padded = self._table, 0
+        if table.ranks.device.type == "cuda":  # where shapes should be the same in each step
+            num_padded = padded_rows(self._negatives.num_active, table.spec.rows_per_block, table.ranks)
         return Step(
-            opened,
-            next(iter(self.coming)),
+            table,
+            self._coming[0],
             number=self.number,
             attempt=self._attempt,
             is_announced=is_announced,

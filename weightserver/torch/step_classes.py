@@ -1,0 +1,102 @@
+"""The rows of the classes of a head's steps, and their announcement to the store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from weightserver.common.background import computed_ahead
+from weightserver.core.arrays import Int64Array
+from weightserver.core.sharding import Sharding
+from weightserver.torch.negatives import NegativeSampler
+from weightserver.torch.ranks import Ranks
+from weightserver.torch.recency import ActiveRows, RecentRows, Visited
+from weightserver.torch.rows.store import RowStore
+from weightserver.torch.sampler import WindowSampler
+from weightserver.torch.table import Table
+from weightserver.torch.windows import RangesOrder
+
+_COMPUTED_AHEAD = 2
+"""Steps whose active rows are computed before they are announced to the store."""
+
+
+@dataclass(frozen=True)
+class Announced(ActiveRows):
+    """The classes of one step that was announced. Rows are those of this rank."""
+
+    ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
+    before: Visited
+    after: Visited
+
+    def has(self, ids: Int64Array, ranks: Ranks) -> bool:
+        """Whether a batch of it has these classes on this rank."""
+        return any(np.array_equal(of_part[ranks.share(len(of_part))], ids) for of_part in self.ids)
+
+
+class StepClasses:
+    """Which rows a step has: a function of what was recently visited before it, its images' classes and its number.
+
+    What is recent follows from the step before; before the first step that a sampler draws, from the visits that the
+    sampler would have made.
+    """
+
+    def __init__(self, table: Table, negatives: NegativeSampler, order: RangesOrder) -> None:
+        self._table = table
+        self._negatives = negatives
+        self._order = order
+
+    def after(self, before: Visited, step: int, ids: Int64Array, sampler: WindowSampler | None) -> Announced:
+        """The step of these classes, int64 (A, B), or (A, B, P) with -1 for none, which the sampler may have drawn."""
+        flat = ids.reshape(-1, *ids.shape[2:])
+        if sampler is not None and not np.array_equal(sampler.classes_of_step(step), flat):
+            sampler = None
+        if sampler is not None and before.drawn_by is not sampler:
+            before = self._past(sampler, step)
+        rows, recent = self._order.rows(ids[ids >= 0]), None
+        if self._negatives.num_recent and not (sampler is not None and self._negatives.takes_all):
+            recent = before.followed_by(rows, num_active=self._negatives.num_recent)
+        active = self._negatives.active(step, rows, recent)
+        labels = np.full(flat.shape, -1)
+        labels[flat >= 0] = active.labels
+        ranks = self._table.ranks
+        sharding = Sharding(self._table.spec.rows_per_block, ranks.world_size)
+        mine = ActiveRows(active.rows, labels).share(sharding, ranks.rank)
+        return Announced(mine.rows, mine.labels, ids, before, replace(recent or before, drawn_by=sampler))
+
+    def drawn_by(self, sampler: WindowSampler, steps: range) -> Iterator[Announced]:
+        """The steps that a sampler draws."""
+        visited = Visited()
+        for step in steps:
+            ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
+            announced = self.after(visited, step, ids, sampler)
+            visited = announced.after
+            yield announced
+
+    def _past(self, sampler: WindowSampler, step: int) -> Visited:
+        """What was recently visited before a step if the sampler drew all earlier ones."""
+        if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
+            return Visited()
+        return RecentRows(sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size).visited(step - 1)
+
+
+Active = TypeVar("Active", bound=ActiveRows)
+
+
+def announced(active: Iterable[Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
+    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
+
+    A thread takes them from `active`; the store is called in this thread. Close the generator to end the thread.
+    """
+    upcoming: deque[Active] = deque()
+    with closing(computed_ahead(active, ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
+        for step in steps:
+            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
+                ahead = step + len(upcoming)
+                upcoming.append(next(computed))
+                store.prefetch(upcoming[-1].rows, step=ahead)
+            yield upcoming.popleft()
