@@ -198,19 +198,16 @@ def next_commands(config: TrainConfig) -> list[str]:
         if config.optimization.steps is None
         else f"--steps {2 * config.optimization.steps}"
     )
-    has_library = config.model.encoder.name not in ("small", "none")
+    encoder = config.model.encoder.name
+    library = "timm" if encoder == "small" or encoder.startswith("timm:") else "torchvision"
     possible = {
         f"report {run}": True,
         f"train --resume --output {run} {length}": config.rows.rows != "dense",
-        f"export encoder {run} --format {_library(config)} --output {run}/exported": has_library,
-        f"evaluate knn --run {run}": config.report.evaluate and config.model.encoder.name != "none",
+        f"export encoder {run} --format {library} --output {run}/exported": encoder != "none",
+        f"evaluate knn --run {run}": config.report.evaluate and encoder != "none",
         f"duplicates {run}": config.rows.rows != "dense" and config.sampling.labels is None,
     }
     return [f"{pic()} {command}" for command, makes_sense in possible.items() if makes_sense][:3]
-
-
-def _library(config: TrainConfig) -> str:
-    return "timm" if config.model.encoder.name.startswith("timm:") else "torchvision"
 
 
 def _written(config: TrainConfig, summary: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -217,8 +218,23 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert card.startswith("---\nlicense: cc-by-4.0\nlibrary_name: timm\n")
     for line in ("| knn_top1 | 87.75 |", "| batch_size | 16 |", "| encoder.name | resnet18 |", digest, "synthetic"):
         assert line in card
+    assert "--pixel-range" not in card
     assert str(tmp_path) not in card  # the card must not reveal the directory
     assert "| output |" not in card
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18"])
+def test_an_export_says_how_its_run_read_pixels(tmp_path: Path, name: str) -> None:
+    run, out = a_run(tmp_path / "run", name), tmp_path / "out"
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"pixel_range": [0.0, 4095.0], "alpha": "ignore"}))
+    assert export(run, "--format", "timm", "--output", out) == 0
+    card = (out / "README.md").read_text()
+    assert "Of pixels of more than 8 bits, 0 was read as 0 and 4095 as 1 (--pixel-range)." in card
+    assert "A fourth channel was left out (--alpha ignore)." in card
+    with safe_open(next(out.glob("*.safetensors")), "pt") as file:
+        metadata = file.metadata()
+    assert (json.loads(metadata["pixel_range"]), metadata["alpha"]) == ([0, 4095], "ignore")
 
 
 def detectron2_parts(depth: int, num_groups: int, width_per_group: int) -> dict[str, tuple[int, ...]]:

@@ -244,6 +244,7 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
         assert (output / name).exists()
     commands = next_commands(labelled.config)
     assert len(commands) == 3
+    assert f"{pic()} export encoder {output} --format timm --output {output}/exported" in commands
     assert printed.endswith("Next:\n" + "".join(f"  {command}\n" for command in commands))
     for command in commands:
         ran = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, check=False)

@@ -28,7 +28,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.data import load_dataset
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.export import LIBRARIES
@@ -84,21 +83,23 @@ def export_encoder(
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
         tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
-        metadata = _described(converted, config)
+        reading = settings_of(SourceOptions, settings)
+        metadata = _described(converted, config) | {"alpha": reading.alpha}
+        if reading.pixel_range:
+            metadata["pixel_range"] = json.dumps(reading.pixel_range)
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(
         output / f"{converted.name}-{library}-{digest[:8]}{'.onnx' if library == 'onnx' else '.safetensors'}"
     )
     checksum, card = weights.with_suffix(".sha256"), output / "README.md"
-    num_images, num_classes = _number_of_images(run, settings)
+    images = newest_images(run / "checkpoints")
     origin = Origin(
         settings=settings,
         summary=summary,
         checkpoint=checkpoint,
         licence=licence,
-        num_images=num_images,
-        num_classes=num_classes,
+        num_images=images.num_images if images else settings.get("num_images"),
     )
     text = model_card(
         converted,
@@ -144,24 +145,6 @@ def _write_onnx(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
             dynamo=True,
             verbose=False,
         )
-
-
-def _number_of_images(run: Path, settings: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Numbers of the run's images and of their classes, each None if it is unknown; 0 classes without labels."""
-    known = newest_images(run / "checkpoints")
-    number = known.num_images if known else None
-    own = settings.get("data_dir")
-    try:
-        dataset = load_dataset(
-            str(settings.get("dataset")),
-            Path(own) if own else None,
-            num_images=settings.get("num_images"),
-            options=settings_of(SourceOptions, settings),
-        )
-    except (ValueError, OSError):  # the images are elsewhere
-        return number, None
-    number = number or len(dataset.train_images)
-    return number, len(torch.unique(dataset.first(number).train_labels)) if dataset.labelled else 0
 
 
 def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryEncoder:

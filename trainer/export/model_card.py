@@ -11,10 +11,12 @@ from torch import Tensor
 
 from trainer.config import RESUMABLE, unused_settings
 from trainer.data.augmentation_config import OF_STRONG
+from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
 from trainer.encoder_config import OF_SMALL
 from trainer.run.directory import flat, number
+from trainer.settings import settings_of
 
 DETECTRON2 = {
     "resnet18": (18, 1, 64),
@@ -60,8 +62,6 @@ class Origin:
     """Results; empty for a checkpoint."""
     num_images: int | None = None
     """Images that the run trained on; None if unknown."""
-    num_classes: int | None = None
-    """Their classes, which the training does not see; 0 without labels, None if unknown."""
     checkpoint: str
     """Name of the checkpoint; empty for the end of the run."""
     licence: str
@@ -74,11 +74,19 @@ class Origin:
 
     @property
     def images(self) -> str:
-        """How many images of how many classes."""
-        number = "images" if self.num_images is None else f"{self.num_images:,} images"
-        if self.num_classes is None:
-            return number
-        return f"{number} of {self.num_classes:,} classes" if self.num_classes else f"{number} without labels"
+        """How many images, if that is known."""
+        return "images" if self.num_images is None else f"{self.num_images:,} images"
+
+    @property
+    def reading(self) -> str:
+        """How the run read pixels of more than 8 bits and a fourth channel, if not as usual."""
+        source, lines = settings_of(SourceOptions, self.settings), ""
+        if source.pixel_range:
+            black, white = source.pixel_range
+            lines += f" Of pixels of more than 8 bits, {black:g} was read as 0 and {white:g} as 1 (--pixel-range)."
+        if source.alpha == "ignore":
+            lines += " A fourth channel was left out (--alpha ignore)."
+        return lines
 
 
 def model_card(
@@ -88,7 +96,7 @@ def model_card(
     return "\n".join(
         [
             _introduction(encoder, origin),
-            _input(encoder, image_size=image_size, is_grey=is_grey, file=file),
+            _input(encoder, origin.reading, image_size=image_size, is_grey=is_grey, file=file),
             _run(origin),
             f"## File\n\n`{file}`, {len(encoder.tensors)} tensors, SHA-256 `{digest}`.\n",
         ]
@@ -101,11 +109,7 @@ def _introduction(encoder: LibraryEncoder, origin: Origin) -> str:
         if origin.checkpoint
         else "the state at the end of its run"
     )
-    what = (
-        "An image encoder as an ONNX graph."
-        if encoder.library == "onnx"
-        else (f"An image encoder in the keys of {encoder.library}.")
-    )
+    form = "as an ONNX graph" if encoder.library == "onnx" else f"in the keys of {encoder.library}"
     return f"""---
 license: {origin.licence}
 library_name: {encoder.library}
@@ -114,14 +118,14 @@ tags: [image-feature-extraction, self-supervised, parametric-instance-classifica
 
 # {encoder.name}, trained on {origin.dataset} by instance classification
 
-{what} It was trained on {origin.images}, without reading
+An image encoder {form}. It was trained on {origin.images}, without reading
 labels, by Parametric Instance Classification (Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class.
 This is {state}. It has no classifier; its output is one feature vector per image, to compare by cosine similarity or to
 use as input of a linear layer.
 """
 
 
-def _input(encoder: LibraryEncoder, *, image_size: int, is_grey: bool, file: str) -> str:
+def _input(encoder: LibraryEncoder, reading: str, *, image_size: int, is_grey: bool, file: str) -> str:
     channels = "RGB" if encoder.in_channels == 3 else "grey"
     grey = " Repeat a grey image three times." if is_grey and encoder.in_channels == 3 else ""
     ways = {"timm": _by_timm, "torchvision": _by_torchvision, "detectron2": _by_detectron2, "onnx": _by_onnx}
@@ -131,7 +135,7 @@ def _input(encoder: LibraryEncoder, *, image_size: int, is_grey: bool, file: str
 
 Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..1 minus their mean
 {_listed(encoder.pixels.mean)}, divided by their standard deviation {_listed(encoder.pixels.std)}; trained at
-{image_size} px.{grey}
+{image_size} px.{grey}{reading}
 """
 
 
