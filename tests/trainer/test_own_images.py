@@ -127,6 +127,15 @@ def test_too_many_broken_images_are_refused_before_the_run_or_allowed(
     assert sorted(lines) == sorted(f"{tree}/a/{number}.jpg\tnot an image of a known format" for number in range(110))
 
 
+def test_images_that_are_all_cut_off_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few they are: their headers say what they would be."""
+    monkeypatch.chdir(tmp_path)
+    for path in plain_tree(tmp_path / "pictures", 40).rglob("*.jpg"):
+        path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(ValueError, match="none of 40 sampled images can be read, first pictures/a/0000"):
+        images_config(["--data-dir", "pictures", "--device", "cpu"])
+
+
 def test_pixels_of_12_bits_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

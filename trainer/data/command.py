@@ -81,27 +81,23 @@ def _verify(options: argparse.Namespace) -> list[str]:
 
 
 def _preview(options: argparse.Namespace) -> list[str]:
-    with stage("drawing views"):
-        _draw_preview(options)
-    return [f"wrote {options.output}"]
-
-
-def _draw_preview(options: argparse.Namespace) -> None:
     views = views_of_run(options.run) if options.run else ViewsOfRun()
     image_size = options.image_size or views.image_size
-    dataset = load_dataset(
-        "packed" if is_packed(options.source) else "folder",
-        options.source,
-        image_size=image_size,
-        background=options.background or views.background,
-        options=source_options(options),
-    )
-    write_preview(
-        dataset.train_images,
-        options.output,
-        image_size=image_size,
-        augmentations=views.augmentations or at_size(image_size),
-        num_images=options.images,
-        num_views=options.views,
-        seed=options.seed,
-    )
+    with stage("drawing views"):
+        dataset = load_dataset(
+            "packed" if is_packed(options.source) else "folder",
+            options.source,
+            image_size=image_size,
+            background=options.background or views.background,
+            options=source_options(options),
+        )
+        rows = write_preview(
+            dataset.train_images,
+            options.output,
+            image_size=image_size,
+            augmentations=views.augmentations or at_size(image_size),
+            num_images=options.images,
+            num_views=options.views,
+            seed=options.seed,
+        )
+    return [f"wrote {options.output}: {rows}"]

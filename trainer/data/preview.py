@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from trainer.data.augment import Augmentation
@@ -19,10 +18,11 @@ from trainer.data.augmentation_config import AUGMENTATIONS, AugmentationConfig
 from trainer.data.datasets import TrainImages
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.schedule import visit_uniforms
+from trainer.settings import settings_of
 
-_GAP, _HEADING, _FONT_SIZE = 8, 32, 18
+_GAP = 8
 _SHOWN_SIDE = 112
-"""Views are enlarged by a whole factor to about this side, so that captions fit and pixels can be seen."""
+"""Views are enlarged by a whole factor to about this side, so that pixels can be seen."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ViewsOfRun:
     image_size: int = 224
     background: str = "white"
     augmentations: Mapping[str, AugmentationConfig] = field(default_factory=dict)
-    """By caption; empty for the paper's, strong and weak."""
+    """By name; empty for the paper's, strong and weak."""
 
 
 def views_of_run(run: Path) -> ViewsOfRun:
@@ -44,16 +44,10 @@ def views_of_run(run: Path) -> ViewsOfRun:
     path = run / "config.json"
     try:
         settings = json.loads(path.read_text())
-        known = {one.name for one in fields(AugmentationConfig)}
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in settings["augmentation"].items()
-            if name in known
-        }
         return ViewsOfRun(
             image_size=settings.get("view_size") or settings["encoder"]["image_size"],
             background=settings.get("background", "none"),
-            augmentations={f"as in {run}": AugmentationConfig(**options)},
+            augmentations={f"as in {run}": settings_of(AugmentationConfig, settings["augmentation"])},
         )
     except OSError as error:
         raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
@@ -62,7 +56,7 @@ def views_of_run(run: Path) -> ViewsOfRun:
 
 
 def at_size(image_size: int) -> dict[str, AugmentationConfig]:
-    """The paper's augmentations by caption, their blur in proportion to the size of the views."""
+    """The paper's augmentations by name, their blur in proportion to the size of the views."""
     return {name: config.at_size(image_size) for name, config in AUGMENTATIONS.items()}
 
 
@@ -75,11 +69,11 @@ def write_preview(
     num_images: int = 4,
     num_views: int = 8,
     seed: int = 0,
-) -> None:
-    """Writes a PNG: for each augmentation a heading and one row per image, its centre first, then views as in training.
+) -> str:
+    """Writes a PNG: for each augmentation one row per image, its centre first, then views as in training.
 
     The images are evenly spaced by id, so that they come from different classes of a folder. All augmentations use the
-    same uniform numbers.
+    same uniform numbers. Returns a line that says what the rows are.
 
     Raises:
         ValueError: a number out of range, or a path without the suffix .png.
@@ -92,43 +86,26 @@ def write_preview(
             raise ValueError(f"--{name} must be at least 1, got {number}")
     num_images = min(num_images, len(images))
     ids = torch.arange(num_images) * len(images) // num_images
-    centres = images[ids]  # uint8 (n, C, H, W)
-    kinds = [Augmentation(config, image_size) for config in augmentations.values()]
-    views = _views(images, ids, kinds, num_views=num_views, seed=seed)
+    edge = (images.shape[-1] - image_size) // 2
+    centres = images[ids][..., edge : edge + image_size, edge : edge + image_size]  # uint8 (n, C, S, S)
+    views = _views(
+        images, ids, [Augmentation(config, image_size) for config in augmentations.values()], num_views, seed
+    )
+    grid = torch.cat([torch.cat([centres[:, None], of_kind], dim=1) for of_kind in views])  # (rows, columns, C, S, S)
     factor = max(1, round(_SHOWN_SIDE / image_size))
-    cell = max(image_size, centres.shape[-1]) * factor + _GAP
-    block = _HEADING + num_images * cell
-    captions = [f"{name}: the centre, and {num_views} views of {image_size} px" for name in augmentations]
-    font = ImageFont.load_default(_FONT_SIZE)
-    width = max(_GAP + (num_views + 1) * cell, *(round(font.getlength(text)) + 2 * _GAP for text in captions))
-    picture = Image.new("RGB", (width, len(augmentations) * block + _GAP), "white")
-    draw = ImageDraw.Draw(picture)
-    for number, caption in enumerate(captions):
-        top = number * block
-        draw.text((_GAP, top + _GAP), caption, fill="black", font=font)
-        for row in range(num_images):
-            shown = [centres[row], *(view[row] for view in views[number * num_views :][:num_views])]
-            for column, one in enumerate(shown):
-                left, above = _GAP + column * cell, top + _HEADING + row * cell
-                picture.paste(Image.fromarray(_as_rgb(one, factor)), (left, above))
-    picture.save(path)
+    grid = grid.repeat_interleave(factor, dim=-1).repeat_interleave(factor, dim=-2)
+    grid = F.pad(grid, (0, _GAP, 0, _GAP), value=255)
+    picture = grid.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # (height, width, C)
+    Image.fromarray(picture.numpy()).save(path)
+    return ", then ".join(f"{num_images} rows {name}" for name in augmentations)
 
 
-def _views(images: TrainImages, ids: Tensor, kinds: list[Augmentation], *, num_views: int, seed: int) -> list[Tensor]:
-    """`num_views` views of each image by each kind in turn: uint8 [n, C, S, S] each."""
+def _views(images: TrainImages, ids: Tensor, kinds: list[Augmentation], num_views: int, seed: int) -> list[Tensor]:
+    """`num_views` views of each image, by each kind: uint8 [n, num_views, C, S, S] each."""
     num_images = len(ids)
     uniforms = visit_uniforms(seed, np.arange(num_images * num_views), Augmentation.num_uniforms)
     uniforms = uniforms.reshape(num_images, num_views, -1).swapaxes(0, 1)  # (V, n, num_uniforms)
     augmentations = [augment for augment in kinds for _ in range(num_views)]
     visits = Visits(ids.numpy(), np.concatenate([uniforms] * len(kinds)))
-    return [
-        ((view + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-        for view in views_ahead(images, [visits], augmentations, "cpu")
-    ]
-
-
-def _as_rgb(image: Tensor, factor: int) -> NDArray[np.uint8]:
-    """uint8 [C, H, W], C 1 or 3, to [H·factor, W·factor, 3]."""
-    enlarged = image.expand(3, -1, -1).repeat_interleave(factor, 1).repeat_interleave(factor, 2)
-    pixels: NDArray[np.uint8] = enlarged.permute(1, 2, 0).contiguous().numpy()
-    return pixels
+    views = torch.stack(list(views_ahead(images, [visits], augmentations, "cpu")), dim=1)
+    return list(torch.split(((views + 1) * 127.5).round().clamp(0, 255).to(torch.uint8), num_views, dim=1))
