@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.index import INDEX, create_index
+from trainer.data.index import INDEX
 from trainer.data.manifest import Manifest, Range, Shard, index_path, tar_path
 
 LENGTH = 1_000
@@ -59,7 +59,8 @@ def make_pack(directory: Path, *, num_images: int, num_tars: int, num_classes: i
             )
             yield content
 
-    create_index(index_path(directory, 0), num_images, records())
+    with index_path(directory, 0).open("wb") as file:
+        file.writelines(records())
     part = Range(first=0, count=num_images, source="/made", root="/made", labelled=True, shards=tuple(shards))
     classes = tuple(f"class {number:06d}" for number in range(num_classes))
     Manifest(order_seed=0, shard_bytes=1 << 28, classes=classes, ranges=(part,)).save(directory)

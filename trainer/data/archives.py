@@ -10,7 +10,6 @@ import io
 import json
 import posixpath
 import re
-import struct
 import tarfile
 import zipfile
 import zlib
@@ -25,13 +24,13 @@ from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
 
 _PEEKED = 100
 """Members of a tar that tell shards of samples from classes."""
-_ZIP_MAGIC, _ZIP_HEADER = b"PK\x03\x04", struct.Struct("<4s2xHH16xHH")
-"""Of a member: magic, flags, method, lengths of its name and extra field. Source: PKWARE's APPNOTE, section 4.3.7."""
+IN_ZIP = -3
+"""Offset of a zip's member, which is found by its name."""
 _NUMBERED = re.compile(r"(.*?)[-_.]?(\d{4,})")
 
 
 class Member(NamedTuple):
-    """A file in an archive, and the place of its bytes: of a zip's member, from its header on."""
+    """A file in an archive, and the place of its bytes."""
 
     name: str
     offset: int
@@ -60,19 +59,14 @@ def members(path: Path, shown: str, left_out: LeftOut) -> list[Member]:
 def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     """Plain name and place of each file; links lead to what they name."""
     try:
-        yield from _of_zip(path, shown, left_out) if is_zip(path) else _of_tar(path, shown, left_out)
+        is_tar = tarfile.is_tarfile(path) or not zipfile.is_zipfile(path)  # a tar's last member may be a zip
+        yield from _of_tar(path, shown, left_out) if is_tar else _of_zip(path, shown, left_out)
     except (tarfile.TarError, zipfile.BadZipFile) as error:
         with path.open("rb") as file:
             is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
         if is_compressed:
             raise ValueError(f"{path} is a compressed archive, which cannot be read in any order: unpack it") from None
         raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
-
-
-@lru_cache(256)
-def is_zip(path: Path) -> bool:
-    """Whether a file is a zip, and not a tar whose last member is one."""
-    return zipfile.is_zipfile(path) and not tarfile.is_tarfile(path)
 
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
@@ -92,41 +86,26 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 
 def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        for info in archive.infolist():
-            file.seek(info.header_offset)
-            header = file.read(_ZIP_HEADER.size)
-            if info.is_dir():
-                continue
-            if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                left_out.add(Reason.SPECIAL, f"{shown}:{info.filename}")
-                continue
-            *_, name, extra = _ZIP_HEADER.unpack(header)
-            length = _ZIP_HEADER.size + name + extra + info.compress_size
-            member = Member(info.filename, info.header_offset, length if info.file_size else 0)
-            yield posixpath.normpath(info.filename), member
+    for info in _opened_zip(path).infolist():
+        if info.flag_bits & 1:  # encrypted
+            left_out.add(Reason.SPECIAL, f"{shown}:{info.filename}")
+        elif not info.is_dir():
+            yield posixpath.normpath(info.filename), Member(info.filename, IN_ZIP, info.file_size)
 
 
-def content_of(stored: bytes) -> bytes:
-    """A member's bytes, of what is stored in its place: a zip's member begins with its header, and may be compressed.
-
-    Raises:
-        OSError: damaged.
-    """
-    if not stored.startswith(_ZIP_MAGIC):
-        return stored
-    _, _, method, name, extra = _ZIP_HEADER.unpack_from(stored)
-    packed = stored[_ZIP_HEADER.size + name + extra :]
-    try:
-        return zlib.decompress(packed, -zlib.MAX_WBITS) if method else packed
-    except zlib.error as error:
-        raise OSError(f"damaged in its zip file ({error})") from None
+_opened_zip = lru_cache(16)(zipfile.ZipFile)
 
 
 def read_member(path: Path, member: Member) -> bytes:
+    """The bytes of a member. Raises OSError if they cannot be read."""
+    if member.offset == IN_ZIP:
+        try:
+            return _opened_zip(path).read(member.name)
+        except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+            raise OSError(f"damaged in its zip file ({error})") from None
     with path.open("rb") as file:
         file.seek(member.offset)
-        return content_of(file.read(member.length))
+        return file.read(member.length)
 
 
 def images_in(path: Path, shown: str, found: Iterable[Member], left_out: LeftOut) -> Iterator[Member]:

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from trainer.data.archives import content_of, is_zip
+from trainer.data.archives import Member, read_member
 from trainer.data.tables import IN_TABLE, read_cell
 from weightserver.core.arrays import Int64Array
 
@@ -26,9 +26,9 @@ class Entry(NamedTuple):
     label: int
     """Number of its class; −1 without labels."""
     offset: int
-    """Offset in the tar; −1 for a plain file."""
+    """Offset in the tar; −1 for a plain file, −3 in a zip; the row of a table."""
     length: int
-    """Length in the tar; −1 for a plain file."""
+    """Length in the archive; −1 for a plain file, −2 in a table."""
     path: str
     """Path of the file or tar, relative to the source's folder unless it is absolute."""
     member: str
@@ -84,18 +84,15 @@ class Listing:
         """The encoded bytes of an entry. Raises OSError if they cannot be read."""
         if entry.length == IN_TABLE:
             return read_cell(self.root / entry.path, entry.member, entry.offset)
-        with (self.root / entry.path).open("rb") as file:
-            if entry.offset < 0:
-                return file.read()
-            file.seek(entry.offset)
-            return content_of(file.read(entry.length))
+        if not entry.member:
+            return (self.root / entry.path).read_bytes()
+        return read_member(self.root / entry.path, Member(entry.member, entry.offset, entry.length))
 
     def length(self, entry: Entry) -> int:
-        """Number of encoded bytes of an entry, for which a zip's member or a table's image is read."""
-        if entry.offset < 0:
+        """Number of encoded bytes of an entry, for which a table's image is read."""
+        if not entry.member:
             return (self.root / entry.path).stat().st_size
-        is_read = entry.length == IN_TABLE or is_zip(self.root / entry.path)
-        return len(self.read_entry(entry)) if is_read else entry.length
+        return len(self.read_entry(entry)) if entry.length == IN_TABLE else entry.length
 
     def path(self, image: int) -> str:
         """Path of an image's file; in a tar, followed by a colon and the member's name."""

@@ -2,7 +2,7 @@
 
     manifest.json                   order_seed, classes, how the source was read, and the ranges
     shards-FIRST.jsonl              a range's tars with their checksums, one per line, added when the tar is finished
-    index-FIRST.npy                 a range's index, one record per row (`index.py`), appended tar by tar
+    index-FIRST.bin                 a range's index, one record per row (`index.py`), appended tar by tar
     images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
     rows-FIRST.tar                  a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
 
@@ -155,7 +155,7 @@ def tar_path(directory: Path, first: int) -> Path:
 
 
 def index_path(directory: Path, first: int) -> Path:
-    return directory / f"index-{first:012d}.npy"
+    return directory / f"index-{first:012d}.bin"
 
 
 def shards_path(directory: Path, first: int) -> Path:

@@ -48,7 +48,7 @@ def planned(split: Split | None, source: str, output: Path, options: PackOptions
     if not is_packed(output):
         if options.extend:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
-        if any(path.name.endswith((".tar", ".npy", ".json")) for path in output.iterdir()):
+        if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
             raise ValueError(f"{output} holds other files: give an empty or new directory")
         size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
         empty = Manifest(

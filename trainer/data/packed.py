@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.index import INDEX, map_index
+from trainer.data.index import check_index, map_index
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, index_path, listing_path, tar_path
 from weightserver.core.arrays import Int64Array
@@ -159,7 +159,8 @@ class _Indexes:
         self._firsts = np.array([part.first for part in manifest.ranges])
         self._counts = [part.count for part in manifest.ranges]
         self._map = functools.lru_cache(_share_of_files(16, _OPEN_INDEXES))(map_index)
-        self._check_sizes()
+        for first, count in zip(self._firsts.tolist(), self._counts, strict=True):
+            check_index(index_path(directory, first), count)
 
     def records(self, start: int, stop: int) -> NDArray[np.void]:
         """The records of rows start … stop−1, all of one tar."""
@@ -167,15 +168,6 @@ class _Indexes:
         first = int(self._firsts[number])
         index = self._map(index_path(self._directory, first), self._counts[number])
         return index[start - first : stop - first]
-
-    def _check_sizes(self) -> None:
-        for first, count in zip(self._firsts.tolist(), self._counts, strict=True):
-            path = index_path(self._directory, first)
-            header = path.stat().st_size - count * INDEX.itemsize if path.is_file() else 0
-            if header <= 0 or header % np.lib.format.ARRAY_ALIGN:
-                raise ValueError(
-                    f"{path} is not the index of {count} rows: pack the images again, into a new directory"
-                )
 
 
 class _ReadAhead:

@@ -20,6 +20,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.index import INDEX
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
@@ -261,7 +262,7 @@ def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
         (tree / f"a/{number:04d}.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
     pack(tree, packed, PackOptions())
     (tar,) = packed.glob("*.tar")
-    records = np.load(packed / "index-000000000000.npy")
+    records = np.fromfile(packed / "index-000000000000.bin", INDEX)
     kept = tar.read_bytes()
     for num_broken in (100, 101):
         content = bytearray(kept)
