@@ -76,7 +76,7 @@ def test_bad_arguments_are_refused_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.guard  # starts every peer that is installed
+@pytest.mark.slow  # starts every peer that is installed
 def test_every_peer_is_measured(tmp_path: Path) -> None:
     main([*TINY, "--output", str(tmp_path)])
     results = json.loads((tmp_path / "peers.json").read_text())["results"]
@@ -94,7 +94,7 @@ def test_every_peer_is_measured(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["peers.json", "peers.md", "peers.png"]
 
 
-@pytest.mark.guard  # starts shards three times
+@pytest.mark.slow  # starts shards three times
 def test_an_interrupted_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +120,7 @@ def test_an_interrupted_run_continues(
     assert json.loads((tmp_path / "peers.json").read_text())["results"]["cases"].items() >= kept.items()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_peer_that_does_not_start_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

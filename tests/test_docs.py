@@ -325,7 +325,7 @@ def test_a_folder_of_your_own_images(place: Path) -> None:
         assert len(features["vector"]) == 36
 
 
-@pytest.mark.guard  # five programs that import torch, two of them on two ranks: a minute
+@pytest.mark.slow  # five programs that import torch, two of them on two ranks: a minute
 @pytest.mark.timeout(600)
 def test_your_own_images(place: Path) -> None:
     plain_tree(place / "images/train", 24)

@@ -33,7 +33,7 @@ TRAINING = [
 ]
 """Whole runs against one another."""
 
-LONG = ("ATen default, two threads",)
+GUARD = "oneDNN AVX2, MKL SSE4.2"
 HAS = {"default": 0, "avx2": 1, "avx512": 2}
 OWN = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), -1)
 
@@ -57,11 +57,13 @@ def test_quick_ones(kernels: Kernels, other: Kernels) -> None:
     assert not other.taken(report), "the report distinguishes kernels"
 
 
-@pytest.mark.guard
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kernels",
-    [pytest.param(kernels, id=name, marks=[pytest.mark.slow] * (name in LONG)) for name, kernels in MIXED.items()],
+    [
+        pytest.param(kernels, id=name, marks=pytest.mark.guard if name == GUARD else pytest.mark.slow)
+        for name, kernels in MIXED.items()
+    ],
 )
 def test_numeric_ones(kernels: Kernels) -> None:
     run_with(kernels, NUMERIC)

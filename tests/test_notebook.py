@@ -25,7 +25,7 @@ def test_it_is_a_notebook_without_stored_output() -> None:
             compile("".join(cell["source"]), cell["id"], "exec")  # plain Python, without IPython's own syntax
 
 
-@pytest.mark.guard  # four commands that import torch: half a minute
+@pytest.mark.slow  # four commands that import torch: half a minute
 @pytest.mark.timeout(600)
 def test_its_cells_train_look_at_neighbours_and_export(tmp_path: Path) -> None:
     script = "\n\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code")

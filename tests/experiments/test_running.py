@@ -102,7 +102,7 @@ def test_killed_cells_are_resumed_and_finish_with_the_same_numbers(tmp_path: Pat
     assert (path / RESULT_FILE).stat().st_mtime_ns == finished_at, "a finished cell is skipped"
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_cell_stops_after_a_checkpoint_when_its_runner_ends(tmp_path: Path) -> None:
     path, process = start(tmp_path, LONG)
     assert process.stdin is not None
@@ -118,7 +118,7 @@ def test_a_cell_stops_after_a_checkpoint_when_its_runner_ends(tmp_path: Path) ->
     assert float((path / "cpu_seconds.json").read_text()) > 0
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
     broken = Cell(row="broken", settings=TINY | {"window_size": 2_048})
     after = Cell(row="after", settings=TINY | {"labels": f"{AFTER}/labels.npy"}, after=broken)
@@ -142,7 +142,7 @@ def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     assert 4 <= len(made.failed) < 4 + made.num_jobs
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = TINY | {"epochs": 1.0, "knn_every": 0.5}
     cells = tuple(Cell(row=f"{seed}", settings=short | {"order_seed": seed}) for seed in range(2))
@@ -254,7 +254,7 @@ def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: p
     assert "is being written by another process" in capsys.readouterr().err
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_cell_stopped_while_it_evaluates_keeps_its_time(tmp_path: Path) -> None:
     """Its processor time is written at its end, whatever it was doing."""
     path, process = start(tmp_path, Cell(row="short", settings=TINY), "tests.helpers.slow_evaluation")

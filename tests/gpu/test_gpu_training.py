@@ -151,7 +151,7 @@ def test_a_compiled_encoder_trains_like_another(num_gpus: int, gpus: Gpus, tmp_p
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=FLOAT32_TOLERANCE, abs=0)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_processes_for_real_gpus_train_too(tmp_path: Path) -> None:
     """Started as they are for real GPUs, and given the CPU."""
     settings = settings_of("generated", tmp_path, device="cpu", steps=4)

@@ -55,7 +55,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert second[1] < first[1]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_identities_that_were_never_seen_are_found(tmp_path: Path) -> None:
     """It continues where it ended, and what it learns from known identities holds for others."""
     first, second = (printed("identities", tmp_path / "run", epochs) for epochs in (1, 5))

@@ -74,12 +74,19 @@ def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Th
         run(head, loaded(BATCHES), attempt, then, Tracer(attempt, point)).assert_close(expected)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize(
-    ("attempt", "then"),
-    [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped"), (with_scaler, "repeated")],
+    ("attempt", "then", "rows"),
+    [
+        pytest.param(attempt, then, rows, marks=pytest.mark.guard if guards == rows else pytest.mark.slow)
+        for attempt, then, guards in (
+            (with_zero_grad, "repeated", "remote"),
+            (with_step, "left out", "resident"),
+            (with_step, "skipped", "dense"),
+            (with_scaler, "repeated", "dense"),
+        )
+        for rows in ("dense", "resident", "remote")
+    ],
 )
-@EVERY_STORE
 def test_at_any_line_inside(make_head: MakeHead, client: WeightClient, attempt: Attempt, then: Then, rows: str) -> None:
     """As if the line of the loop failed whose call it is in: before it, or after it if the update was made. Of heads
     with servers, the lines of their rows."""

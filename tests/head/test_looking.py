@@ -233,7 +233,7 @@ assert grown < N * D * 4 / 1024 / 4, grown
 """
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_rows_need_not_fit_into_memory(tmp_path: Path) -> None:
     """It takes less than a quarter of their 384 MB."""
     done = subprocess.run(

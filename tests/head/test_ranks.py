@@ -262,10 +262,14 @@ def launch(module: str, *arguments: str) -> None:
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("windows", "resident"), ("windows", "remote"), ("announced", "resident"), ("plain", "remote")],
+    [
+        pytest.param("windows", "resident", marks=pytest.mark.guard),
+        pytest.param("windows", "remote", marks=pytest.mark.slow),
+        pytest.param("announced", "resident", marks=pytest.mark.slow),
+        pytest.param("plain", "remote", marks=pytest.mark.guard),
+    ],
 )
 def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, rows: str) -> None:
     """Also after a checkpoint was restored in the middle, with embedded shards that rank 0 starts."""

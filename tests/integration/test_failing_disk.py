@@ -117,8 +117,10 @@ def test_a_full_disk_refuses_writes_but_not_reads(
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("lands", [False, True], ids=["lost", "landed"])
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize(
+    ("error", "lands"),
+    [pytest.param(errno.EIO, True, id="EIO, landed"), pytest.param(errno.ENOSPC, False, id="ENOSPC, lost")],
+)
 def test_errors_at_each_write_and_sync(
     error: int, lands: bool, disk: FailingDisk, cluster: LocalCluster, client: WeightClient
 ) -> None:

@@ -346,9 +346,18 @@ ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
 """Of a gRPC server that answers every call."""
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
-@pytest.mark.parametrize("what", PLACES)
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        pytest.param(what, call, marks=pytest.mark.guard if is_guard else pytest.mark.slow)
+        for what in PLACES
+        for call, is_guard in (
+            ("fetch", what in ("rebooted", "an HTTP/2 server", "empty")),
+            ("push", what != "rebooted"),
+            ("checkpoint", what in ("exchanged", "a mock", "stranger")),
+        )
+    ],
+)
 def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others: Path, cluster: LocalCluster) -> None:
     status, answered = STATUS.get(what, "UNIMPLEMENTED"), PLACES[what]
     with trained(cluster, retry_seconds=60) as client, ThreadPoolExecutor(1) as pool:
@@ -372,11 +381,9 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=pytest.mark.guard if what == "exchanged" else pytest.mark.slow) for what in PLACES],
-)
+@pytest.mark.parametrize("what", PLACES)
 def test_two_ranks_wait_until_the_shard_is_in_its_place(
     what: str, others: Path, cluster: LocalCluster, undisturbed: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:

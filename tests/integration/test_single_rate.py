@@ -65,7 +65,7 @@ def stored(correction: str) -> TableSpec:
     return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=3e-3, rows_per_block=7, correction=correction)  # type: ignore[arg-type]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_resident_rows_train_like_remote_ones(cluster: LocalCluster) -> None:
     """The window passes over all images several times; the place where a row waited changes no bit of it."""
     num_steps, spec = 180, stored("paper")
@@ -78,7 +78,7 @@ def test_resident_rows_train_like_remote_ones(cluster: LocalCluster) -> None:
     assert relative(fetched.rows.weight, exact.rows.weight) > 1e-3, "it is another correction"
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_with_the_papers_correction_can_be_resumed(tmp_path: Path) -> None:
     settings = {"correction": "paper", "weight_decay": 0.05, "steps": 30}
     for name, more in (("remote", {"rows": "remote"}), ("resident", {}), ("exact", {"correction": "exact"})):

@@ -199,7 +199,7 @@ def test_commands_can_be_interrupted_while_it_loads_libraries(command: list[str]
     assert "Traceback" not in terminal.seen
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_ctrl_c_of_a_command_that_names_its_stage(tmp_path: Path) -> None:
     plain_tree(tmp_path / "pictures", 8)
     command = [sys.executable, "-m", "trainer.data", "preview", "pictures", "--views", "2000", "--images", "8"]

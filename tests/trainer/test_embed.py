@@ -154,7 +154,7 @@ def test_bad_input_is_one_line_before_anything_is_computed(
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("library", ["timm", "torchvision"])
+@pytest.mark.parametrize("library", ["timm", pytest.param("torchvision", marks=pytest.mark.slow)])
 def test_the_card_says_in_three_lines_how_its_library_alone_loads_the_encoder(library: str, tmp_path: Path) -> None:
     """The card's own lines are run in a process that can import the library, and neither the trainer nor its head."""
     tree = plain_tree(tmp_path / "tree", 12)

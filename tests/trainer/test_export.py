@@ -29,7 +29,7 @@ def export(*arguments: object) -> int | str | None:
     return stopped.value.code
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     run, steps = tmp_path / "run", EVERY + 2

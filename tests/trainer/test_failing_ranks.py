@@ -24,7 +24,7 @@ SMALL = "--num-images 200 --batch-size 8 --num-negatives 32 --window-size 40 --w
     ("how", "device"),
     [
         pytest.param("raises", "cpu", marks=pytest.mark.guard),
-        pytest.param("crashes", "cuda", marks=pytest.mark.guard),
+        pytest.param("crashes", "cuda", marks=pytest.mark.slow),
         pytest.param("is killed while the others are deaf", "cuda", marks=pytest.mark.slow),
         pytest.param("raises", "cuda", marks=pytest.mark.gpu),
         pytest.param("crashes", "cuda", marks=pytest.mark.gpu),

@@ -21,7 +21,7 @@ OPTIONS = (
 )
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_waits_and_speed_move_while_a_shard_is_frozen(tmp_path: Path) -> None:
     log = tmp_path / "log"
 

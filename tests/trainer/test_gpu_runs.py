@@ -70,7 +70,7 @@ def _run_ranks(num_ranks: int, out: Path, arguments: list[str]) -> RankRecords:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
+@pytest.mark.parametrize("num_gpus", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path: Path) -> None:
     """One test for everything, because the runs take the time."""
     grey_images(tmp_path / "idx")

@@ -56,7 +56,7 @@ def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) ->
         assert client.describe().spec.num_rows == NUM_CLASSES
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_supervised_run_resumes_bit_for_bit_with_its_class_map(
     labels: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,7 +84,7 @@ def recorded(ranks: Ranks) -> dict[str, Tensor]:
     return {f"{part}: {name}": tensor for part, found in parts.items() for name, tensor in found.items()}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_two_ranks_record_what_one_records(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["tests.trainer.test_monitors_of_ranks", str(tmp_path)]

@@ -247,7 +247,7 @@ def test_what_would_end_a_run_of_a_preset_is_found_too(pictures: Path) -> None:
     assert [problem.split(" ")[0] for problem in problems] == ["--window-size", "--num-negatives"]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_training_starts_within_a_minute_and_ends(pictures: Path, tmp_path: Path) -> None:
     plain_tree(pictures, 1_000, first=100)
     command = [sys.executable, "-m", "trainer", "images", "--data-dir", str(pictures), "--steps", "12"]

@@ -222,7 +222,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     )
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.CaptureFixture[str]) -> None:
     finish(labelled)
     printed, output = capsys.readouterr().out, labelled.config.run.output

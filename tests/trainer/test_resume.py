@@ -211,7 +211,7 @@ def test_a_signal_after_the_last_step_ends_the_run_too(
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     """With dropout, from its last checkpoint before the end."""
     encoder = EncoderConfig(name="mobilenet_v3_small", in_channels=3, image_size=32)

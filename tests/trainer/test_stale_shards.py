@@ -91,7 +91,7 @@ class Shards:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("rows", ["remote", "resident"])
+@pytest.mark.parametrize("rows", [pytest.param("remote", marks=pytest.mark.slow), "resident"])
 def test_an_older_copy_under_a_run_ends_it(rows: str, tmp_path: Path, undisturbed: Path, dense: RowState) -> None:
     """Otherwise it would continue with 37 pushes missing, and end normally with 245 of 300 wrong rows."""
     with LocalCluster(2, tmp_path / "servers") as cluster:

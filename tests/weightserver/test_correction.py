@@ -126,7 +126,11 @@ SCHEDULES: list[Run] = [
 
 @pytest.mark.parametrize(
     ("run", "num_steps"),
-    [(SCHEDULES[0], 20_000), *(pytest.param(run, 200_000, marks=pytest.mark.guard) for run in SCHEDULES)],
+    [
+        (SCHEDULES[0], 20_000),
+        pytest.param(SCHEDULES[0], 200_000, marks=pytest.mark.guard),
+        *(pytest.param(run, 200_000, marks=pytest.mark.slow) for run in SCHEDULES[1:]),
+    ],
 )
 def test_coefficients_are_the_products_rounded_once(run: Run, num_steps: int) -> None:
     """99.99 % of them over gaps of up to 200,000 steps (near the limit of stability 99.9 %), and the others are

@@ -170,7 +170,7 @@ def test_a_history_has_the_same_bits(compiled: kernel.Kernel, dtype: Any, size: 
 
 @pytest.mark.guard
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(spec=specs(), seed=st.integers(0, 2**32), size=st.sampled_from(SIZES))
 def test_histories_of_any_table_have_the_same_bits(
     compiled: kernel.Kernel, spec: TableSpec, seed: int, size: float

@@ -168,7 +168,7 @@ def check_flips(spec: TableSpec, positions: Any) -> None:
 
 @pytest.mark.guard
 @pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("spec", in_both(replace(SMALL, num_rows=1_000, dim=40, rows_per_block=60)))
+@pytest.mark.parametrize("spec", in_both(replace(SMALL, num_rows=500, dim=20, rows_per_block=30)))
 def test_every_flipped_byte_concerns_its_rows_alone(spec: TableSpec) -> None:
     check_flips(spec, range(BlockCodec(spec).num_bytes))
 

@@ -888,7 +888,7 @@ class Machine(RuleBasedStateMachine):
     "num_schedules",
     [
         30,
-        pytest.param(250, marks=pytest.mark.guard),
+        pytest.param(120, marks=pytest.mark.guard),
         pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

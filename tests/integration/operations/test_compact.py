@@ -81,10 +81,10 @@ COPY, TOMBSTONE, RENAME = (
     ("place", "number"),
     [
         pytest.param(COPY, 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.operations.compact:sync", 1, marks=pytest.mark.guard),
-        pytest.param(TOMBSTONE, 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.operations.compact:sync", 1, marks=pytest.mark.slow),
+        pytest.param(TOMBSTONE, 1, marks=pytest.mark.slow),
         pytest.param("weightserver.storage.tombstone:sync", 1, marks=pytest.mark.guard),
-        pytest.param("weightserver.operations.compact:leave_tombstone", 1, marks=pytest.mark.guard),
+        pytest.param("weightserver.operations.compact:leave_tombstone", 1, marks=pytest.mark.slow),
         pytest.param(RENAME, 1, marks=pytest.mark.guard),
         pytest.param("weightserver.operations.compact:sync", 3, marks=pytest.mark.guard),
     ],

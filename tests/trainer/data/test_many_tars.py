@@ -75,7 +75,7 @@ def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path) -> Non
     assert len(os.listdir("/proc/self/fd")) < few_files + 50
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads the memory from Linux's /proc")
 def test_ten_million_images_in_five_thousand_tars(tmp_path: Path) -> None:
     """A rank opens them in under a second, 256 files and 100 MB in addition to its imports."""

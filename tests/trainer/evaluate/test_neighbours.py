@@ -56,7 +56,7 @@ def test_votes_by_hand() -> None:
     }
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_similarities(tmp_path: Path) -> None:
     """200,000 features in a file against 4,000 queries: 3.2 GB of similarities, in less than 1 GB beside the file."""
     path = tmp_path / "features"

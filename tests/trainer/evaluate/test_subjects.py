@@ -217,7 +217,7 @@ def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, A
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
     """The file is on the first rank's machine only."""
     path = saved(tmp_path / "moco.safetensors")

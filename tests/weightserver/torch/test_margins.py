@@ -229,7 +229,7 @@ def gradients_over_ranks(world_size: int, directory: Path) -> dict[str, Float64A
     return result
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_three_ranks_compute_what_one_does(tmp_path: Path) -> None:
     one, three = (gradients_over_ranks(world_size, tmp_path) for world_size in (1, 3))
     assert one.keys() == three.keys()
