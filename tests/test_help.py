@@ -91,7 +91,8 @@ def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
 def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     """They would double or triple the time that every command takes to start."""
     modules = ["trainer.loop", "trainer.results", "trainer.own_images", "trainer.data.command", "trainer.embedding"]
-    modules += ["trainer.evaluate.run", "trainer.evaluate.classification", "trainer.export.command", "weightserver.cli"]
+    modules += ["trainer.evaluate.run", "trainer.evaluate.classification", "trainer.export.importing"]
+    modules += ["weightserver.cli"]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"torch._dynamo", "sklearn", "pandas", "faiss", "transformers"} & set(run.stdout.split())

@@ -12,7 +12,6 @@ from typing import NoReturn
 from trainer.command_line import parsed
 from trainer.display import shown, stage
 from trainer.loading import loading_libraries
-from trainer.report.duplicate_options import DuplicateOptions
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.command_line import CommandParser
@@ -28,14 +27,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         from trainer.report.duplicates import FILE, find_duplicates
         from trainer.run.stored_rows import open_stored_rows
     with exit_on_error("trainer duplicates"):
-        wanted = DuplicateOptions(
-            threshold=options.threshold, neighbours=options.neighbours, most_pairs=options.most_pairs
-        )
         with shown(), ExitStack() as stack:
             with stage("opening the rows"):
                 stored = stack.enter_context(open_stored_rows(options))
             with counting("rows", stored.num_images) as progress:
-                found = find_duplicates(stored, wanted, options.checkpoint, progress.advance)
+                found = find_duplicates(
+                    stored,
+                    options.checkpoint,
+                    threshold=options.threshold,
+                    neighbours=options.neighbours,
+                    most_pairs=options.most_pairs,
+                    on_rows=progress.advance,
+                )
         path = options.run / FILE
         text = json.dumps(asdict(found)) + "\n"
         atomic_write(path, lambda partial: partial.write_text(text))
@@ -49,25 +52,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="pic duplicates", description=(__doc__ or "").splitlines()[0])
     add_run_arguments(parser)
     parser.add_argument("--checkpoint", help="compare the rows of this checkpoint (default the newest rows)")
-    defaults = DuplicateOptions()
     parser.add_argument(
         "--threshold",
         type=float,
-        default=defaults.threshold,
-        help=f"smallest cosine of two rows that makes a pair (default {defaults.threshold})",
+        default=0.98,
+        help="smallest cosine of two rows that makes a pair (default 0.98)",
     )
     parser.add_argument(
         "--neighbours",
         type=int,
-        default=defaults.neighbours,
+        default=8,
         metavar="K",
-        help=f"neighbours of each image to look at (default {defaults.neighbours})",
+        help="neighbours of each image to look at (default 8)",
     )
     parser.add_argument(
         "--most-pairs",
         type=int,
-        default=defaults.most_pairs,
+        default=10_000,
         metavar="N",
-        help=f"number of pairs to write (default {defaults.most_pairs})",
+        help="number of pairs to write (default 10000)",
     )
     return parser

@@ -13,7 +13,6 @@ from tests.helpers.small_run import EVERY, NUM_IMAGES, ONLY_ROWS, small_run
 from trainer.__main__ import main
 from trainer.data import Dataset
 from trainer.loop import train
-from trainer.report.duplicate_options import DuplicateOptions
 from trainer.report.duplicates import find_duplicates, read_duplicates
 from trainer.report.inspection import show_pairs
 from trainer.run.stored_rows import StoredRows
@@ -48,14 +47,14 @@ def stored(client: WeightClient) -> StoredRows:
 
 
 def test_pairs_of_rows_are_pairs_of_images(stored: StoredRows) -> None:
-    found = find_duplicates(stored, DuplicateOptions(threshold=0.98))
+    found = find_duplicates(stored, threshold=0.98)
     assert {(one, other) for one, other, _ in found.pairs} == {*COPIES, (9, 299)}
     assert (found.num_pairs, found.images_at_limit, found.checkpoint, found.step) == (4, 0, "", 0)
     for one, other, cosine in found.pairs:
         rows = stored.client.fetch(ORDER.rows(np.array([one, other])), step=0)
         assert cosine == pytest.approx(rows[0] @ rows[1] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[1]), abs=1e-5)
     assert [cosine for *_, cosine in found.pairs] == sorted((cosine for *_, cosine in found.pairs), reverse=True)
-    fewer = find_duplicates(stored, DuplicateOptions(threshold=0.98, neighbours=1, most_pairs=2))
+    fewer = find_duplicates(stored, threshold=0.98, neighbours=1, most_pairs=2)
     assert fewer.pairs == found.pairs[:2]
     assert fewer.images_at_limit == 5
 
@@ -64,9 +63,9 @@ def test_pairs_of_a_checkpoint(stored: StoredRows) -> None:
     stored.client.checkpoint("kept", step=4)
     rows = np.arange(300)
     stored.client.write_state(rows, np.ones((300, 16), np.float32), np.ones((300, 16), np.float32), 5)
-    found = find_duplicates(stored, DuplicateOptions(threshold=0.98), "kept")
+    found = find_duplicates(stored, "kept", threshold=0.98)
     assert (found.num_pairs, found.checkpoint, found.step) == (4, "kept", 4)
-    now = find_duplicates(stored, DuplicateOptions(threshold=0.98, neighbours=3))
+    now = find_duplicates(stored, threshold=0.98, neighbours=3)
     assert (now.images_at_limit, now.step) == (300, 5)  # all rows are alike
 
 

@@ -2,7 +2,7 @@
 
 detectron2 can rarely be installed with a current torch, so its keys and shapes are written out here from its
 documented classes (modeling/backbone/resnet.py: BasicStem, BasicBlock, BottleneckBlock, build_resnet_backbone), and the
-function that it computes from them is evaluated; where it is installed, it is asked itself.
+function that it computes from them is evaluated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
 from trainer.export.__main__ import main
-from trainer.export.encoders import detectron2_key
 from trainer.export.model_card import DETECTRON2
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
@@ -311,46 +310,6 @@ def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(detectron2["PIXEL_STD"], [58.395, 57.12, 57.375])
     for line in (f"DEPTH: {options[0]}", f"NUM_GROUPS: {options[1]}", f"WIDTH_PER_GROUP: {options[2]}", weights.name):
         assert line in card
-
-
-def test_detectron2_itself(tmp_path: Path) -> None:
-    config = pytest.importorskip("detectron2.config", reason="detectron2 is not installed").get_cfg()
-    from detectron2.layers import ShapeSpec
-    from detectron2.modeling.backbone import build_resnet_backbone
-
-    run, out = a_run(tmp_path / "run", "resnet50"), tmp_path / "out"
-    assert export(run, "--format", "detectron2", "--output", out) == 0
-    options = {"DEPTH": 50, "STRIDE_IN_1X1": False, "NORM": "BN", "OUT_FEATURES": ["res5"]}
-    config.merge_from_list([word for name, value in options.items() for word in (f"MODEL.RESNETS.{name}", value)])
-    config.MODEL.BACKBONE.FREEZE_AT = 0
-    model = build_resnet_backbone(config, ShapeSpec(channels=3)).eval()
-    (weights,) = out.glob("*.safetensors")
-    model.load_state_dict(load_file(weights))
-    views = normalise(images())
-    with torch.no_grad():
-        found = model(views)["res5"].mean(dim=(2, 3))
-    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-6)
-
-
-def test_names_as_the_conversion_of_detectron2_makes_them() -> None:
-    assert [
-        detectron2_key(key)
-        for key in (
-            "conv1.weight",
-            "bn1.running_var",
-            "layer1.0.conv1.weight",
-            "layer2.3.bn2.bias",
-            "layer4.0.downsample.0.weight",
-            "layer4.0.downsample.1.num_batches_tracked",
-        )
-    ] == [
-        "stem.conv1.weight",
-        "stem.conv1.norm.running_var",
-        "res2.0.conv1.weight",
-        "res3.3.conv2.norm.bias",
-        "res5.0.shortcut.weight",
-        "res5.0.shortcut.norm.num_batches_tracked",
-    ]
 
 
 @pytest.mark.guard

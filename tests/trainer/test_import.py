@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.helpers.small_run import small_run
 from trainer.data.pixels import IMAGENET
 from trainer.export.__main__ import main
-from trainer.export.encoders import detectron2_key, export_encoder
+from trainer.export.encoders import export_encoder
 from trainer.export.importing import ImportOptions, import_encoder
 from trainer.export.weights_file import read_weights
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
@@ -166,23 +166,6 @@ def test_a_prefix_chooses_another_encoder(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "imported.safetensors").unlink()
     assert_is(imported(path, "--model", NAME), weights(1))
     assert "state_dict.module.encoder_k. has all of them too: --prefix chooses it\n" in capsys.readouterr().out
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("prefix", ["", "model.backbone.bottom_up."])
-def test_finds_the_names_of_detectron2(tmp_path: Path, prefix: str) -> None:
-    tensors = weights(1, "torchvision:resnet18")
-    save_file(
-        {prefix + detectron2_key(key): t for key, t in without(tensors, "fc").items()}, tmp_path / "a.safetensors"
-    )
-    assert_is(imported(tmp_path / "a.safetensors", "--model", "resnet18"), tensors)
-
-
-def test_refuses_a_deeper_model_of_the_same_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ResNet-34 has every tensor of ResNet-18, in the same shapes."""
-    torch.save(weights(1, "torchvision:resnet34"), tmp_path / "a.pth")
-    assert run_import(tmp_path / "a.pth", "--model", "resnet18", "--output", tmp_path / "out") == 1
-    assert "it has 80 tensors more in the same parts (layer1.2.bn1.bias, " in capsys.readouterr().err
 
 
 def test_old_files_do_not_count_batches(tmp_path: Path) -> None:

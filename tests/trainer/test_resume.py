@@ -30,7 +30,7 @@ from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
-from trainer.run.directory import read_config, read_encoder, read_summary
+from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
 from weightserver import FencedError, LocalCluster, WeightClient
@@ -241,7 +241,7 @@ def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypa
 def test_a_resumed_run_updates_its_paths(tmp_path: Path, undisturbed: Path) -> None:
     output = shutil.copytree(undisturbed, tmp_path / "run")
     train(small_run(output, resume=True, log_every=20))
-    before, after = read_config(undisturbed), read_config(output)
+    before, after = read_settings(undisturbed), read_settings(output)
     assert after == before | {"output": str(output), "log_every": 20}
 
 
@@ -257,7 +257,7 @@ def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
     train(run.with_settings(resume=True, resume_step=2))
     train(run.with_settings(resume=True, resume_step=2, init_encoder=None))
     assert losses(run.run.output) == before
-    assert read_config(run.run.output)["init_encoder"] == str(begun)
+    assert read_settings(run.run.output)["init_encoder"] == str(begun)
     shutil.rmtree(run.run.output / "checkpoints")  # as if it had been killed before its first
     with pytest.raises(ValueError, match=r"whose init_encoder is .*, not None: give the same settings"):
         train(run.with_settings(resume=True, init_encoder=None))
@@ -543,31 +543,6 @@ def test_a_run_without_a_checkpoint_resumes_from_its_start(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match=r"no checkpoint to resume from: .*checkpoints has no file"):
         train(small_run(tmp_path / "run", steps=3, checkpoint_every=0, resume=True))
-
-
-@pytest.mark.guard
-def test_a_second_run_on_the_same_servers_is_refused_from_the_first_step_on(tmp_path: Path) -> None:
-    """Resident rows write nothing at first: the checkpoint of step 0 marks the servers as used."""
-    with LocalCluster(1) as cluster:
-        first = small_run(
-            tmp_path / "first", servers=cluster.addresses[0], num_images=10**6, checkpoint_every=0, steps=200
-        )
-        other: list[BaseException] = []
-
-        def second() -> None:
-            metrics = tmp_path / "first" / "metrics.jsonl"
-            while not metrics.exists() or not metrics.read_text():
-                time.sleep(0.005)
-            try:
-                train(first.with_settings(output=tmp_path / "second"))
-            except ValueError as error:
-                other.append(error)
-
-        intruder = threading.Thread(target=second)
-        intruder.start()
-        assert train(first).summary["steps"] == 200
-        intruder.join()
-        assert re.search("hold the rows of run 'first' .* --resume", str(other[0]))
 
 
 @pytest.mark.guard

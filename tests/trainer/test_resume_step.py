@@ -22,7 +22,7 @@ from trainer.loop import train
 from trainer.run import checkpoint_file
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
-from trainer.run.directory import read_config
+from trainer.run.directory import read_settings
 from trainer.run.resume import step_to_resume
 from weightserver import DataLossError, LocalCluster, WeightClient
 
@@ -93,7 +93,7 @@ def test_older_servers_are_refused_unless_a_step_is_given(stale: Path, ended: Pa
     newer = [f"checkpoints/step-{step:012d}.safetensors" for step in (2 * EVERY, 3 * EVERY)]
     moved = [*newer, "summary.json", "encoder.safetensors", "metrics.jsonl"]
     assert aside == {Path(name).name: before[name] for name in moved}
-    assert read_config(stale) == read_config(ended) | {"output": str(stale)}, "it is no setting of the run"
+    assert read_settings(stale) == read_settings(ended) | {"output": str(stale)}, "it is no setting of the run"
     train(run(stale, resume=True))
     assert losses(stale) == losses(ended)
 

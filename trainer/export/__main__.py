@@ -15,12 +15,16 @@ one for `trainer.model.load_encoder`, as a run's encoder.safetensors.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import NoReturn
 
 from trainer.command_line import parsed
+from trainer.display import shown, stage
 from trainer.export import LIBRARIES
 from trainer.loading import loading_libraries
-from weightserver.common.atomic_files import to_path
+from trainer.stopping import exit_on_error
+from weightserver.common.atomic_files import make_directory, to_path
 from weightserver.common.command_line import CommandParser, Parser
 
 
@@ -30,8 +34,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         parser = _parser()
     options = parsed(parser, arguments)
     with loading_libraries("trainer.export"):
-        from trainer.export.command import run
-    run(options)
+        import trainer.export.encoders
+        import trainer.export.importing
+        import trainer.export.paths  # noqa: F401  (all that the commands import takes its time here)
+    with exit_on_error("trainer.export"):
+        with shown(), stage(options.stage):
+            text = options.export(options)
+        print(text)
+    sys.exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,14 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     add_run_arguments(rows)
     add_export_options(rows)
     rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
-    rows.set_defaults(stage="exporting the rows")
+    rows.set_defaults(stage="exporting the rows", export=_export_rows)
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
     encoder.add_argument("run", type=to_path, help="the run's directory")
     encoder.add_argument("--format", choices=LIBRARIES, required=True, help="the library that will load it")
     encoder.add_argument("--output", type=to_path, required=True, help="a new directory")
     encoder.add_argument("--checkpoint", default="", help="step-…, a checkpoint of the run (default: its end)")
     encoder.add_argument("--licence", default="unknown", help="licence of the weights, for the model card")
-    encoder.set_defaults(stage="exporting the encoder")
+    encoder.set_defaults(stage="exporting the encoder", export=_export_encoder)
     _add_import(what.add_parser("import", help="import an encoder from a weights file of another trainer or library"))
     return parser
 
@@ -68,7 +78,72 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
     )
-    parser.set_defaults(stage="importing the encoder")
+    parser.set_defaults(stage="importing the encoder", export=_import_encoder)
+
+
+def _import_encoder(options: argparse.Namespace) -> str:
+    from trainer.export.importing import ImportOptions, import_encoder
+    from trainer.model import save_encoder
+
+    if options.output.exists():
+        raise ValueError(f"{options.output} exists: give another --output")
+    mean, std = (numbers and tuple(numbers) for numbers in (options.pixel_mean, options.pixel_std))
+    described = ImportOptions(
+        name=options.model,
+        image_size=options.image_size,
+        in_channels=options.in_channels,
+        pixel_mean=mean,
+        pixel_std=std,
+    )
+    imported = import_encoder(options.file, described, prefix=options.prefix)
+    make_directory(options.output.parent)
+    save_encoder(imported.encoder, imported.config, options.output)
+    return "\n".join([*imported.notes, f"wrote {options.output}"])
+
+
+def _export_encoder(options: argparse.Namespace) -> str:
+    from trainer.export.encoders import export_encoder
+
+    written = export_encoder(
+        options.run, options.format, options.output, checkpoint=options.checkpoint, licence=options.licence
+    )
+    return _number_written(written, options.output)
+
+
+def _number_written(files: list[Path], directory: Path) -> str:
+    return f"wrote {len(files)} files to {directory}"
+
+
+def _export_rows(options: argparse.Namespace) -> str:
+    from trainer.data import DECODED
+    from trainer.export.paths import write_paths
+    from trainer.run.directory import read_settings
+    from trainer.run.stored_rows import open_stored_rows
+    from weightserver.operations.export import export_rows
+
+    with open_stored_rows(options) as stored:
+        rows = options.rows or range(stored.num_images)
+        if rows.stop > stored.num_images:
+            raise ValueError(
+                f"rows {rows.start}:{rows.stop} have no images: {options.run} has rows 0:{stored.num_images}"
+            )
+        written = export_rows(
+            stored.client,
+            options.output,
+            rows=rows,
+            checkpoint=options.checkpoint,
+            step=options.step,
+            file_format=options.format,
+            more_columns=lambda rows: {stored.unit: stored.order.images(rows)},
+        )
+        text = _number_written(written, options.output)
+        if stored.unit != "image" or read_settings(options.run).get("dataset") not in DECODED:
+            return text
+        try:
+            number = write_paths(options.run, stored, rows, options.output / "images.csv", options.data_dir)
+        except (ValueError, OSError) as error:
+            return f"{text}; without images.csv, as the images' paths are unknown: {error}"
+        return f"{text}, and {number:,} paths to {options.output / 'images.csv'}"
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from trainer.model import (
     timm_options,
 )
 from trainer.run.checkpoint_file import newest_images
-from trainer.run.directory import read_config, read_encoder, read_summary
+from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.settings import settings_of
 from trainer.small_resnet import SmallResNet
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
@@ -72,7 +72,7 @@ def export_encoder(
         ValueError: no run, no such checkpoint, an architecture that the library does not have, a directory in use.
         OSError: the files cannot be written.
     """
-    settings = read_config(run)
+    settings = read_settings(run)
     summary = {} if checkpoint else read_summary(run)
     encoder, config = read_encoder(run, checkpoint)
     converted = convert(encoder, config, library)
@@ -204,18 +204,12 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
     except ValueError as error:
         raise ValueError(f"{library} has no counterpart of {config.name!r}: {error}") from None
     model = counterpart.classifier if isinstance(counterpart, TorchvisionEncoder) else counterpart
-    ours, theirs = _library_tensors(encoder), model.state_dict()
-    differing = sorted(
-        key
-        for key in ours.keys() | theirs.keys()
-        if key not in ours or key not in theirs or ours[key].shape != theirs[key].shape
-    )
-    if differing:
+    try:
+        model.load_state_dict(_library_tensors(encoder))
+    except RuntimeError:
         raise ValueError(
-            f"{library} has no counterpart of {config.name!r}: its model of that name has other parts, "
-            f"{differing[0]} first"
-        )
-    model.load_state_dict(ours)
+            f"{library} has no counterpart of {config.name!r}: its model of that name has other parts"
+        ) from None
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(2, config.in_channels, config.image_size, config.image_size, generator=generator) * 2 - 1
     with torch.no_grad():

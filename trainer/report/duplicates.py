@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from trainer.evaluate.neighbours import nearest
-from trainer.report.duplicate_options import DuplicateOptions
 from trainer.run.stored_rows import StoredRows
 from weightserver import Checkpoint, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
@@ -53,8 +52,11 @@ class Duplicates:
 
 def find_duplicates(
     stored: StoredRows,
-    options: DuplicateOptions,
     checkpoint: str | None = None,
+    *,
+    threshold: float = 0.98,
+    neighbours: int = 8,
+    most_pairs: int = 10_000,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> Duplicates:
     """Compares the rows of all images of a run, in their state at a checkpoint or now.
@@ -62,25 +64,35 @@ def find_duplicates(
     The row of an image that was never trained is the random one that it began with, far from all others.
 
     Args:
+        threshold: smallest cosine of two rows that makes a pair.
+        neighbours: number of each image's neighbours to look at.
+        most_pairs: number of pairs to return, the most similar.
         on_rows: called with the number of rows that were compared since the last call.
 
     Raises:
-        ValueError: the rows are those of classes that images share.
+        ValueError: a number out of range, or rows of classes that images share.
         NoTableError: there is no such checkpoint.
         DataLossError, ClusterError: without `checkpoint`, the shards hold rows of different times.
     """
+    if not -1 < threshold <= 1:
+        raise ValueError(f"--threshold must lie above -1 and not above 1, got {threshold}")
+    if not 1 <= neighbours < 4_096:
+        raise ValueError(f"--neighbours must lie in 1..4095, got {neighbours}")
+    if most_pairs < 1:
+        raise ValueError(f"--most-pairs must be at least 1, got {most_pairs}")
     if stored.unit != "image":
         raise ValueError("the run's rows are those of classes (--labels): give a run without")
     kept, step = _state(stored, checkpoint)
-    found, num_at_limit = _all_pairs(stored, options, kept, step, on_rows)
-    most_similar = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: options.most_pairs]
+    all_rows = _Weights(stored.client, stored.num_images, kept, step)
+    found, num_at_limit = _all_pairs(all_rows, threshold, neighbours, on_rows)
+    most_similar = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:most_pairs]
     images = stored.order.images(np.array([pair for pair, _ in most_similar], np.int64).reshape(-1))
     pairs = zip(np.sort(images.reshape(-1, 2), axis=1).tolist(), most_similar, strict=True)
     return Duplicates(
         checkpoint=kept.name if kept else "",
         step=step,
-        threshold=options.threshold,
-        neighbours=options.neighbours,
+        threshold=threshold,
+        neighbours=neighbours,
         images_at_limit=num_at_limit,
         num_pairs=len(found),
         pairs=[(one, other, round(cosine, 6)) for (one, other), (_, cosine) in pairs],
@@ -88,22 +100,17 @@ def find_duplicates(
 
 
 def _all_pairs(
-    stored: StoredRows,
-    options: DuplicateOptions,
-    kept: Checkpoint | None,
-    step: int,
-    on_rows: Callable[[int], object],
+    all_rows: _Weights, threshold: float, neighbours: int, on_rows: Callable[[int], object]
 ) -> tuple[dict[tuple[int, int], float], int]:
     """The cosine of each pair of rows that reached the threshold, and the number of rows that may have more pairs."""
     found, num_at_limit = dict[tuple[int, int], float](), 0
-    all_rows = _Weights(stored.client, stored.num_images, kept, step)
-    for first in range(0, stored.num_images, _ROWS_AT_A_TIME):
-        rows = np.arange(first, min(first + _ROWS_AT_A_TIME, stored.num_images))
-        num_near = min(options.neighbours + 1, stored.num_images)  # a row's own included
+    for first in range(0, len(all_rows), _ROWS_AT_A_TIME):
+        rows = np.arange(first, min(first + _ROWS_AT_A_TIME, len(all_rows)))
+        num_near = min(neighbours + 1, len(all_rows))  # a row's own included
         near = nearest(all_rows, all_rows[first : first + len(rows)], num_near)
         similarity, near_rows = (values.numpy() for values in near)
-        reached = (similarity >= options.threshold) & (near_rows != rows[:, None])
-        num_at_limit += int((reached.sum(axis=1) >= options.neighbours).sum())
+        reached = (similarity >= threshold) & (near_rows != rows[:, None])
+        num_at_limit += int((reached.sum(axis=1) >= neighbours).sum())
         found |= _pairs(rows, near_rows, similarity, reached)
         on_rows(len(rows))
     return found, num_at_limit

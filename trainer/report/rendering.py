@@ -28,9 +28,9 @@ from trainer.run.directory import (
     PLOT_FILE,
     flat,
     number,
-    read_config,
     read_encoder,
     read_metrics,
+    read_settings,
     read_summary,
 )
 from trainer.run.plot import draw_training
@@ -54,7 +54,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     Raises:
         ValueError: no run, one without a single record, or a broken file.
     """
-    config, summary = read_config(run), read_summary(run)
+    config, summary = read_settings(run), read_summary(run)
     records = [record for record in read_metrics(run / METRICS_FILE) if "step" in record and "loss" in record]
     if not records:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")

@@ -28,36 +28,26 @@ RESULT_FILES = (SUMMARY_FILE, ENCODER_FILE, COMPARISON_FILE, PLOT_FILE)
 
 
 def read_settings(run: Path) -> dict[str, Any]:
-    """The settings in the run's config.json.
+    """The settings in the run's config.json, those that identify its rows among them.
 
     Raises:
         ValueError: the directory holds no run, or one of another version, or config.json is damaged.
     """
     path = run / CONFIG_FILE
+    damaged = f"{path} is not a run's config.json: restore it, or give the --output of a run"
     try:
         settings: dict[str, Any] = {**json.loads(path.read_text())}
     except OSError as error:
         raise ValueError(f"{run} holds no run ({error.strerror}): give the --output of one") from None
     except (ValueError, TypeError):
-        raise ValueError(f"{path} is not a run's config.json: restore it, or give the --output of a run") from None
+        raise ValueError(damaged) from None
     if settings.get("format") != RUN_FORMAT:
         raise ValueError(
             f"{run} is a run of another version of this program: finish and evaluate it with that version (0.2 or "
             "older if it names no format), or begin another run"
         )
-    return settings
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    """The settings, checked to have those that identify the rows. Raises ValueError as `read_settings` does."""
-    settings = read_settings(run)
-    try:
-        for name in ("order_seed", "seed", "dim"):
-            int(settings[name])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"{run / CONFIG_FILE} is not a run's config.json: restore it, or give the --output of a run"
-        ) from None
+    if not all(isinstance(settings.get(name), int) for name in ("order_seed", "seed", "dim")):
+        raise ValueError(damaged)
     return settings
 
 
@@ -111,7 +101,7 @@ def read_encoder(run: Path, checkpoint: str = "") -> tuple[nn.Module, EncoderCon
             newest = checkpoint_name(steps[-1])
             raise ValueError(f"{run} has not ended and has no {ENCODER_FILE}: give --checkpoint {newest}")
         return load_encoder(run / ENCODER_FILE)
-    options = read_config(run).get("encoder")
+    options = read_settings(run).get("encoder")
     return encoder_from_tensors(
         encoder_tensors(run / "checkpoints", checkpoint), options, run / "checkpoints" / checkpoint
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trainer.data.packed import PackedImages
 from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
-from trainer.run.directory import read_config
+from trainer.run.directory import read_settings
 from weightserver import ClientSecurity, DataLossError, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.options import given_options
@@ -40,7 +40,7 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         ValueError: the directory holds no run, or has no local weight servers, or they hold another table.
         WeightServerError: weight servers that are unreachable or refuse, or hold older rows than the run's.
     """
-    run, config = options.run, read_config(options.run)
+    run, config = options.run, read_settings(options.run)
     with ExitStack() as stack:
         servers = options.servers or config.get("servers")
         security: dict[str, Any] = {}
