@@ -33,22 +33,14 @@ def test_active_rows(data: st.DataObject) -> None:
     num_active = data.draw(st.integers(min(batch_size, num_rows), num_rows), label="K")
     schedule = VisitSchedule(num_rows=num_rows, window_size=window_size, window_stride=stride, seed=1)
     recent = RecentRows(schedule, num_active=num_active, batch_size=batch_size)
-    jumps = data.draw(st.lists(st.integers(0, 50), max_size=4), label="steps")
-    for step in [*range(12), *jumps]:
-        active = recent.active(step)
-        assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
+    visited = recent.visited(-1)
+    for step in range(12):
         batch = schedule.visits(step * batch_size, (step + 1) * batch_size)
+        visited, active = visited.followed_by(batch, num_active=num_active), recent.active(step)
+        assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
         assert np.array_equal(active.rows[active.labels], batch)
-
-
-def test_any_step_alone_equals_the_steps_in_turn() -> None:
-    schedule = VisitSchedule(num_rows=5_000, window_size=700, window_stride=90, seed=4)
-    in_turn = RecentRows(schedule, num_active=400, batch_size=64)
-    steps = [in_turn.active(step) for step in range(60)]
-    for step in (59, 3, 30):
-        alone = RecentRows(schedule, num_active=400, batch_size=64).active(step)
-        assert np.array_equal(alone.rows, steps[step].rows)
-        assert np.array_equal(alone.labels, steps[step].labels)
+        assert np.array_equal(visited.rows, active.rows)
+        assert np.array_equal(visited.last_visit, recent.visited(step).last_visit)
 
 
 def test_a_long_walk_back_takes_little_memory() -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -386,7 +386,8 @@ class ClassifierHead(nn.Module):
         )
         return loss
 
-    def step_of(self, *batches: Any) -> AbstractContextManager[Step]:
+    @contextmanager
+    def step_of(self, *batches: Any) -> Iterator[Step]:
         """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
         are made inside. If an exception leaves the block before `step()`, or nothing was done in it, the gradients are
         dropped and the rows are as before: give the same batch again, or (if it was not announced) another one, or
@@ -395,7 +396,14 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: as `announce` and `forward` do, or the step before has not ended.
         """
-        return _Block(self, batches)
+        step = self._enter(batches)
+        try:
+            yield step
+        except BaseException:
+            self._abort(step.number)
+            raise
+        if not step.has_passes:
+            self._abort(step.number)
 
     @_untraced
     def _enter(self, batches: Sequence[Any]) -> Step:
@@ -415,9 +423,8 @@ class ClassifierHead(nn.Module):
         return step
 
     @_untraced
-    def _exit(self, step: Step, *, failed: bool) -> None:
-        if failed or not step.has_passes:
-            self._steps.abort(step.number)
+    def _abort(self, number: int) -> None:
+        self._steps.abort(number)
 
     @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -714,18 +721,3 @@ class ClassifierHead(nn.Module):
             self._table.disconnect()
         self._saved = saved
         self._steps.reset(saved.step, recent)
-
-
-class _Block(AbstractContextManager[Step]):
-    """The block of `ClassifierHead.step_of`."""
-
-    def __init__(self, head: ClassifierHead, batches: Sequence[Any]) -> None:
-        self._head = head
-        self._batches = batches
-
-    def __enter__(self) -> Step:
-        self._step = self._head._enter(self._batches)
-        return self._step
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._head._exit(self._step, failed=error is not None)

@@ -81,12 +81,17 @@ class Loss:
         temperature: float | None = None,
     ) -> Tensor:
         """The loss; with `temperature`, by that τ."""
-        divisor = self.divisor if temperature is None else temperature
-        of_ranks: dict[str, Any] = {"ranks": ranks, "num_rows": num_rows, "label_smoothing": self.label_smoothing}
-        if not self.cosines:
-            return softmax_loss(features, weight, labels, temperature=divisor, **of_ranks)
-        margin = margin_of(self.margin, self.margin_size)
-        return cosine_softmax_loss(features, weight, labels, temperature=divisor, margin=margin, **of_ranks)
+        return softmax_loss(
+            features,
+            weight,
+            labels,
+            temperature=self.divisor if temperature is None else temperature,
+            ranks=ranks,
+            num_rows=num_rows,
+            margin=margin_of(self.margin, self.margin_size),
+            label_smoothing=self.label_smoothing,
+            cosines=self.cosines,
+        )
 
 
 def checked_temperature(temperature: float) -> float:
@@ -97,33 +102,14 @@ def checked_temperature(temperature: float) -> float:
 
 
 def cosine_softmax_loss(
-    features: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float,
-    margin: Margin = NO_MARGIN,
-    label_smoothing: float = 0.0,
-    ranks: Ranks | None = None,
-    num_rows: int | None = None,
+    features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, **settings: Any
 ) -> Tensor:
     """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32.
 
     A margin changes the cosines of an image's own classes before they are divided by τ; papers about margins call
     1/τ the scale s. The margin adaface depends on the norms of the features, which get no gradient through it.
     """
-    return softmax_loss(
-        features,
-        weight,
-        labels,
-        temperature=temperature,
-        ranks=ranks,
-        num_rows=num_rows,
-        largest_logit=1 / temperature if (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD else None,
-        margin=margin,
-        label_smoothing=label_smoothing,
-        cosines=True,
-    )
+    return softmax_loss(features, weight, labels, temperature=temperature, cosines=True, **settings)
 
 
 def softmax_loss(
@@ -134,7 +120,6 @@ def softmax_loss(
     temperature: float = 1.0,
     ranks: Ranks | None = None,
     num_rows: int | None = None,
-    largest_logit: float | None = None,
     margin: Margin = NO_MARGIN,
     label_smoothing: float = 0.0,
     cosines: bool = False,
@@ -157,9 +142,8 @@ def softmax_loss(
     so that an encoder whose gradients are averaged over ranks (DistributedDataParallel) trains as on one rank.
 
     If `num_rows` is given, only the first `num_rows` rows of weight are classes; the others, which `padded` added,
-    change neither the loss nor a gradient. `largest_logit` is an upper bound of all logits, if one is known that is
-    small enough to be subtracted from all of them; otherwise the ranks exchange each image's largest logit. With
-    `cosines`, features and weight are L2-normalised here.
+    change neither the loss nor a gradient. With `cosines`, features and weight are L2-normalised here; otherwise, or if
+    the temperature is low, the ranks exchange each image's largest logit.
     """
     with torch.autocast(features.device.type, enabled=False):
         own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
@@ -175,7 +159,11 @@ def softmax_loss(
         else:
             products = _only_first(features @ (F.normalize(weight) if cosines else weight).T, num_rows)  # (B, K)
         logits = with_margin(products, own, margin, quality) / temperature
-        loss = _loss_of_logits(logits, own) if on_one_rank else _loss_over_ranks(logits, own, largest_logit)
+        if on_one_rank:
+            loss = _loss_of_logits(logits, own)
+        else:
+            is_bounded = cosines and (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD
+            loss = _loss_over_ranks(logits, own, 1 / temperature if is_bounded else None)
         if label_smoothing:
             classes = weight[:num_rows]
             sums = features @ (F.normalize(classes) if cosines else classes).sum(dim=0)  # (B,), of all products

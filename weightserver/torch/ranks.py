@@ -49,14 +49,10 @@ class Ranks:
         if self.world_size == 1:
             assert text is not None, "rank 0 has the text"
             return text
-        data = list((text or "").encode()) if self.is_first else []
-        length = torch.tensor(len(data))
-        dist.broadcast(length, src=0, group=self.control)
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if self.is_first:
-            content.copy_(torch.tensor(data, dtype=torch.uint8))
-        dist.broadcast(content, src=0, group=self.control)
-        return bytes(content.tolist()).decode()
+        content = [text]
+        dist.broadcast_object_list(content, src=0, group=self.control)
+        assert content[0] is not None, "rank 0 has the text"
+        return content[0]
 
     def of_first(self, call: Callable[[], Any]) -> Any:
         """What `call` returns on rank 0, a JSON value, on every rank.

@@ -59,10 +59,8 @@ class Visited:
 class RecentRows:
     """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
 
-    The next step costs about one sort of the rows that enter; any other step is computed from the stream of visits.
-    Memory is O(K + W), independent of N. Not thread-safe.
-
-    Visits before visit 0 count as if they had been made.
+    Each step is computed from the stream of visits; `Visited.followed_by` takes less time for the next one. Visits
+    before visit 0 count as if they had been made. Memory is O(K + W), independent of N.
 
     Raises:
         ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
@@ -75,33 +73,20 @@ class RecentRows:
         self._schedule = schedule
         self._batch_size = batch_size
         self._num_active = num_active
-        self._step: int | None = None
-        self._visited = Visited()  # after that step
 
     def active(self, step: int) -> ActiveRows:
-        """The active rows of a step ≥ 0, in any order of steps."""
-        return self.visited(step).active(self._batch(step))
-
-    def _batch(self, step: int) -> Int64Array:
-        return self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size)
+        """The active rows of a step ≥ 0."""
+        return self.visited(step).active(self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size))
 
     def visited(self, step: int) -> Visited:
-        """What was recently visited after a step, its own batch included."""
-        if self._step is not None and step == self._step + 1:
-            self._visited = self._visited.followed_by(self._batch(step), num_active=self._num_active)
-        elif step != self._step:
-            self._visited = self._look_back((step + 1) * self._batch_size)
-        self._step = step
-        return self._visited
-
-    def _look_back(self, stop: int) -> Visited:
-        """Walks back from visit `stop` to the K-th distinct row, piece by piece: small strides make it a long walk."""
-        num_active, rows, last_visit = self._num_active, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        """What was recently visited after a step, its own batch included: walks back from there to the K-th distinct
+        row, piece by piece, since small strides make it a long walk."""
+        stop, num_active = (step + 1) * self._batch_size, self._num_active
+        rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
         while len(rows) < num_active:
             start = stop - 2 * num_active
-            met, ago = np.unique(
-                self._schedule.visits(start, stop)[::-1], return_index=True
-            )  # the first occurrence is the latest
+            visits = self._schedule.visits(start, stop)[::-1]
+            met, ago = np.unique(visits, return_index=True)  # the first occurrence is the latest
             new = ~np.isin(met, rows)
             rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
             stop = start
