@@ -180,3 +180,14 @@ def test_a_silent_run_loses_its_lease() -> None:
     lease.require_free(b"b", "run", b"other")  # a newer session
     now += 0.1
     lease.require_free(b"a", "run", b"other")
+
+
+def test_the_first_holder_of_a_session_keeps_it_when_a_second_one_leaves() -> None:
+    lease = Lease()
+    for holder in (b"first", b"second"):
+        lease.renew(b"session", holder, f"process of {holder.decode()}", held_seconds=0)
+    lease.release(b"session", b"second")
+    with pytest.raises(SessionInUseError, match="process of first"):
+        lease.require_free(b"session", "run", b"other")
+    lease.release(b"session", b"first")
+    lease.require_free(b"session", "run", b"other")

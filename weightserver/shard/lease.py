@@ -18,14 +18,13 @@ LEASE_SECONDS = 60.0
 @dataclass(frozen=True)
 class _Held:
     session_id: bytes
-    holder_id: bytes
     holder: str
     since: float
     renewed: float
 
 
 class Lease:
-    """Who holds the newest session. Replaced as a whole, so safe to read from any thread.
+    """Who holds the newest session: the run that opened it, and those that have joined it. Safe to use from any thread.
 
     Args:
         now: seconds of a clock that does not go back.
@@ -33,33 +32,48 @@ class Lease:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._held: _Held | None = None
+        self._held: dict[bytes, _Held] = {}
+        """By the ids of the holders."""
+
+    def _newest(self, session_id: bytes, but: bytes = b"") -> _Held | None:
+        """What was renewed last for `session_id` and is alive, by another holder than `but`."""
+        alive = self._now() - LEASE_SECONDS
+        held = [
+            held
+            for holder_id, held in list(self._held.items())
+            if held.session_id == session_id and held.renewed >= alive and holder_id != but
+        ]
+        return max(held, key=lambda held: held.renewed, default=None)
 
     def holder(self, session_id: bytes) -> str:
         """Who holds `session_id`, the newest session, and for how long; empty if nobody does who is alive."""
-        held, now = self._held, self._now()
-        if held is None or held.session_id != session_id or now - held.renewed > LEASE_SECONDS:
-            return ""
+        held = self._newest(session_id)
+        return "" if held is None else self._described(held)
+
+    def _described(self, held: _Held) -> str:
+        now = self._now()
         return f"{held.holder}, for {now - held.since:.0f} s, alive {now - held.renewed:.0f} s ago"
 
     def require_free(self, session_id: bytes, run: str, holder_id: bytes) -> None:
         """Raises SessionInUseError if another process than `holder_id` holds `session_id`, the newest session, of
         `run`, and is alive."""
-        held, holder = self._held, self.holder(session_id)
-        if held is not None and holder and held.holder_id != holder_id:
+        if (held := self._newest(session_id, but=holder_id)) is not None:
             raise SessionInUseError(
-                f"run {run!r} uses these weight servers ({holder}): wait until it ends, use other servers, or take "
-                "over, which ends it",
+                f"run {run!r} uses these weight servers ({self._described(held)}): wait until it ends, use other "
+                "servers, or take over, which ends it",
                 silent_seconds=int(self._now() - held.renewed),
             )
 
     def renew(self, session_id: bytes, holder_id: bytes, holder: str, held_seconds: float) -> None:
-        """The session's run, which has held it for so long, is alive."""
+        """A run that has held the session for so long is alive."""
         now = self._now()
-        self._held = _Held(session_id, holder_id, holder, now - held_seconds, now)
+        for other, held in list(self._held.items()):
+            if held.session_id != session_id or now - held.renewed > LEASE_SECONDS:
+                self._held.pop(other, None)
+        self._held[holder_id] = _Held(session_id, holder, now - held_seconds, now)
 
     def release(self, session_id: bytes, holder_id: bytes) -> None:
-        """The session's run has ended in that process. Another one that joined the session may hold it still."""
-        held = self._held
-        if held is not None and (held.session_id, held.holder_id) == (session_id, holder_id):
-            self._held = None
+        """A run that held the session has ended."""
+        held = self._held.get(holder_id)
+        if held is not None and held.session_id == session_id:
+            self._held.pop(holder_id, None)
