@@ -102,7 +102,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     probe = _online_probe(config, dataset, model, sampler, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, num_images, is_first=ranks.is_first))
-    recorder = stack.enter_context(Recorder(config, num_images, ranks))
+    recorder = Recorder(config, num_images, ranks, stack)
     images, saved_step = open_head(stack.enter_context(head), config, dataset, classes, ranks)
     usage = Usage(_totals_before(config, saved_step, ranks), started, head.counters, ranks)
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trainer.config import TrainConfig
@@ -20,15 +21,15 @@ from weightserver.torch import Ranks
 _log = logging.getLogger(__name__)
 
 
-def dataset_of(config: TrainConfig) -> Dataset:
-    """Loads the images that a run's settings name.
+def dataset_of(config: TrainConfig, data_dir: Path | None = None) -> Dataset:
+    """Loads the images that a run's settings name, from `data_dir` if they are there now.
 
     Raises:
         ValueError: as `load_dataset`; images that the encoder cannot take, or that lack the labels to evaluate with.
     """
     dataset = load_dataset(
         config.data.dataset,
-        config.data.data_dir,
+        data_dir or config.data.data_dir,
         num_images=config.data.num_images,
         image_size=config.model.encoder.image_size,
         seed=config.sampling.seed,

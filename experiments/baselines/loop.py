@@ -100,7 +100,7 @@ def _build(
     start_step = checkpoints.restore(method, optimizer) if config.run.resume else 0
     claim.prepare(start_step, num_steps)
     shown = config.with_settings(num_negatives=method.num_choices, steps=num_steps)
-    recorder = stack.enter_context(Recorder(shown, num_images, ranks))
+    recorder = Recorder(shown, num_images, ranks, stack)
     recorder.follow(RowCounters(), start_step)
     steps = range(start_step, num_steps)
     sampler = WindowSampler(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import trainer.run.checkpoint
 from tests.helpers import dying_run
@@ -171,17 +167,6 @@ def test_a_run_that_fails_while_it_is_extended_can_be_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_is_killed_while_it_is_extended_can_be_resumed(
-    point: str, output: Path, extended: Path, images: Path
-) -> None:
-    command = [sys.executable, "-m", "tests.trainer.test_extend", str(output), str(images / "all"), point]
-    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
-    train(run(output, images / "all", resume=True, extend=not point.startswith("after"), rows="remote"))
-    assert losses(output) == losses(extended)
-
-
-@pytest.mark.slow
 def test_a_run_is_resumed_from_before_its_extension(before: Path, extended: Path, images: Path, tmp_path: Path) -> None:
     """Its checkpoint has the old images, the table stays large; it is extended again, or continues without."""
     output = shutil.copytree(extended, tmp_path / "run")
@@ -279,10 +264,3 @@ def test_an_extension_does_not_bring_the_warm_up_back() -> None:
     for num_images in (OLD, ALL, 400):
         rates = RunImages(num_images, OLD).learning_rates(config)
         assert np.array_equal(rates, learning_rates(num_steps=num_images * 4 // 16, base=0.2, warmup_steps=6))
-
-
-if __name__ == "__main__":
-    owner, name, patch = POINTS[sys.argv[3]]
-    setattr(owner, name, patch(getattr(owner, name)))
-    torch.set_num_threads(1)
-    train(run(Path(sys.argv[1]), Path(sys.argv[2]), resume=True, extend=True))

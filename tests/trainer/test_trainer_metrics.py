@@ -76,8 +76,8 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
         metrics.step_finished()
     metrics.observe(RECORD)
     values = scrape()
+    assert metrics.registry.get_sample_value("pic_trainer_run_info", {"run": "run-a", "rank": "3"}) == 1
     expected = {
-        "run_info": 1,
         "window_size_rows": 96,
         "run_steps": 40,
         "batch_size": 16,
@@ -132,16 +132,6 @@ def test_checkpoints_are_noted(metrics: TrainerMetrics, scrape: Scrape) -> None:
     began = scrape()["last_checkpoint_timestamp_seconds"]
     metrics.checkpoint_saved()
     assert scrape()["last_checkpoint_timestamp_seconds"] > began
-
-
-def test_run_and_rank_are_reported(metrics: TrainerMetrics) -> None:
-    assert metrics.registry.get_sample_value("pic_trainer_run_info", {"run": "run-a", "rank": "3"}) == 1
-
-
-def test_two_trainers_in_one_process_share_nothing(metrics: TrainerMetrics) -> None:
-    other: Any = TrainerMetrics(run="run-b", rank=0, **SIZES)
-    metrics.step_finished()
-    assert other.registry.get_sample_value("pic_trainer_steps_total") == 0
 
 
 def test_it_serves_on_loopback_until_closed(metrics: TrainerMetrics) -> None:

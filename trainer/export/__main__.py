@@ -117,7 +117,7 @@ def _number_written(files: list[Path], directory: Path) -> str:
 def _export_rows(options: argparse.Namespace) -> str:
     from trainer.data import DECODED
     from trainer.export.paths import write_paths
-    from trainer.run.directory import read_settings
+    from trainer.run.resume import run_settings
     from trainer.run.stored_rows import open_stored_rows
     from weightserver.operations.export import export_rows
 
@@ -137,7 +137,7 @@ def _export_rows(options: argparse.Namespace) -> str:
             more_columns=lambda rows: {stored.unit: stored.order.images(rows)},
         )
         text = _number_written(written, options.output)
-        if stored.unit != "image" or read_settings(options.run).get("dataset") not in DECODED:
+        if stored.unit != "image" or run_settings(options.run).data.dataset not in DECODED:
             return text
         try:
             number = write_paths(options.run, stored, rows, options.output / "images.csv", options.data_dir)

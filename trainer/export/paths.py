@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data import load_dataset
-from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.run.checkpoint_file import newest_images
-from trainer.run.directory import read_settings
+from trainer.run.resume import run_settings
 from trainer.run.stored_rows import StoredRows
-from trainer.settings import settings_of
+from trainer.run_dataset import dataset_of
 from weightserver.common.atomic_files import atomic_write
 
 _ROWS_TOGETHER = 1 << 16
@@ -42,14 +40,12 @@ def write_paths(run: Path, stored: StoredRows, rows: range, path: Path, data_dir
 
 
 def _images_of(run: Path, stored: StoredRows, data_dir: Path | None) -> DecodedImages:
-    settings = read_settings(run)
-    own = settings.get("data_dir")
-    known = newest_images(run / "checkpoints")
-    options = settings_of(SourceOptions, settings)
-    dataset = load_dataset(settings["dataset"], data_dir or (Path(own) if own else None), options=options)
-    dataset = dataset.first(stored.num_images)
+    config, known = run_settings(run), newest_images(run / "checkpoints")
+    dataset = dataset_of(config, data_dir).first(stored.num_images)
     is_known = known is None or known.digests in ((), dataset.digests)
     if len(dataset.train_images) != stored.num_images or not is_known:
-        raise ValueError(f"{data_dir or own} does not hold the images of the run any more: give --data-dir")
+        raise ValueError(
+            f"{data_dir or config.data.data_dir} does not hold the images of the run any more: give --data-dir"
+        )
     assert isinstance(dataset.train_images, DecodedImages)
     return dataset.train_images

@@ -17,8 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trainer.data import Dataset, load_dataset
-from trainer.data.config import SourceOptions
+from trainer.data import Dataset
 from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
@@ -35,7 +34,8 @@ from trainer.run.directory import (
 )
 from trainer.run.plot import draw_training
 from trainer.run.result_names import in_words
-from trainer.settings import settings_of
+from trainer.run.resume import run_settings
+from trainer.run_dataset import dataset_of
 
 _NUM_PAIRS = 24
 """Number of near-duplicates that are shown."""
@@ -58,7 +58,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     records = [record for record in read_metrics(run / METRICS_FILE) if "step" in record and "loss" in record]
     if not records:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
-    load = cache(lambda: _dataset(config, data_dir))
+    load = cache(lambda: dataset_of(run_settings(run), data_dir))
     inspection, source, reason = _inspection(run, load, bank)
     duplicates = read_duplicates(run)
     pairs, pairs_reason = _pairs(duplicates, load)
@@ -121,17 +121,3 @@ def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Insp
     except (ValueError, OSError, KeyError, IndexError) as error:
         return None, "", f"the training images are not available here ({error})"
     return inspect_encoder(encoder, encoder_config, images, bank=bank), source, ""
-
-
-def _dataset(config: dict[str, Any], data_dir: Path | None) -> Dataset:
-    """The run's images, as `trainer.loop.train` loads them."""
-    own = Path(config["data_dir"]) if config.get("data_dir") else None
-    return load_dataset(
-        config["dataset"],
-        data_dir or own,
-        num_images=config.get("num_images"),
-        image_size=config["encoder"]["image_size"],
-        seed=config["seed"],
-        background=config["background"],
-        options=settings_of(SourceOptions, config),
-    )

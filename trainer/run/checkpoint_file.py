@@ -13,8 +13,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,11 +120,8 @@ def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a checkpoint file. Raises ValueError if it cannot be read, or is of another format."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from None
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint in format {FORMAT}: use the version of the program that wrote it")
     return metadata
@@ -131,10 +129,17 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     """The tensors whose names start with `prefix`, by the rest of the name."""
+    with _opened(path) as file:
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of tensors, by `safe_open`. Raises ValueError if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            yield file
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from None
 

@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -59,10 +58,11 @@ class _Interval:
 class Recorder:
     """Measures one rank's training between logged steps; on rank 0 it also writes the records of all ranks.
 
-    A context manager. It serves the rank's Prometheus metrics from the start, and measures from `follow` on.
+    It serves the rank's Prometheus metrics from the start, and measures from `follow` on; `stack` closes what it opens.
     """
 
-    def __init__(self, config: TrainConfig, num_images: int, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, num_images: int, ranks: Ranks, stack: ExitStack) -> None:
+        self._stack = stack
         self._config = config
         self._num_images = num_images
         self._ranks = ranks
@@ -77,24 +77,16 @@ class Recorder:
         )
         self._next_step = 0
         self._recorded_seconds = 0.0
+        if config.report.metrics_port is not None:
+            self._serve(config.report.metrics_port and config.report.metrics_port + ranks.local_rank)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._config.report.metrics_port is not None:
-                port = self._config.report.metrics_port and self._config.report.metrics_port + self._ranks.local_rank
-                address, stop = self._metrics.serve(port, self._config.report.metrics_host)
-                stack.callback(stop)
-                if self._config.report.log_format == "json":
-                    _log.info("metrics served", extra={"address": address})
-                else:
-                    print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def _serve(self, port: int) -> None:
+        address, stop = self._metrics.serve(port, self._config.report.metrics_host)
+        self._stack.callback(stop)
+        if self._config.report.log_format == "json":
+            _log.info("metrics served", extra={"address": address})
+        else:
+            print(f"rank {self._ranks.rank}: metrics on http://{address}/metrics", flush=True)
 
     def follow(self, counters: RowCounters, start_step: int) -> None:
         """Starts the first interval, of steps from `start_step` on; `counters` are those of the run's row store."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.config import TrainConfig
 from trainer.data.packed import PackedImages
 from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
-from trainer.run.directory import read_settings
+from trainer.run.resume import run_settings
 from weightserver import ClientSecurity, DataLossError, LocalCluster, WeightClient
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.options import given_options
-from weightserver.torch import ClassOrder, RangesOrder
+from weightserver.torch import RangesOrder
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class StoredRows:
     """The rows of a run, and the images that they belong to."""
 
     client: WeightClient
-    order: RangesOrder | ClassOrder
+    order: RangesOrder
     """`images` gives the image, or class, of each row."""
     num_images: int
     """Number of the run's images, or classes; the table may have more rows."""
@@ -40,12 +41,13 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         ValueError: the directory holds no run, or has no local weight servers, or they hold another table.
         WeightServerError: weight servers that are unreachable or refuse, or hold older rows than the run's.
     """
-    run, config = options.run, read_settings(options.run)
+    run, config = options.run, run_settings(options.run)
     with ExitStack() as stack:
-        servers = options.servers or config.get("servers")
+        servers = options.servers or config.servers.servers
         security: dict[str, Any] = {}
         if servers:
-            security = _security(options, config).client_arguments()
+            given = given_options(options, ClientSecurity)
+            security = (config.servers.security if given == ClientSecurity() else given).client_arguments()
             addresses = parse_addresses(servers)
         else:
             directory = run / "servers"
@@ -54,7 +56,7 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
             addresses = stack.enter_context(LocalCluster(len(list(directory.glob("shard-*/"))), directory)).addresses
         client = stack.enter_context(WeightClient(addresses, retry_seconds=10, **security))
         spec = client.describe().spec
-        if (spec.dim, spec.seed) != (config["dim"], config["seed"]):
+        if (spec.dim, spec.seed) != (config.model.dim, config.sampling.seed):
             raise ValueError(f"the weight servers hold another table than {run}, {spec}: give the run's --servers")
         steps = saved_steps(run / "checkpoints")
         if steps and not options.checkpoint:
@@ -65,9 +67,7 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         yield StoredRows(client, *_order(run, spec.num_rows, config))
 
 
-def _order(
-    run: Path, num_rows: int, config: dict[str, Any]
-) -> tuple[RangesOrder | ClassOrder, int, Literal["image", "class"]]:
+def _order(run: Path, num_rows: int, config: TrainConfig) -> tuple[RangesOrder, int, Literal["image", "class"]]:
     """The order of the run's images, and their number, which may be less than the table's number of rows; or the same
     of its classes, if images share them.
 
@@ -75,22 +75,13 @@ def _order(
     """
     images = newest_images(run / "checkpoints")
     if images and images.classes:
-        return RangesOrder((num_rows,), config["order_seed"]), num_rows, "class"
+        return RangesOrder((num_rows,), config.sampling.order_seed), num_rows, "class"
     num_images = images.num_images if images else num_rows
-    if config.get("dataset") != "packed":
-        return RangesOrder((num_images,), config["order_seed"]), num_images, "image"
-    order = PackedImages(Path(config["data_dir"])).order
+    if config.data.dataset != "packed" or config.data.data_dir is None:
+        return RangesOrder((num_images,), config.sampling.order_seed), num_images, "image"
+    order = PackedImages(config.data.data_dir).order
     if order.num_rows < num_images:
         raise ValueError(
-            f"{run} has {num_images} images, but {config['data_dir']} only {order.num_rows}: restore the others"
+            f"{run} has {num_images} images, but {config.data.data_dir} only {order.num_rows}: restore the others"
         )
     return order, num_images, "image"
-
-
-def _security(options: argparse.Namespace, config: dict[str, Any]) -> ClientSecurity:
-    """The security options of this command, or the run's if it has none."""
-    own = given_options(options, ClientSecurity)
-    if own != ClientSecurity():
-        return own
-    files = {name: config[name] for name in ("tls_ca", "tls_cert", "tls_key", "token_file") if config.get(name)}
-    return ClientSecurity(**{name: Path(file) for name, file in files.items()}, insecure=bool(config.get("insecure")))
