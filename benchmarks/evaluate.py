@@ -54,7 +54,7 @@ def knn_calls(bank: Tensor, queries: Tensor) -> dict[str, Callable[[], object]]:
 
     def ours() -> Tensor:
         similarity, index = nearest(bank, queries, K)
-        return predict(similarity, of_bank[index], NUM_CLASSES, [(K, TEMPERATURE)])[K, TEMPERATURE]
+        return predict(similarity, of_bank[index], NUM_CLASSES, k=K, temperature=TEMPERATURE)
 
     in_float32, queries_in_float32 = bank.float(), queries.float()
     calls: dict[str, Callable[[], object]] = {"bare product": lambda: queries_in_float32 @ in_float32.T, "ours": ours}
@@ -77,7 +77,7 @@ def knn_calls(bank: Tensor, queries: Tensor) -> dict[str, Callable[[], object]]:
 
         def by_faiss() -> Tensor:
             similarity, index = map(torch.from_numpy, searched.search(queries_in_float32.numpy(), K))
-            return predict(similarity, of_bank[index], NUM_CLASSES, [(K, TEMPERATURE)])[K, TEMPERATURE]
+            return predict(similarity, of_bank[index], NUM_CLASSES, k=K, temperature=TEMPERATURE)
 
         calls["faiss, our votes"] = by_faiss
     return calls
@@ -176,7 +176,7 @@ def imagenet(directory: Path, output: Path) -> None:
 def _searched(bank: StoredFeatures, of_bank: Tensor, queries: Tensor) -> dict[str, float]:
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     similarity, index = nearest(bank, queries, K)
-    predict(similarity, of_bank[index], NUM_CLASSES, [(K, TEMPERATURE)])
+    predict(similarity, of_bank[index], NUM_CLASSES, k=K, temperature=TEMPERATURE)
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "seconds": time.perf_counter() - started,

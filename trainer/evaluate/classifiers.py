@@ -20,7 +20,8 @@ from trainer.data.pixels import normalise
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.evaluate.evaluation import Evaluation
 from trainer.evaluate.frozen import Frozen, centres
-from trainer.evaluate.settings import ClassifierConfig
+from trainer.evaluate.protocol import num_correct
+from trainer.evaluate.settings import TrainingConfig
 from trainer.evaluate.training import Training, check_batch, cosine
 from trainer.schedule import visit_uniforms
 from weightserver.torch import to_device
@@ -66,7 +67,7 @@ class Classifiers:
         self,
         evaluation: Evaluation,
         ids: Tensor,
-        config: ClassifierConfig,
+        config: TrainingConfig,
         learning_rates: Sequence[float],
         *,
         epochs: int,
@@ -124,8 +125,7 @@ class Classifiers:
             for batch, wanted in zip(batches, torch.split(labels[mine], _TEST_BATCH), strict=True):
                 logits = self._network(self._inputs(normalise(to_device(batch, self._ranks.device), self._pixels)))
                 for count, each in zip(counts, logits, strict=True):
-                    found = each.topk(min(_TOP, each.shape[1])).indices.cpu() == wanted[:, None]
-                    count += torch.stack([found[:, 0].sum(), found.sum()])
+                    count += num_correct(each.topk(min(_TOP, each.shape[1])).indices, wanted)
                 advance(len(batch) * self._ranks.world_size)
         sums = self._ranks.sum_over_ranks(counts.flatten().tolist())
         shares = [100 * number / max(1, len(ids)) for number in sums]

@@ -11,7 +11,6 @@ import tyro
 
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
 from trainer.evaluate.protocols import PROTOCOLS
-from trainer.evaluate.settings import ClassifierConfig
 from trainer.settings import Settings, set_help_texts
 from trainer.wrong_arguments import parsed_or_exit
 
@@ -37,7 +36,7 @@ def parse(arguments: Sequence[str]) -> Command:
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(PROTOCOLS)}"
         raise ValueError(f"unknown protocol {name!r}: {hint}")
     of_protocols = (protocol.settings for protocol in PROTOCOLS.values())
-    for settings in (SubjectOptions, EvaluationOptions, ClassifierConfig, *of_protocols):
+    for settings in (SubjectOptions, EvaluationOptions, *of_protocols):
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:

@@ -1,11 +1,13 @@
 """Features to evaluate: of an encoder, trained or not, or raw pixels."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
@@ -52,13 +54,7 @@ def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = 
     Raises:
         ValueError: a data set without labels.
     """
-    dataset.check_labelled()
-    return FeatureSet(
-        train=encode(encoder, dataset.train_images, dataset.evaluated_side, pixels),
-        train_labels=dataset.train_labels,
-        test=encode(encoder, dataset.test_images, dataset.evaluated_side, pixels),
-        test_labels=dataset.test_labels,
-    )
+    return _of_both(dataset, lambda images: encode(encoder, images, dataset.evaluated_side, pixels))
 
 
 def pixel_features(dataset: Dataset) -> FeatureSet:
@@ -67,11 +63,16 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
     Raises:
         ValueError: a data set without labels.
     """
+    return _of_both(dataset, lambda images: _flat_pixels(images, dataset.evaluated_side))
+
+
+def _of_both(dataset: Dataset, features_of: Callable[[TrainImages], Tensor]) -> FeatureSet:
+    """The features of the training images and of the test images."""
     dataset.check_labelled()
     return FeatureSet(
-        train=_flat_pixels(dataset.train_images, dataset.evaluated_side),
+        train=features_of(dataset.train_images),
         train_labels=dataset.train_labels,
-        test=_flat_pixels(dataset.test_images, dataset.evaluated_side),
+        test=features_of(dataset.test_images),
         test_labels=dataset.test_labels,
     )
 
@@ -92,7 +93,6 @@ def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.
     return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images, pixels=config.pixels)
 
 
-@torch.no_grad()
 def calibrate_batch_norm(
     encoder: nn.Module, images: TrainImages, num_images: int = 5_000, pixels: PixelScale = MINUS_ONE_TO_ONE
 ) -> nn.Module:
@@ -101,13 +101,8 @@ def calibrate_batch_norm(
     Images are uint8 [N, C, H, W]. This makes the comparison with an untrained encoder fair: its initial statistics
     (mean 0, variance 1) describe no data.
     """
-    encoder = copy.deepcopy(encoder).train()
-    for module in encoder.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.reset_running_stats()
-            module.momentum = None  # cumulative average
-    for batch in torch.split(images[:num_images], _BATCH_SIZE):
-        encoder(_prepare(encoder, batch, pixels))
+    encoder = copy.deepcopy(encoder)
+    update_bn((_prepare(encoder, batch, pixels) for batch in torch.split(images[:num_images], _BATCH_SIZE)), encoder)
     return encoder.eval()
 
 

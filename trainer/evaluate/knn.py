@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.neighbours import Features, nearest, predict
-from trainer.evaluate.protocol import ProbeResult, split_held_out
+from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, split_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig
 from trainer.evaluate.stored_features import store_features
 from weightserver.torch import Ranks
@@ -88,8 +88,8 @@ def leave_one_out_knn_top1(features: Tensor, labels: Tensor, k: int = 10) -> flo
     is_self = index == torch.arange(len(index))[:, None]
     is_self[:, -1] |= ~is_self.any(dim=1)  # as many equal images come before it
     similarity, found = similarity[~is_self].view(-1, k), labels[index][~is_self].view(-1, k)
-    correct = _correct(similarity, found, labels, int(labels.max()) + 1, [(k, VOTE_TEMPERATURE)])
-    return float(100 * correct[0, 0] / len(features))
+    predicted = predict(similarity, found, int(labels.max()) + 1, k=k, temperature=VOTE_TEMPERATURE, top=1)
+    return percent_correct(predicted[:, 0], labels)
 
 
 def classified(
@@ -116,7 +116,9 @@ def classified(
     for first in range(mine.start, mine.stop, SEARCHED_ROWS):
         rows = slice(first, min(mine.stop, first + SEARCHED_ROWS))
         similarity, index = nearest(bank, queries[rows], num_neighbours, excluded=excluded, device=ranks.device)
-        correct += _correct(similarity, bank_labels[index], query_labels[rows], num_classes, settings)
+        for count, (k, temperature) in zip(correct, settings, strict=True):
+            predicted = predict(similarity, bank_labels[index], num_classes, k=k, temperature=temperature)
+            count += num_correct(predicted, query_labels[rows])
         advance((rows.stop - rows.start) * ranks.world_size)
     sums = torch.tensor(ranks.sum_over_ranks(correct.flatten().tolist()), dtype=torch.float64).view(-1, 2)
     shares = 100 * sums / max(1, len(queries))
@@ -124,12 +126,3 @@ def classified(
         KnnResult(k=min(k, size), temperature=temperature, top1=top1, top5=top5)
         for (k, temperature), (top1, top5) in zip(settings, shares.tolist(), strict=True)
     ]
-
-
-def _correct(
-    similarity: Tensor, labels: Tensor, wanted: Tensor, num_classes: int, settings: Sequence[Setting]
-) -> Tensor:
-    """Numbers of queries whose class is the first, and is among the first five: float64 [settings, 2]."""
-    predicted = predict(similarity, labels, num_classes, settings).values()
-    found = [(classes == wanted[:, None]).double() for classes in predicted]
-    return torch.stack([torch.stack([each[:, 0].sum(), each.sum()]) for each in found])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,24 +24,6 @@ _BATCH_SIZE = 128
 """Images that a rank decodes and encodes at once."""
 
 
-@dataclass
-class TimeBudget:
-    """Keeps evaluations within a fraction of the time of the steps."""
-
-    fraction: float
-    steps_seconds: float = 0.0
-    spent_seconds: float = 0.0
-    last_seconds: float = 0.0
-
-    def allows(self) -> bool:
-        """Whether another evaluation that takes as long as the last one stays within the fraction."""
-        return self.spent_seconds + self.last_seconds <= self.fraction * self.steps_seconds
-
-    def spend(self, seconds: float) -> None:
-        self.spent_seconds += seconds
-        self.last_seconds = seconds
-
-
 class KnnProbe:
     """Evaluates the encoder every so many steps; all ranks call `observe` together and share the work.
 
@@ -54,7 +35,7 @@ class KnnProbe:
         self._model = model
         self._dataset = dataset
         self._ranks = ranks
-        self._budget = TimeBudget(fraction)
+        self._fraction, self._steps_seconds, self._spent_seconds, self._last_seconds = fraction, 0.0, 0.0, 0.0
         self._is_stretched = False
         self._initial: dict[str, float] = {}
         self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
@@ -70,14 +51,14 @@ class KnnProbe:
         Returns knn_top1 in percent if it evaluated, and initial_knn_top1 at the run's first record, on rank 0 only. The
         first evaluation and that of the run's last step are always made.
         """
-        budget = self._budget
-        budget.steps_seconds += steps_seconds
+        self._steps_seconds += steps_seconds
         found, self._initial = self._initial, {}
         if not due or not self._is_allowed(last=last):
             return found
         started = time.perf_counter()
         found |= self._evaluated()
-        budget.spend(time.perf_counter() - started)
+        self._last_seconds = time.perf_counter() - started
+        self._spent_seconds += self._last_seconds
         return found
 
     def _evaluated(self) -> dict[str, float]:
@@ -87,14 +68,15 @@ class KnnProbe:
         return {"knn_top1": top1} if self._ranks.is_first else {}
 
     def _is_allowed(self, *, last: bool) -> bool:
-        """Rank 0's decision, on every rank."""
-        (allowed,) = self._ranks.max_over_ranks([float(self._ranks.is_first and (last or self._budget.allows()))])
+        """Whether one more, as long as the one before, stays within the fraction of the steps' time, or is the run's
+        last: rank 0's decision, on every rank."""
+        fits = self._spent_seconds + self._last_seconds <= self._fraction * self._steps_seconds
+        (allowed,) = self._ranks.max_over_ranks([float(self._ranks.is_first and (last or fits))])
         if not allowed and self._ranks.is_first and not self._is_stretched:
             self._is_stretched = True
-            taken, most = self._budget.last_seconds, self._budget.fraction
             _log.info(
                 "kNN evaluations take %(seconds).1f s: some are skipped, to stay within --knn-fraction %(fraction)g",
-                {"seconds": taken, "fraction": most},
+                {"seconds": self._last_seconds, "fraction": self._fraction},
             )
         return bool(allowed)
 

@@ -1,6 +1,5 @@
 """Nearest neighbours by cosine similarity, for banks and queries that do not fit the device, and their votes."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -62,31 +61,27 @@ def nearest(
     return similarity, index
 
 
-def vote(similarity: Tensor, labels: Tensor, num_classes: int, *, k: int, temperature: float) -> Tensor:
-    """Returns scores float32 [M, num_classes]: a neighbour of cosine similarity s has exp(s / temperature) votes.
-
-    Similarity float32 [M, ≥ k] in falling order, labels int64 [M, ≥ k] of the same neighbours (Wu et al., 1805.01978,
-    section 3.4). All votes of a query are divided by that of its nearest neighbour, which keeps them finite and changes
-    no order.
-    """
-    votes = ((similarity[:, :k] - similarity[:, :1]) / temperature).exp()
-    return torch.zeros(len(similarity), num_classes).scatter_add_(1, labels[:, :k], votes)
-
-
 def predict(
-    similarity: Tensor, labels: Tensor, num_classes: int, settings: Sequence[tuple[int, float]], *, top: int = 5
-) -> dict[tuple[int, float], Tensor]:
-    """Returns the `top` classes of most votes for each (k, temperature): int64 [M, top] in falling order.
+    similarity: Tensor, labels: Tensor, num_classes: int, *, k: int, temperature: float, top: int = 5
+) -> Tensor:
+    """Returns the `top` classes of most votes: int64 [M, top] in falling order; −1 stands for classes without a vote.
 
-    −1 stands for classes without a vote.
+    A neighbour of cosine similarity s has exp(s / temperature) votes (Wu et al., 1805.01978, section 3.4). All votes of
+    a query are divided by that of its nearest neighbour, which keeps them finite and changes no order.
+
+    Args:
+        similarity: float32 [M, ≥ k] in falling order.
+        labels: int64 [M, ≥ k], of the same neighbours.
     """
-    top = min(top, num_classes)
-    found = {}
-    for k, temperature in settings:
-        blocks = zip(torch.split(similarity, QUERY_ROWS), torch.split(labels, QUERY_ROWS), strict=True)
-        best = [vote(*block, num_classes, k=k, temperature=temperature).topk(top) for block in blocks]
-        found[k, temperature] = torch.cat([classes.masked_fill(votes <= 0, -1) for votes, classes in best])
-    return found
+    found = []
+    blocks = zip(torch.split(similarity[:, :k], QUERY_ROWS), torch.split(labels[:, :k], QUERY_ROWS), strict=True)
+    for cosine, of_neighbours in blocks:
+        weight = ((cosine - cosine[:, :1]) / temperature).exp()
+        votes, classes = (
+            torch.zeros(len(cosine), num_classes).scatter_add_(1, of_neighbours, weight).topk(min(top, num_classes))
+        )
+        found.append(classes.masked_fill(votes <= 0, -1))
+    return torch.cat(found)
 
 
 def _unit(features: Tensor, device: torch.device | str) -> Tensor:

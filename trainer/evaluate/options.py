@@ -12,12 +12,8 @@ from weightserver.common.logs import LogFormat
 _KINDS = ("run", "encoder", "model", "pixels")
 _NEEDS = {
     "checkpoint": "run",
-    "weights": "model",
-    "prefix": "weights",
     "image_size": "model",
     "in_channels": "model",
-    "pixel_mean": "model",
-    "pixel_std": "model",
     "encoder_seed": "model",
 }
 """Options that need another one."""
@@ -32,23 +28,15 @@ class SubjectOptions(Settings):
     checkpoint: str | None = None
     """With --run: step-…, the checkpoint to evaluate instead."""
     encoder: Path | None = None
-    """Encoder file that the trainer or an import wrote, or an exported file or directory."""
+    """Encoder file that the trainer or 'pic export import' wrote, or an exported file or directory."""
     model: str | None = None
-    """torchvision:NAME or timm:NAME, with random weights unless --weights are given."""
-    weights: Path | None = None
-    """With --model: a safetensors file or checkpoint with its weights, as 'pic export import' takes."""
-    prefix: str | None = None
-    """With --weights: which encoder of several, a part of its keys' prefix, as encoder_k or teacher."""
+    """torchvision:NAME or timm:NAME, with random weights, for comparison."""
     image_size: int | None = None
     """With --model: side of its images, in pixels; 224 if omitted."""
     in_channels: int | None = None
     """With --model: 1 for grey images, 3 for colour; 3 if omitted."""
-    pixel_mean: tuple[float, ...] | None = None
-    """With --model: mean of the pixels in 0..1 that it expects; ImageNet's if omitted."""
-    pixel_std: tuple[float, ...] | None = None
-    """With --model: standard deviation of these pixels; ImageNet's if omitted."""
     encoder_seed: int | None = None
-    """With --model and without --weights: seed of the random weights; 0 if omitted."""
+    """With --model: seed of its weights; 0 if omitted."""
     pixels: bool = False
     """Raw pixels, for comparison."""
 
@@ -56,14 +44,10 @@ class SubjectOptions(Settings):
         given = [kind for kind in _KINDS if getattr(self, kind)]
         if len(given) != 1:
             found = " and ".join(map(flag, given)) or "none"
-            raise ValueError(
-                f"give exactly one of {', '.join(map(flag, _KINDS))}, got {found} (--weights is for --model)"
-            )
+            raise ValueError(f"give exactly one of {', '.join(map(flag, _KINDS))}, got {found}")
         for name, needed in _NEEDS.items():
             if getattr(self, name) is not None and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is for {flag(needed)}: omit it, or give {flag(needed)}")
-        if self.weights is not None and self.encoder_seed is not None:
-            raise ValueError("--encoder-seed is for random weights: omit it, or omit --weights")
         check_at_least(self, 1, "image_size")
         check_at_least(self, 0, "encoder_seed")
 

@@ -81,6 +81,12 @@ def percent_correct(predictions: Tensor, labels: Tensor) -> float:
     return 100.0 * (predictions == labels).double().mean().item()
 
 
+def num_correct(best: Tensor, labels: Tensor) -> Tensor:
+    """Numbers of images whose class is the first of the `best`, int64 [n, k], and is among them: float64 [2]."""
+    is_correct = (best.cpu() == labels[:, None]).double()
+    return torch.stack([is_correct[:, 0].sum(), is_correct.sum()])
+
+
 def check_classes(dataset: Dataset, *, held_out: bool = False) -> None:
     """Raises ValueError for images without labels or test images, one class, or test classes that training lacks, which
     images that are `held_out` of training images may have."""

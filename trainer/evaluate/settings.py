@@ -57,8 +57,8 @@ class LinearCachedConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierConfig(Settings):
-    """How classifiers are trained by SGD, and their encoder unless it is frozen; a cosine takes learning rates to 0."""
+class TrainingConfig(Settings):
+    """How a network, classifiers or a whole encoder, is trained by SGD."""
 
     batch_size: int = 256
     """Images in a step, of all ranks together."""
@@ -67,15 +67,16 @@ class ClassifierConfig(Settings):
     weight_decay: float = 0.0
     """Weight decay of SGD."""
     seed: int = 0
-    """Seed of the crops, the order of images and the classifiers' initial weights."""
+    """Seed of the new layers' initial weights, of the order of images, their crops, and all else that is drawn."""
 
     def check(self) -> None:
-        check_at_least(self, 1, "epochs", "batch_size")
+        check_at_least(self, 1, "batch_size")
+        check_at_least(self, 0, "seed")
         check_not_negative(self, "momentum", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(ClassifierConfig):
+class LinearConfig(TrainingConfig):
     """Settings of the linear protocol; the defaults are the paper's."""
 
     epochs: int = 100
@@ -84,12 +85,13 @@ class LinearConfig(ClassifierConfig):
     """One head is trained for each. Of several, held-out training images choose."""
 
     def check(self) -> None:
+        check_at_least(self, 1, "epochs")
         check_positive_numbers("--learning-rates", self.learning_rates)
         super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuneConfig(ClassifierConfig):
+class FineTuneConfig(TrainingConfig):
     """Settings of fine-tuning; the defaults are the paper's for iNaturalist 2018."""
 
     epochs: int = 100
@@ -102,12 +104,13 @@ class FineTuneConfig(ClassifierConfig):
     """τ of the cosine classifier."""
 
     def check(self) -> None:
+        check_at_least(self, 1, "epochs")
         check_positive(self, "learning_rate", "temperature")
         super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SemiSupervisedConfig(ClassifierConfig):
+class SemiSupervisedConfig(TrainingConfig):
     """Settings of semi-supervised classification; the defaults are the paper's. The seed also chooses the labelled
     images."""
 
@@ -127,5 +130,6 @@ class SemiSupervisedConfig(ClassifierConfig):
     def check(self) -> None:
         if not 0 < self.labels <= 1:
             raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
+        check_at_least(self, 1, "epochs")
         check_positive_numbers("--learning-rates", self.learning_rates)
         super().check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -132,17 +132,10 @@ def _load(options: SubjectOptions) -> Subject:
         return _of_run(options.run, options.checkpoint)
     if options.encoder is not None:
         return _of_file(options.encoder)
-    if options.weights is not None:
-        return _of_weights(options.weights, _of_model(options), options.prefix)
     if options.model:
-        return _random_model(_of_model(options), options.encoder_seed or 0)
+        described = ImportOptions(name=options.model, image_size=options.image_size, in_channels=options.in_channels)
+        return _random_model(encoder_config(described), options.encoder_seed or 0)
     return Subject(name="raw pixels", encoder=None, config=None)
-
-
-def _of_model(options: SubjectOptions) -> ImportOptions:
-    """What --model and its options say."""
-    names = ("image_size", "in_channels", "pixel_mean", "pixel_std")
-    return ImportOptions(name=options.model, **{name: getattr(options, name) for name in names})
 
 
 def _of_run(run: Path, checkpoint: str | None) -> Subject:
@@ -184,11 +177,20 @@ def _newest(run: Path) -> tuple[tuple[nn.Module, EncoderConfig], str]:
 def _of_file(path: Path) -> Subject:
     """An encoder file of ours, or an exported one; of a directory, the one in it."""
     file = _exported_file(path) if path.is_dir() else path
-    if _format(file).startswith("pic-encoder"):
+    metadata = _metadata(file)
+    if metadata.get("format", "").startswith("pic-encoder"):
         encoder, config = load_encoder(file)
         return Subject(name=str(file), encoder=encoder, config=config, directory=_directory_for(file))
-    found = _of_weights(file, ImportOptions())
-    return replace(found, directory=path) if path.is_dir() else found
+    if file.exists() and "model" not in metadata:
+        raise ValueError(f"{file} does not say which model it is for: give it to 'pic export import'")
+    imported = import_encoder(file, ImportOptions())
+    return Subject(
+        name=f"{imported.config.name} of {file}",
+        encoder=imported.encoder,
+        config=imported.config,
+        directory=path if path.is_dir() else _directory_for(file),
+        notes=tuple(imported.notes),
+    )
 
 
 def _exported_file(directory: Path) -> Path:
@@ -200,30 +202,17 @@ def _exported_file(directory: Path) -> Path:
     return files[0]
 
 
-def _format(file: Path) -> str:
-    """The format that a safetensors file names; empty for any other file."""
+def _metadata(file: Path) -> dict[str, str]:
+    """What a safetensors file says about itself; empty for any other file."""
     try:
         with safe_open(file, "pt") as opened:
-            metadata: dict[str, str] = opened.metadata() or {}
-            return metadata.get("format", "")
+            return opened.metadata() or {}
     except (OSError, SafetensorError):
-        return ""
+        return {}
 
 
-def _of_weights(file: Path, options: ImportOptions, prefix: str | None = None) -> Subject:
-    imported = import_encoder(file, options, prefix=prefix)
-    return Subject(
-        name=f"{imported.config.name} of {file}",
-        encoder=imported.encoder,
-        config=imported.config,
-        directory=_directory_for(file),
-        notes=tuple(imported.notes),
-    )
-
-
-def _random_model(options: ImportOptions, seed: int) -> Subject:
+def _random_model(config: EncoderConfig, seed: int) -> Subject:
     """The encoder that a training with this seed would start from; its BatchNorm statistics describe no data."""
-    config = encoder_config(options)
     encoder = build_model(config, seed=seed).encoder.eval()
     measure_feature_dim(encoder, config)
     return Subject(

@@ -22,7 +22,7 @@ from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
 from trainer.evaluate.features import encode
 from trainer.evaluate.knn import leave_one_out_knn_top1
-from trainer.evaluate.knn_probe import KnnProbe, TimeBudget, balanced_sample
+from trainer.evaluate.knn_probe import KnnProbe, balanced_sample
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.run.resume import run_settings
@@ -59,16 +59,6 @@ def test_each_class_has_as_many_images_as_any_other() -> None:
 def test_a_small_set_is_taken_whole() -> None:
     labels = torch.tensor([4, 4, 0, 2, 2, 2])  # classes without images too
     assert balanced_sample(labels, 10_000, seed=0).sort().values.tolist() == list(range(6))
-
-
-def test_the_budget_counts_what_was_spent() -> None:
-    budget = TimeBudget(0.1)
-    assert budget.allows(), "the first"
-    budget.spend(2)
-    budget.steps_seconds = 39
-    assert not budget.allows(), "4 s of 39 would be too much"
-    budget.steps_seconds = 40
-    assert budget.allows()
 
 
 def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

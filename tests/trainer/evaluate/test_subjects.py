@@ -170,38 +170,21 @@ def test_a_model_with_random_weights() -> None:
     assert not torch.equal(*(next(iter(weights_of(subject).values())) for subject in (found, other)))
 
 
-def test_a_model_with_given_weights(tmp_path: Path) -> None:
-    config = EncoderConfig(name="timm:resnet10t", image_size=64, in_channels=3)
-    query, key = (dict(build_model(config, seed=seed).encoder.state_dict()) for seed in (1, 2))
-    named = {f"module.encoder_{which}.{name}": t for which, ts in (("q", query), ("k", key)) for name, t in ts.items()}
-    path = tmp_path / "moco.pth.tar"
-    torch.save({"state_dict": named}, path)
-    found = load_subject(SubjectOptions(model="timm:resnet10t", weights=path))
-    assert_equal(found, query)
-    assert (found.name, found.directory) == (f"timm:resnet10t of {path}", tmp_path / "moco")
-    assert "left out state_dict.module.encoder_k" in found.notes[1]
-    assert_equal(load_subject(SubjectOptions(model="timm:resnet10t", weights=path, prefix="encoder_k")), key)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "give exactly one of --run, --encoder, --model, --pixels, got none"),
         ({"run": Path("a"), "pixels": True}, "got --run and --pixels"),
-        ({"weights": Path("a")}, "got none (--weights is for --model)"),
-        ({"prefix": "teacher", "model": "resnet18"}, "--prefix is for --weights: omit it"),
         ({"checkpoint": "step-1", "pixels": True}, "--checkpoint is for --run: omit it"),
-        ({"encoder_seed": 0, "model": "resnet18", "weights": Path("a")}, "--encoder-seed is for random weights"),
         ({"image_size": 0, "model": "resnet18"}, "--image-size must be at least 1, got 0"),
         ({"model": "resnet19"}, "unknown encoder 'torchvision:resnet19'"),
-        ({"model": "resnet18", "pixel_mean": (0.5,)}, "--pixel-mean and --pixel-std belong together"),
         ({"model": "timm:vit_tiny_patch16_224", "image_size": 10}, "cannot take 10 px images"),
         ({"run": "{trained}", "checkpoint": "step-7"}, "has no checkpoint 'step-7': it has step-"),
         ({"run": "{tmp}"}, "has neither encoder.safetensors nor a checkpoint yet"),
         ({"encoder": Path("/no/such/file")}, "cannot read /no/such/file"),
         ({"encoder": "{trained}"}, "is a run's directory: give --run"),
         ({"encoder": "{tmp}"}, "has 0 safetensors files, not one"),
-        ({"encoder": "{tmp}/other.pth"}, "does not say which model it is for: give --model"),
+        ({"encoder": "{tmp}/other.pth"}, "does not say which model it is for: give it to 'pic export import'"),
     ],
 )
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:

@@ -103,7 +103,7 @@ CASES = {
     "segment": Case(
         partial(
             segment,
-            config=SegmentConfig(iterations=4, batch_size=3, crop_size=33, learning_rate=1e-4, checkpoint_every=2),
+            config=SegmentConfig(iterations=4, batch_size=3, crop_size=33, learning_rate=1e-4, save_every=2),
         ),
         small_resnet,
         4,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_pair
-from trainer.evaluate.paper.loading import computed_ahead
+from trainer.evaluate.training import decoded_ahead
 from trainer.schedule import visit_uniforms
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks, VisitSchedule
@@ -92,8 +91,8 @@ def crops_ahead(
         (image,) = order.visits(visit, visit + 1)
         return crops.crop(images[image], visit_uniforms(seed, np.array([visit]), NUM_UNIFORMS)[0])
 
-    visits = (visit for step in steps for visit in range(batch_size * step, batch_size * (step + 1))[share])
-    with closing(computed_ahead(cropped, visits)) as ahead:
-        while part := list(islice(ahead, share.stop - share.start)):
+    visits = (range(batch_size * step, batch_size * (step + 1))[share] for step in steps)
+    with closing(decoded_ahead(cropped, visits)) as ahead:
+        for part in ahead:
             pixels, labels = zip(*part, strict=True)
             yield torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels))

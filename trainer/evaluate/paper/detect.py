@@ -24,10 +24,10 @@ from torch.optim.swa_utils import update_bn
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.paper.average_precision import THRESHOLDS, Detections, average_precision
 from trainer.evaluate.paper.detector import build_detector
-from trainer.evaluate.paper.loading import computed_ahead
 from trainer.evaluate.paper.settings import DetectConfig
 from trainer.evaluate.paper.voc import CLASSES, VocImage, load_pixels, read_split
-from trainer.evaluate.training import Training, check_batch
+from trainer.evaluate.training import Training, check_batch, decoded_ahead
+from weightserver.common.background import computed_ahead
 from weightserver.torch import Ranks, to_device
 
 _WARMUP_FACTOR = 0.001
@@ -120,11 +120,16 @@ def batches(
     images: Sequence[VocImage], config: DetectConfig, ranks: Ranks, first_step: int
 ) -> Generator[Batch, None, None]:
     """This rank's part of the batches from a step on, without an end: functions of the seed and the step alone."""
-    planned = enumerate(_orders(images, config))
-    steps = ((step, batch[ranks.share(len(batch))]) for step, batch in islice(planned, first_step, None))
-    with closing(computed_ahead(lambda step: _load(images, config, ranks, *step), steps)) as loaded:
-        for step, decoded in loaded:
-            pixels, targets = zip(*decoded, strict=True)
+
+    def planned() -> Iterator[list[tuple[VocImage, bool]]]:
+        for step, numbers in islice(enumerate(_orders(images, config)), first_step, None):
+            flips = np.random.default_rng([config.seed, step]).integers(2, size=config.batch_size)
+            batch = [(images[number], bool(flip)) for number, flip in zip(numbers, flips, strict=True)]
+            yield batch[ranks.share(config.batch_size)]
+
+    with closing(decoded_ahead(lambda each: example(*each), planned())) as decoded:
+        for step, examples in enumerate(decoded, first_step):
+            pixels, targets = zip(*examples, strict=True)
             yield Batch(
                 images=[to_device(each, ranks.device).float() / 255 for each in pixels],
                 targets=[{name: to_device(value, ranks.device) for name, value in each.items()} for each in targets],
@@ -145,14 +150,6 @@ def _orders(images: Sequence[VocImage], config: DetectConfig) -> Iterator[list[i
             if len(alike) == config.batch_size:
                 yield alike.copy()
                 alike.clear()
-
-
-def _load(
-    images: Sequence[VocImage], config: DetectConfig, ranks: Ranks, step: int, numbers: Sequence[int]
-) -> tuple[int, list[tuple[Tensor, dict[str, Tensor]]]]:
-    first = ranks.share(config.batch_size).start
-    flips = np.random.default_rng([config.seed, step]).integers(2, size=config.batch_size)[first:]
-    return step, [example(images[number], bool(flip)) for number, flip in zip(numbers, flips, strict=False)]
 
 
 def example(image: VocImage, is_flipped: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,7 +174,7 @@ def detect_objects(
     detector.transform.min_size = (config.test_side,)
     mine, found = images[ranks.share(len(images))], list[Detections]()
     with (
-        closing(computed_ahead(load_pixels, mine)) as loaded,
+        closing(computed_ahead(map(load_pixels, mine), ahead=4, name="decode")) as loaded,
         evaluation.progress("detecting", len(mine)) as advance,
         torch.autocast(ranks.device.type, torch.bfloat16, enabled=evaluation.bfloat16),
     ):

@@ -41,10 +41,9 @@ def build_detector(encoder: nn.Module, encoder_config: EncoderConfig, config: De
         for layer, std in ((predictor.cls_score, 0.01), (predictor.bbox_pred, 0.001)):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
-        backbone = nn.Sequential(stages.stem, stages.conv2, stages.conv3, stages.conv4)
-        backbone.out_channels = stages.conv4_channels  # type: ignore[assignment]
+        stages.backbone.out_channels = stages.conv4_channels  # type: ignore[assignment]
         detector = library.FasterRCNN(
-            backbone,
+            stages.backbone,
             min_size=config.train_sides,
             max_size=config.max_side,
             image_mean=list(pixels.mean),

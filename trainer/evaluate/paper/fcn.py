@@ -21,7 +21,7 @@ class FCN(nn.Module):
     def __init__(self, stages: ResNetStages, num_classes: int) -> None:
         super().__init__()
         dilate(stages.conv5)
-        self.backbone = nn.Sequential(stages.stem, stages.conv2, stages.conv3, stages.conv4, stages.conv5)
+        self.backbone = nn.Sequential(*stages.backbone, stages.conv5)
         self.head = nn.Sequential(
             *_dilated(stages.conv5_channels, _HEAD_CHANNELS),
             *_dilated(_HEAD_CHANNELS, _HEAD_CHANNELS),

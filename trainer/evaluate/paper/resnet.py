@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.data.pixels import normalise
 from trainer.model import EncoderConfig, TorchvisionEncoder
@@ -14,18 +14,12 @@ from trainer.model import EncoderConfig, TorchvisionEncoder
 _CHECKED_SIDE = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResNetStages:
+class ResNetStages(NamedTuple):
     """Stages of a ResNet (He et al., 1512.03385, table 1), which share no weights with the encoder they come from."""
 
-    stem: nn.Sequential
-    """conv1, its norm and activation, and max pooling: normalised images [B, 3, H, W] to maps of stride 4."""
-    conv2: nn.Module
-    """Stride 4."""
-    conv3: nn.Module
-    """Stride 8."""
-    conv4: nn.Module
-    """Stride 16."""
+    backbone: nn.Sequential
+    """Of normalised images [B, 3, H, W]: conv1 with its norm, activation and max pooling, conv2 and conv3, and conv4,
+    whose maps have stride 16."""
     conv5: nn.Module
     """Stride 32."""
     conv4_channels: int
@@ -49,26 +43,19 @@ def resnet_stages(encoder: nn.Module, config: EncoderConfig) -> ResNetStages:
     refusal = f"encoder {config.name!r} is not a ResNet for colour images: give torchvision:resnet50 or one like it"
     if not all(isinstance(getattr(network, name, None), nn.Module) for name in names):
         raise ValueError(refusal)
-    *first, conv2, conv3, conv4, conv5 = (network.get_submodule(name) for name in names)
-    stem = nn.Sequential(*first)
-    if next(conv for conv in stem.modules() if isinstance(conv, nn.Conv2d)).in_channels != 3:
+    *stem, conv2, conv3, conv4, conv5 = (network.get_submodule(name) for name in names)
+    backbone = nn.Sequential(nn.Sequential(*stem), conv2, conv3, conv4)
+    if next(module for module in backbone.modules() if isinstance(module, nn.Conv2d)).in_channels != 3:
         raise ValueError(refusal)
-    images = _checked_images(config, next(stem.parameters()).device)
+    noise = torch.randint(0, 256, (2, 3, _CHECKED_SIDE, _CHECKED_SIDE), generator=torch.Generator().manual_seed(0))
+    images = normalise(noise.byte().to(next(backbone.parameters()).device), config.pixels.channels(3))
     with torch.no_grad():
-        conv4_maps = conv4(conv3(conv2(stem(images))))
-        conv5_maps = conv5(conv4_maps)
+        conv4_maps = backbone(images)
+        averages = conv5(conv4_maps).mean(dim=(2, 3))
         features = network(images)
-    if not _same(conv5_maps.mean(dim=(2, 3)), features):
+    if averages.shape != features.shape or not torch.allclose(averages, features, rtol=1e-3, atol=1e-4):
         raise ValueError(refusal)
-    return ResNetStages(
-        stem=stem,
-        conv2=conv2,
-        conv3=conv3,
-        conv4=conv4,
-        conv5=conv5,
-        conv4_channels=conv4_maps.shape[1],
-        conv5_channels=conv5_maps.shape[1],
-    )
+    return ResNetStages(backbone, conv5, conv4_maps.shape[1], features.shape[1])
 
 
 def dilate(stage: nn.Module, dilation: int = 2) -> None:
@@ -87,14 +74,3 @@ def dilate(stage: nn.Module, dilation: int = 2) -> None:
         elif not list(module.children()) and getattr(module, "stride", 1) not in (1, (1, 1)):
             kind = type(module).__name__
             raise ValueError(f"{name} ({kind}) has a stride, which dilation cannot replace: give a plain ResNet")
-
-
-def _checked_images(config: EncoderConfig, device: torch.device) -> Tensor:
-    """Two normalised images of noise: float32 [2, 3, side, side]."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(0, 256, (2, 3, _CHECKED_SIDE, _CHECKED_SIDE), generator=generator, dtype=torch.uint8)
-    return normalise(noise.to(device), config.pixels.channels(3))
-
-
-def _same(averages: Tensor, features: Tensor) -> bool:
-    return averages.shape == features.shape and torch.allclose(averages, features, rtol=1e-3, atol=1e-4)

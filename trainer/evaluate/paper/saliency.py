@@ -137,8 +137,7 @@ def _correct(features: Tensor, config: SaliencyConfig, evaluation: Evaluation) -
     cosine, index = nearest(bank, features[mine], min(config.k, len(bank)), device=ranks.device)
     labels, wanted = dataset.train_labels[searched], dataset.test_labels
     num_classes = int(torch.cat([labels, wanted]).max()) + 1
-    setting = (config.k, VOTE_TEMPERATURE)
-    found = predict(cosine, labels[index], num_classes, [setting], top=1)[setting][:, 0]
+    found = predict(cosine, labels[index], num_classes, k=config.k, temperature=VOTE_TEMPERATURE, top=1)[:, 0]
     return gathered(found, len(wanted), ranks) == wanted
 
 

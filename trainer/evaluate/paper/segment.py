@@ -76,7 +76,7 @@ def segment(evaluation: Evaluation, config: SegmentConfig) -> Outcome:
     training = Training(
         evaluation, network, optimizer, loss_of=loss_of, factor=lambda step: cosine(step / config.iterations)
     )
-    training.run("network", batches, num_steps=config.iterations, save_every=config.checkpoint_every)
+    training.run("network", batches, num_steps=config.iterations, save_every=config.save_every)
     iou = intersection_over_union(network, val_images, pixels, evaluation)
     occurs = ~iou.isnan()
     by_class = zip(class_names(), iou.tolist(), occurs.tolist(), strict=True)

@@ -5,11 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.settings import Settings, check_at_least, check_not_negative, check_positive, flag
+from trainer.evaluate.settings import TrainingConfig
+from trainer.settings import Settings, check_at_least, check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectConfig(Settings):
+class NetworkConfig(TrainingConfig):
+    """How a network on the encoder is trained for a number of steps."""
+
+    iterations: int
+    """Number of training steps."""
+    learning_rate: float
+    """Initial learning rate."""
+    weight_decay: float = 1e-4
+    """Weight decay of SGD."""
+    save_every: int = 500
+    """Steps after which the state is saved, so that an interrupted evaluation continues there."""
+
+    def check(self) -> None:
+        check_at_least(self, 1, "iterations", "save_every")
+        check_positive(self, "learning_rate")
+        super().check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectConfig(NetworkConfig):
     """Settings of detection on Pascal VOC; the defaults are the paper's and, where it gives none, those of MoCo's
     configuration of Detectron2, which it follows."""
 
@@ -20,15 +40,13 @@ class DetectConfig(Settings):
     iterations: int = 24_000
     """Number of training steps."""
     batch_size: int = 16
-    """Images of a step, over all ranks."""
+    """Images in a step, of all ranks together."""
     learning_rate: float = 0.02
     """Of SGD, for a batch of 16."""
     learning_rate_drops: tuple[int, ...] = (18_000, 22_000)
     """Steps at which the learning rate is multiplied by 0.1."""
     warmup_iterations: int = 100
     """Steps over which the learning rate rises linearly from a thousandth."""
-    momentum: float = 0.9
-    """Of SGD."""
     weight_decay: float = 1e-4
     """Of all parameters but those of BatchNorm, which have none in Detectron2."""
     train_sides: tuple[int, ...] = tuple(range(480, 801, 32))
@@ -51,18 +69,12 @@ class DetectConfig(Settings):
     """Best proposals of a test image before and after non-maximum suppression."""
     precise_norm_batches: int = 200
     """Training batches over which BatchNorm statistics are averaged before the test; 0 keeps the running averages."""
-    save_every: int = 500
-    """Steps after which the state is saved, to resume an interrupted evaluation."""
-    seed: int = 0
-    """Of the new layers' initial weights, the order of images, their sizes and flips, and the sampled regions."""
 
     def check(self) -> None:
-        check_at_least(self, 1, "iterations", "batch_size", "save_every", "test_side", "max_side")
-        check_at_least(self, 1, "anchors_per_image", "rois_per_image")
+        super().check()
+        check_at_least(self, 1, "test_side", "max_side", "anchors_per_image", "rois_per_image")
         check_at_least(self, 2, "roi_side")
-        check_at_least(self, 0, "warmup_iterations", "precise_norm_batches", "seed")
-        check_positive(self, "learning_rate")
-        check_not_negative(self, "momentum", "weight_decay")
+        check_at_least(self, 0, "warmup_iterations", "precise_norm_batches")
         for name in ("train_sides", "anchor_sides", "train_proposals", "test_proposals"):
             values: tuple[int, ...] = getattr(self, name)
             if not values or min(values) < 1:
@@ -75,13 +87,13 @@ class DetectConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentConfig(Settings):
+class SegmentConfig(NetworkConfig):
     """Settings of the segmentation protocol; the defaults are the paper's (appendix, Experimental Settings)."""
 
     iterations: int = 60_000
-    """Updates of the network."""
+    """Number of training steps."""
     batch_size: int = 8
-    """Crops in each update, on all ranks together."""
+    """Crops in a step, of all ranks together."""
     crop_size: int = 769
     """Side of a training crop, in pixels."""
     min_scale: float = 0.5
@@ -90,19 +102,11 @@ class SegmentConfig(Settings):
     """Largest factor by which a training image is scaled."""
     learning_rate: float = 0.01
     """Initial learning rate; it falls to 0 by a cosine."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 1e-4
-    """Weight decay, on all parameters."""
-    seed: int = 0
-    """Seed of the initial head, the order of images and their crops."""
-    checkpoint_every: int = 1_000
-    """Iterations after which the state is saved, so that an interrupted evaluation resumes there."""
 
     def check(self) -> None:
-        check_at_least(self, 1, "iterations", "batch_size", "crop_size", "checkpoint_every")
-        check_positive(self, "min_scale", "max_scale", "learning_rate")
-        check_not_negative(self, "momentum", "weight_decay")
+        super().check()
+        check_at_least(self, 1, "crop_size")
+        check_positive(self, "min_scale", "max_scale")
         if self.min_scale > self.max_scale:
             raise ValueError(f"--min-scale {self.min_scale} is above --max-scale {self.max_scale}: exchange them")
 

@@ -19,7 +19,7 @@ def test_stages_compute_what_the_encoder_does(name: str, channels: tuple[int, in
     encoder = build_encoder(config(name)).eval()
     stages = resnet_stages(encoder, config(name))
     images = torch.rand(1, 3, 96, 64)
-    maps = stages.conv4(stages.conv3(stages.conv2(stages.stem(images))))
+    maps = stages.backbone(images)
     assert maps.shape == (1, channels[0], 6, 4)
     maps = stages.conv5(maps)
     assert maps.shape == (1, channels[1], 3, 2)
