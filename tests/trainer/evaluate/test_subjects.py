@@ -28,6 +28,8 @@ from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
 
 NEWEST = 3 * EVERY
+OF_RUN = {"format": 4, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
+"""Settings in a run's config.json."""
 SMALL = EncoderConfig(name="resnet18", in_channels=3, image_size=32, pixel_mean=(0.4,), pixel_std=(0.2,))
 
 
@@ -119,9 +121,7 @@ def test_a_damaged_checkpoint_is_an_error(training: Path) -> None:
 
 def test_the_data_of_a_run(tmp_path: Path) -> None:
     saved(tmp_path / "encoder.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"format": 4, "background": "white", "dataset": "folder", "data_dir": "/images"})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(OF_RUN | {"dataset": "folder", "data_dir": "/images"}))
     found = load_subject(SubjectOptions(run=tmp_path))
     assert found.data(None, None) == ("folder", Path("/images"))
     assert found.data(None, Path("/more")) == ("folder", Path("/more"))
@@ -188,7 +188,7 @@ def test_a_model_with_random_weights() -> None:
     ],
 )
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"format": 4, "background": "white", "dataset": "idx"}))
+    (tmp_path / "config.json").write_text(json.dumps(OF_RUN))
     torch.save({"w": torch.ones(1)}, tmp_path / "other.pth")
     filled: dict[str, Any] = {
         name: Path(value.format(tmp=tmp_path, trained=trained)) if isinstance(value, str) and "{" in value else value
