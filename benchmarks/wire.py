@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from benchmarks.measure import at_least, draw_bars, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import LearningRates, RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
+from weightserver.torch.recency import ActiveRows
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)
@@ -41,13 +42,22 @@ def processor_seconds(cluster: LocalCluster) -> float:
     return sum(each.user + each.system for each in used)
 
 
+def active_rows(schedule: VisitSchedule, steps: int) -> Iterator[ActiveRows]:
+    """Those of each step, as a head finds them."""
+    visited = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE).visited(-1)
+    for step in range(steps):
+        batch = schedule.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
+        visited = visited.followed_by(batch, num_active=NUM_ACTIVE)
+        yield visited.active(batch)
+
+
 def measure(
     make_store: Callable[[WeightClient, np.ndarray], RowStore], *, warm_up: int, steps: int, spec: TableSpec = SPEC
 ) -> dict[str, float]:
     """Bytes, seconds and the servers' processor seconds per step over the `steps` after the first `warm_up`."""
     rates = np.full(warm_up + steps, 0.06, np.float32)
     schedule = VisitSchedule(num_rows=SPEC.num_rows, window_size=WINDOW_SIZE, window_stride=WINDOW_STRIDE, seed=0)
-    recent = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE)
+    of_steps = active_rows(schedule, warm_up + steps)
     gradients = torch.randn(NUM_ACTIVE, SPEC.dim) * 1e-3
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(spec)
@@ -56,7 +66,7 @@ def measure(
         store = make_store(client, rates)
         seconds = []
         before, used_before = loopback_bytes(), 0.0
-        for step, active in enumerate(announced(map(recent.active, range(len(rates))), store, range(len(rates)))):
+        for step, active in enumerate(announced(of_steps, store, range(len(rates)))):
             if step == warm_up:
                 used_before = processor_seconds(cluster)
                 before, rows_before = loopback_bytes(), store.counters.fetched_rows + store.counters.pushed_rows

@@ -27,7 +27,7 @@ from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import Rows, Servers
 from weightserver.torch.step_classes import Announced, announced
 from weightserver.torch.transfer import HostCopy, to_device
-from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule, resident_rows
+from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule
 
 __all__ = [
     "MARGINS",
@@ -67,7 +67,6 @@ __all__ = [
     "padded",
     "padded_rows",
     "read_labels",
-    "resident_rows",
     "softmax_loss",
     "to_device",
 ]

@@ -23,7 +23,7 @@ import numpy as np
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import derive_seed, splitmix64
 from weightserver.torch.recency import ActiveRows, Visited, check_num_active
-from weightserver.torch.windows import RowOrder, VisitSchedule, resident_rows
+from weightserver.torch.windows import RowOrder
 
 Negatives = Literal["recent", "uniform", "both"]
 NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
@@ -131,22 +131,6 @@ class NegativeSampler:
         if self.takes_all or self.num_recent == self.num_active:
             return 0
         return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
-
-    def resident_rows(self, schedule: VisitSchedule | None, num_visits: int, prefetch_steps: int) -> tuple[int, int]:
-        """The fewest resident rows for steps of `num_visits` visits that are prefetched, and a good number of them.
-
-        The good number also holds the rows of the windows of `schedule`; None if images share classes, whose recent
-        rows may be far outside the window. Sampled rows are needed for their step only.
-        """
-        if self.takes_all:
-            return self._num_rows, self._num_rows
-        ahead, recent = prefetch_steps * num_visits, self.num_recent or num_visits
-        if schedule is not None:
-            needed, good = resident_rows(schedule, num_active=recent, visits_ahead=ahead)
-        else:
-            needed, good = recent + ahead, 2 * (recent + ahead)
-        sampled = (prefetch_steps + 1) * self.num_sampled(num_visits)
-        return min(self._num_rows, needed + sampled), min(self._num_rows, good + sampled)
 
     def active(self, step: int, batch: Int64Array, recent: Visited | None) -> ActiveRows:
         """The active rows of a step with visits to the rows `batch`, int64 [n], which `recent` ends with.

@@ -38,17 +38,37 @@ def sizes_for_steps(
     if sampler is None:
         good = _rows_in_any_order(spec, negatives, step_size, AHEAD)
         return StoreSizes(rows.capacity or good, AHEAD, max(step_size, spec.rows_per_block))
-    schedule, ahead = sampler.schedule, rows.prefetch_steps
-    needed, good = negatives.resident_rows(
-        None if isinstance(sampler.order, ClassOrder) else schedule, step_size, ahead
-    )
+    ahead = rows.prefetch_steps
+    needed, good = _rows_of_sampler(sampler, spec, negatives, step_size, ahead)
     if rows.capacity is not None and rows.capacity < needed:
         raise ValueError(
             f"capacity is {rows.capacity}, but the {ahead} steps that are requested in advance need {needed}: raise "
             "it, or lower prefetch_steps"
         )
     good = max(good, _rows_in_any_order(spec, negatives, step_size, ahead))  # of other loaders too
-    return StoreSizes(rows.capacity or good, ahead, min(schedule.window_stride, 1 << 14))
+    return StoreSizes(rows.capacity or good, ahead, min(sampler.schedule.window_stride, 1 << 14))
+
+
+def _rows_of_sampler(
+    sampler: WindowSampler, spec: TableSpec, negatives: NegativeSampler, step_size: int, prefetch_steps: int
+) -> tuple[int, int]:
+    """The fewest resident rows for a sampler's steps that are requested so many steps in advance, and a good number.
+
+    The good number holds the rows of as many windows as the visits from the current step to the last requested one
+    touch, so that no row of a window is fetched twice; where images share classes, recent rows may be far outside the
+    window, and it holds twice the fewest. Sampled rows are needed for their step only.
+    """
+    if negatives.takes_all:
+        return spec.num_rows, spec.num_rows
+    recent, ahead = negatives.num_recent or step_size, prefetch_steps * step_size
+    needed, good = recent + ahead, 2 * (recent + ahead)
+    if not isinstance(sampler.order, ClassOrder):
+        size, stride = sampler.schedule.window_size, sampler.schedule.window_stride
+        windows = 1 + -(-max(0, recent - size) // stride) + -(-ahead // size)
+        visited = min(spec.num_rows, size + windows * stride)
+        needed, good = min(visited, needed), max(visited, max(size, recent) + 2 * stride)
+    sampled = (prefetch_steps + 1) * negatives.num_sampled(step_size)
+    return min(spec.num_rows, needed + sampled), min(spec.num_rows, min(spec.num_rows, good) + sampled)
 
 
 def _rows_in_any_order(spec: TableSpec, negatives: NegativeSampler, step_size: int, prefetch_steps: int) -> int:

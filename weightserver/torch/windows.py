@@ -155,17 +155,3 @@ class VisitSchedule:
             if len(self._windows) > _KEPT_WINDOWS:
                 self._windows.popitem(last=False)
         return rows
-
-
-def resident_rows(schedule: VisitSchedule, *, num_active: int, visits_ahead: int) -> tuple[int, int]:
-    """The fewest resident rows that training with `num_active` active rows needs if rows are requested `visits_ahead`
-    visits in advance, and a good number of them.
-
-    The good number holds the rows of as many windows as the visits from the current step to the last requested one
-    touch, so that no row of a window is fetched twice.
-    """
-    num_rows, size, stride = schedule.num_rows, schedule.window_size, schedule.window_stride
-    windows = 1 + -(-max(0, num_active - size) // stride) + -(-visits_ahead // size)
-    visited = min(num_rows, size + windows * stride)
-    needed = min(visited, num_active + visits_ahead)
-    return needed, min(num_rows, max(visited, min(num_rows, max(size, num_active) + 2 * stride)))
