@@ -33,7 +33,6 @@ COMMANDS = {
     "backup": ("weightserver.operations.backup", "copy a checkpoint of all shards to files while training continues"),
     "restore": ("weightserver.operations.restore", "create one shard's directory from a backup"),
     "reshard": ("weightserver.operations.reshard", "change the number of shards of a cluster that is not being served"),
-    "compact": ("weightserver.operations.compact", "copy a directory that is not being served, without free space"),
     "plan": ("weightserver.operations.plan", "estimate the disk, memory and bandwidth that a run needs"),
     "extend": ("weightserver.operations.extend", "add rows to the table while training continues"),
     "export": ("weightserver.operations.export", "write current rows, or those of a checkpoint, to files"),

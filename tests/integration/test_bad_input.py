@@ -450,8 +450,6 @@ def test_invalid_arguments_are_rejected_before_any_call(
         "restore b --data-dir ? --shard 0",
         "reshard --source ? --target t",
         "reshard --source s --target t ?",
-        "compact ? --output o",
-        "compact d --output ?",
         "export h:1 --output ?",
         "checkpoints h:1 --tls-ca ?",
     ],

@@ -23,7 +23,6 @@ from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.versions import Version
-from weightserver.operations.compact import compact
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
@@ -42,7 +41,6 @@ from weightserver.storage.records import (
     write_spec,
     write_state,
 )
-from weightserver.storage.tombstone import TOMBSTONE
 
 SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 
@@ -159,7 +157,6 @@ def test_a_wrong_bit_in_a_tree_is_refused(offset: int, bit: int, tmp_path: Path)
         flip(source, 4096 * tree_page(source), 1)
     attempts: list[Callable[[], object]] = [
         lambda: serve(source),
-        lambda: compact(source, tmp_path / "new"),
         lambda: reshard([source], [tmp_path / "new"]),
     ]
     for attempt in attempts:
@@ -257,7 +254,6 @@ def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None
     attempts: list[Callable[[], object]] = [
         lambda: serve(source),
         lambda: inspect_directory(source),
-        lambda: compact(source, tmp_path / "new"),
         lambda: reshard([source], [tmp_path / "new"]),
         lambda: reshard(make_shards(tmp_path / "other", 1), [source]),
     ]
@@ -314,8 +310,6 @@ def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
 @pytest.mark.guard
 def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
     (source,) = make_shards(tmp_path, 1)
-    status, error = cli("compact", source, "--output", tmp_path / "new", address_space=2 << 30)
-    assert status == 0, error
     status, error = cli("inspect", source, address_space=600 << 20)  # it maps nothing
     assert status == 0, error
     status, error = cli("verify", source, address_space=600 << 20)
@@ -353,7 +347,7 @@ def assert_one_line(outcome: tuple[int, str], message: str) -> None:
     assert message in error
 
 
-@pytest.mark.parametrize("command", ["serve a new one", "serve", "reshard", "inspect", "verify", "compact"])
+@pytest.mark.parametrize("command", ["serve a new one", "serve", "reshard", "inspect", "verify"])
 def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
     """LMDB writes to lock.mdb through a map, which a full disk cannot back for a new file."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
@@ -370,10 +364,9 @@ def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
                 "reshard": ["reshard", "--source", source, "--target", new],
                 "inspect": ["inspect", there],
                 "verify": ["verify", there],
-                "compact": ["compact", there, "--output", tmp_path / "compacted"],
             }[command]
         )
-    if command in ("inspect", "verify", "compact"):
+    if command in ("inspect", "verify"):
         assert outcome == (0, "")
     else:
         assert_one_line(outcome, f"{there if command == 'serve' else new}: [Errno 28] No space left on device")
@@ -389,32 +382,9 @@ def test_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
         for number, directory in enumerate((disk / "served", disk / "never served")):
             assert inspect_directory(directory)["rows_stored"] == 4_000
             assert verify_directory(directory).problems == []
-            compact(directory, tmp_path / f"compacted-{number}")
             assert reshard([directory], [tmp_path / f"new-{number}"]).rows_stored == 4_000
             with pytest.raises(StorageError, match="Read-only file system"):
                 serve(directory)
-
-
-def test_where_a_compacted_directory_can_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (source,) = make_shards(tmp_path, 1)
-    with volume(tmp_path / "disk") as disk:
-        (disk / "lost+found").mkdir()
-        compact(source, disk)
-        assert verify_directory(disk).problems == []
-    (source / TOMBSTONE).unlink()
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    compact(source, tmp_path / "link")
-    assert inspect_directory(tmp_path / "there")["rows_stored"] == 4_000
-    (source / TOMBSTONE).unlink()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    compact(source, Path("."))
-    assert inspect_directory(tmp_path / "here")["rows_stored"] == 4_000
-    (source / TOMBSTONE).unlink()
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file is a file: give a directory"):
-        compact(source, tmp_path / "file")
 
 
 # ---- requests

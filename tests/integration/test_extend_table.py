@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,6 @@ from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
-from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
@@ -187,7 +187,7 @@ def test_growth_that_a_killed_shard_cut_short_is_repeated(tmp_path: Path, capsys
 
 @pytest.mark.guard
 def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checkpoints and backups of before and after, a rollback, an export, a reshard, a compaction, a lost shard."""
+    """Checkpoints and backups of before and after, a rollback, an export, a reshard, a lost shard."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         open_table(client, SPEC)
         push(client, 0, 100)
@@ -221,7 +221,7 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         for shard, directory in enumerate(restored):
             restore(tmp_path / name, directory, shard=shard)
         assert same(rows_in(restored), expected)
-    compact(old[0], copied[0])
+    shutil.copytree(old[0], copied[0])
     restore(tmp_path / "small", copied[1], shard=1)  # it was lost
     with LocalCluster(2, tmp_path / "copied") as cluster, WeightClient(cluster.addresses) as client:
         rollback = ["rollback", "before", *cluster.addresses, "--yes"]

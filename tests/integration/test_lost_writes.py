@@ -1,6 +1,6 @@
 """A disk that loses writes which it had confirmed: pages of the last commit are put back as they were before it.
 
-Every wrong row is refused when it is fetched or, at the latest, by the next start, `verify`, `backup`, `compact` and
+Every wrong row is refused when it is fetched or, at the latest, by the next start, `verify`, `backup` and
 `reshard`. What is noticed when, guarantees.md says.
 """
 
@@ -21,7 +21,6 @@ from tests.helpers.schedules import naming
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.backup import backup
-from weightserver.operations.compact import compact
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.shard.shard import Shard
@@ -202,8 +201,6 @@ def check(lost: Lost, place: Path, subsets: Iterator[list[int]], *, copies: bool
         except StorageError:
             pass  # it does not start
         if copies:
-            with pytest.raises(StorageError):
-                compact(directory, place / f"compacted-{number}")
             with pytest.raises(StorageError):
                 reshard([directory], [place / f"resharded-{number}"], current=True)
         if set(pages) <= set(lost.of_blocks):

@@ -14,7 +14,6 @@ import pytest
 
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.backup import backup
-from weightserver.operations.compact import compact
 
 NOBODY = 65534
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
@@ -69,9 +68,6 @@ def test_files_with_rows_are_private(public: Path) -> None:
     assert len(lines) == 1
     assert all(str(path) in lines[0] for path in (shard, *shard.iterdir()))
     assert oct(log.stat().st_mode & 0o777) == "0o600"
-
-    compact(shard, public / "compacted")
-    assert modes(public / "compacted") == {"compacted": "0o700", "compacted/data.mdb": "0o600"}
 
 
 @pytest.mark.guard

@@ -132,12 +132,12 @@ def test_shards_and_kills_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_operations_on_tables_of_bfloat16(tmp_path: Path) -> None:
-    """Checkpoint, extension, backup, a lost shard restored, rollback, compaction, export and reshard."""
+    """Checkpoint, extension, backup, a lost shard restored, rollback, export and reshard."""
 
     def weightserver(*arguments: object) -> None:
         assert commands.weightserver(*arguments)[0] == 0
 
-    directory, compacted, restored = (tmp_path / name for name in ("old", "compacted", "restored"))
+    directory, restored = tmp_path / "old", tmp_path / "restored"
     with LocalCluster(2, directory) as cluster, WeightClient(cluster.addresses) as client:
         begin(client)
         steps = list(pushes(30))
@@ -162,11 +162,10 @@ def test_operations_on_tables_of_bfloat16(tmp_path: Path) -> None:
         assert same(client.fetch_state(ROWS), kept)
     for shard in range(2):
         name = f"shard-{shard}"
-        weightserver("compact", directory / name, "--output", compacted / name)
         weightserver("restore", tmp_path / "backup", "--data-dir", restored / name, "--shard", shard)
         weightserver("verify", restored / name)
     resharded = [tmp_path / "resharded" / f"shard-{shard}" for shard in range(3)]
-    reshard([compacted / f"shard-{shard}" for shard in range(2)], resharded, rows_per_block=9, current=True)
+    reshard([directory / f"shard-{shard}" for shard in range(2)], resharded, rows_per_block=9, current=True)
     for place, num_shards, rows_per_block in ((restored, 2, 5), (tmp_path / "resharded", 3, 9)):
         with LocalCluster(num_shards, place) as cluster, WeightClient(cluster.addresses) as client:
             assert client.describe().spec == replace(SPEC, num_rows=150, rows_per_block=rows_per_block)

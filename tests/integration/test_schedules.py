@@ -15,7 +15,6 @@ from weightserver import ClusterError, LocalCluster, StepError, TableMismatchErr
 from weightserver.client import rates as client_rates
 from weightserver.core.arrays import Float32Array
 from weightserver.operations.backup import backup
-from weightserver.operations.compact import compact
 from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
 from weightserver.shard.shard import Shard
@@ -181,7 +180,7 @@ def test_a_rollback_forgets_what_was_used_since(client: WeightClient, cluster: L
 def test_copies_of_a_checkpoint_have_its_learning_rates(
     client: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Directories that are restored, resharded and compacted; those used after the checkpoint stay behind."""
+    """Directories that are restored and resharded; those used after the checkpoint stay behind."""
     begin(client)
     for step in range(8):
         push(client, step)
@@ -192,8 +191,7 @@ def test_copies_of_a_checkpoint_have_its_learning_rates(
     for shard, directory in enumerate(restored):
         restore(tmp_path / "backup", directory, shard=shard)
     reshard(restored, resharded := [tmp_path / f"resharded-{shard}" for shard in range(3)])
-    compact(resharded[2], compacted := tmp_path / "compacted")
-    for shard, directory in (*enumerate(restored), *enumerate([*resharded[:2], compacted])):
+    for shard, directory in (*enumerate(restored), *enumerate(resharded)):
         num_shards = 2 if directory in restored else 3
         with closing(LmdbStorage(directory)) as storage:
             assert Shard(storage, shard=shard, num_shards=num_shards).used_rates.values.tolist() == RATES[:5].tolist()

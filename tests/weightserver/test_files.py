@@ -11,7 +11,6 @@ from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, sync
 from weightserver.operations.backup import backup
-from weightserver.operations.compact import compact
 from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
 from weightserver.shard.shard import Shard
@@ -69,7 +68,6 @@ def test_results_of_operations_survive_a_power_loss(power_loss: PowerLoss, tmp_p
         backup(client, tmp_path / "deep/backup")
         export_rows(client, tmp_path / "deep/rows")
     restore(tmp_path / "deep/backup", tmp_path / "deep/restored/shard-0", shard=0)
-    compact(tmp_path / "deep/restored/shard-0", tmp_path / "deep/compacted/shard-0")
-    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"backup", "rows", "restored", "compacted"}
+    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"backup", "rows", "restored"}
     of_its_process = {path for path in power_loss.lost(tmp_path) if path.startswith("servers/here/shard-0")}
     assert power_loss.lost(tmp_path) - of_its_process == set()

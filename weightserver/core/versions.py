@@ -56,12 +56,6 @@ def unneeded(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]
     ]
 
 
-def needed(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]) -> list[Version]:
-    """The others of them."""
-    left_out = unneeded(versions, checkpoints)
-    return [version for version in versions if version not in left_out]
-
-
 def digest(named: Iterable[tuple[int, int]]) -> bytes:
     """16 bytes that identify a set of (block, write id), in any order: the sum of their hashes."""
     total = sum(xxhash.xxh3_128_intdigest(_NAMED.pack(block, write_id)) for block, write_id in named)

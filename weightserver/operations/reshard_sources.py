@@ -34,7 +34,6 @@ from weightserver.storage.records import (
     state_to_json,
 )
 from weightserver.storage.shard_builder import TableState
-from weightserver.storage.tombstone import require_current
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ def open_source(directory: Path, stack: ExitStack) -> SourceShard:
         StorageError: the directory is damaged, or another process serves it.
     """
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
-    require_current(directory)
     txn = stack.enter_context(storage.read())
     identity = read_identity(txn)
     spec = None if identity is None or identity.unfinished else read_spec(txn)

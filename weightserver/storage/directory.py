@@ -23,9 +23,8 @@ from weightserver.common.atomic_files import (
     require_empty,
 )
 from weightserver.core.errors import StorageError
-from weightserver.storage.tombstone import TOMBSTONE
 
-_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", TOMBSTONE, "lost+found"})
+_OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", "lost+found"})
 """Files that may exist where a shard begins."""
 _OWNER_SECONDS = 5.0
 """How long to wait for a directory that another process still serves."""

@@ -13,7 +13,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +21,6 @@ import lmdb
 
 from weightserver.common.atomic_files import PRIVATE_FILE, sync
 from weightserver.core.errors import DamagedFileError, ShardUnavailableError, StorageError
-from weightserver.core.versions import Version
 from weightserver.storage import directory as files
 from weightserver.storage.contents import Contents
 from weightserver.storage.directory import OwnerLock, translated
@@ -30,7 +29,6 @@ from weightserver.storage.interface import DATABASES, DiskUsage, Transaction
 from weightserver.storage.lmdb_transaction import CONTENTS, Databases, LmdbTransaction, open_databases
 from weightserver.storage.page_cache import writing_back
 from weightserver.storage.readers import Readers
-from weightserver.storage.tombstone import require_current
 
 _MAP_BYTES = 1 << 40
 """Address space for a file that is written, which may grow as long: a map takes no memory."""
@@ -54,8 +52,6 @@ _DAMAGE = (
     lmdb.ProblemError,
 )
 """Errors that a sound file does not cause."""
-_COPY_BYTES = 64 << 20
-"""Bytes of values that `copy` writes in one transaction."""
 
 
 _log = logging.getLogger(__name__)
@@ -126,8 +122,6 @@ class LmdbStorage:
 
     def _check_files(self, *, allow_recreate: bool) -> int:
         """Checks the files of the locked directory; returns the transaction that its data must hold."""
-        if not self._readonly:
-            require_current(self.directory)
         last_transaction = files.last_transaction(self.directory)
         has_data = files.holds_data(self.directory)
         if last_transaction and not has_data:  # data that disappeared is no new shard
@@ -312,40 +306,6 @@ class LmdbStorage:
             return str(error)
         return ""
 
-    def copy(self, path: Path, blocks: Callable[[Transaction], Iterable[tuple[Version, memoryview]]]) -> None:
-        """Writes all records, and the given blocks of a snapshot, to an empty file.
-
-        Raises:
-            StorageError: the copy cannot be written.
-        """
-        with (
-            self.read() as source,
-            translated(path, (lmdb.Error,)),  # within, or the source would be blamed
-            lmdb.open(
-                os.fsencode(path),
-                subdir=False,
-                map_size=_used_bytes(self._env) + _ROOM_BYTES,
-                max_dbs=len(DATABASES),
-                lock=False,
-                sync=False,
-                lib_version=0,
-            ) as copied,
-        ):
-            databases, contents = open_databases(copied, path, create=True), Contents()
-            for name in ("meta", "schedule", "writers"):
-                with copied.begin(write=True, buffers=True) as txn:
-                    into = LmdbTransaction(path, txn, databases, contents=contents)
-                    for key, value in source.items(name):
-                        into.put(name, key, value)
-            for some in _batches(blocks(source)):
-                with copied.begin(write=True, buffers=True) as txn:
-                    into = LmdbTransaction(path, txn, databases, contents=contents)
-                    for version, content in some:
-                        into.put_block(version, content)
-            with copied.begin(write=True) as txn:
-                txn.put(CONTENTS, contents.packed(txn.id()))
-            copied.sync(True)
-
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
         return (self.directory / "data.mdb").stat().st_blocks * 512
@@ -393,16 +353,3 @@ def _address_space(least: int) -> int:
 def _used_bytes(env: lmdb.Environment) -> int:
     """Bytes up to the last page that was ever used."""
     return (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
-
-
-def _batches(blocks: Iterable[tuple[Version, memoryview]]) -> Iterator[list[tuple[Version, memoryview]]]:
-    """The same blocks, some 64 MiB of them at a time."""
-    some, num_bytes = list[tuple[Version, memoryview]](), 0
-    for version, content in blocks:
-        some.append((version, content))
-        num_bytes += len(content)
-        if num_bytes >= _COPY_BYTES:
-            yield some
-            some, num_bytes = [], 0
-    if some:
-        yield some

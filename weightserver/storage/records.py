@@ -58,7 +58,7 @@ class State:
     incarnation: str = ""
     """Names the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0
-    """Number of transactions that changed anything; compacting does not change it."""
+    """Number of transactions that changed anything."""
     timeline: str = ""
     """Names the newest rollback or restore; shards with different ones hold rows of different times."""
     checkpoints: tuple[ShardCheckpoint, ...] = ()
