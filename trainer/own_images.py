@@ -30,6 +30,7 @@ from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.presets import PRESETS
 from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run_dataset import check_images
 from trainer.settings import flag
 from weightserver.common.logs import logs_json
 
@@ -93,8 +94,8 @@ def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
         lambda: config.check_classes(num_classes),
         lambda: config.optimization.num_steps(number),
         lambda: config.optimization.warmup_steps(number, 1),
-        lambda: _check_labels(config, dataset),
-        lambda: _check_encoder(config),
+        lambda: check_images(config, dataset),
+        lambda: measure_feature_dim(build_encoder(config.model.encoder), config.model.encoder),
         config.compute.torch_device,
     ]
     for check in checks:
@@ -103,22 +104,6 @@ def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))
-
-
-def _check_labels(config: TrainConfig, dataset: Dataset) -> None:
-    if config.report.evaluate:
-        dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
-    elif config.report.knn_every or config.report.online_probe:
-        dataset.check_labelled()
-
-
-def _check_encoder(config: TrainConfig) -> None:
-    encoder = config.model.encoder
-    if encoder.in_channels != 3:
-        raise ValueError(
-            f"--encoder.in-channels {encoder.in_channels}: images of a folder are decoded in colour: give 3"
-        )
-    measure_feature_dim(build_encoder(encoder), encoder)
 
 
 def _given(arguments: Sequence[str]) -> set[str]:

@@ -37,7 +37,7 @@ def dataset_of(config: TrainConfig, data_dir: Path | None = None) -> Dataset:
         background=config.data.background,
         options=config.data,
     )
-    _check_images(config, dataset)
+    check_images(config, dataset)
     return dataset
 
 
@@ -50,7 +50,7 @@ def write_reading(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _check_images(config: TrainConfig, dataset: Dataset) -> None:
+def check_images(config: TrainConfig, dataset: Dataset) -> None:
     """Raises ValueError for images that the encoder cannot take, or that lack the labels to evaluate with."""
     channels = dataset.test_images.shape[1]
     if channels != config.model.encoder.in_channels:

@@ -10,19 +10,17 @@ from weightserver.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset, load_splits
-    from trainer.data.idx import DataNotFoundError
     from trainer.data.synthetic import SyntheticImages
 
 __all__ = [
     "DATASETS",
     "DECODED",
     "SYNTHETIC",
-    "DataNotFoundError",
     "Dataset",
     "SyntheticImages",
     "TrainImages",
     "load_dataset",
     "load_splits",
 ]
-_ELSEWHERE = {"DataNotFoundError": "trainer.data.idx", "SyntheticImages": "trainer.data.synthetic"}
+_ELSEWHERE = {"SyntheticImages": "trainer.data.synthetic"}
 __getattr__ = lazy_names(__name__, {name: _ELSEWHERE.get(name, "trainer.data.datasets") for name in __all__})

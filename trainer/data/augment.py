@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.data.augmentation_config import AugmentationConfig as AugmentationConfig
-from trainer.data.crops import NUM_TRIES, Centre, ChosenBox, draw_crops
-from trainer.data.decode import Box
+from trainer.data.crops import NUM_TRIES, draw_crops
+from trainer.data.decode import Box, ChosenBox, centre
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import to_device
@@ -92,11 +92,11 @@ class Augmentation:
     def __call__(self, images: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
         numbers = _on_host(uniforms)
         height, width = images.shape[-2:]
-        boxes = [crop.box(width, height) for crop in self.crops(numbers)]
+        boxes = [crop(width, height) for crop in self.crops(numbers)]
         return self._render(images, numbers, _in_image(boxes, width, height))
 
     def finish(self, crops: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
-        """Views of images that were already cropped to their `box`: uint8 [B, C, image_size, image_size]."""
+        """Views of images that were already cropped to their boxes: uint8 [B, C, image_size, image_size]."""
         return self._render(crops, _on_host(uniforms))
 
     def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
@@ -111,11 +111,6 @@ class Augmentation:
             scale=(config.min_scale, config.max_scale),
             max_ratio=config.max_aspect_ratio,
         )
-
-    def box(self, uniforms: Float32Array, width: int, height: int) -> Box:
-        """Crop and flip of an image of that size, in pixels; uniforms float32 [num_uniforms]."""
-        (crop,) = self.crops(uniforms[None])
-        return crop.box(width, height)
 
     @torch.no_grad()
     def _render(self, images: Tensor, uniforms: Float32Array, boxes: Float32Array | None = None) -> Tensor:
@@ -185,7 +180,7 @@ class Unchanged(Augmentation):
         return normalise(crops, self.pixels)
 
     def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
-        return [Centre()] * len(uniforms)
+        return [centre] * len(uniforms)
 
 
 def _on_host(uniforms: Tensor | Float32Array) -> Float32Array:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.decode import Box, centre
+from trainer.data.decode import Box
 from weightserver.core.arrays import Float32Array, Float64Array
 
 NUM_TRIES = 10
@@ -25,15 +24,9 @@ NUM_TRIES = 10
 _HALVINGS, _TERMS = 5, 12
 
 
-class ChosenBox(Protocol):
-    """The part of an image that a visit sees, as a function of the image's size."""
-
-    def box(self, width: int, height: int) -> Box: ...
-
-
 @dataclass
 class RandomCrop:
-    """One visit's crop of an image of unknown size."""
+    """One visit's crop of an image of unknown size: a function of its width and height."""
 
     areas: Sequence[float]
     """Areas of the shapes to try in turn, as fractions of the image."""
@@ -45,7 +38,7 @@ class RandomCrop:
     flipped: bool
     max_ratio: float
 
-    def box(self, width: int, height: int) -> Box:
+    def __call__(self, width: int, height: int) -> Box:
         """The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio.
 
         Sides are rounded to whole pixels before they are compared with the image's.
@@ -61,13 +54,6 @@ class RandomCrop:
             crop_height = min(height, round(width * self.max_ratio))
             left, top = (width - crop_width) // 2, (height - crop_height) // 2
         return Box(left, top, left + crop_width, top + crop_height, self.flipped)
-
-
-class Centre:
-    """The largest square in the middle, for every visit."""
-
-    def box(self, width: int, height: int) -> Box:
-        return centre(width, height)
 
 
 def draw_crops(

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages, EncodedImages
-from trainer.data.idx import DataNotFoundError, find_idx, read_idx
+from trainer.data.idx import find_idx, read_idx
 from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import NO_LABEL, Listing
@@ -232,8 +232,8 @@ def load_dataset(
     are not the first of the training images' classes are omitted.
 
     Raises:
-        DataNotFoundError: a ValueError; its line says what was tried and what to do.
-        ValueError: an unknown name, or arguments that do not apply.
+        ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
+            tried and what to do.
     """
     if name == SYNTHETIC:
         return _make_synthetic(directory, num_images, image_size, seed)
@@ -244,7 +244,7 @@ def load_dataset(
         if num_images is not None:
             raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
-            raise DataNotFoundError(f"data set {name!r} needs a folder: give --data-dir with the images")
+            raise ValueError(f"data set {name!r} needs a folder: give --data-dir with the images")
         side, options = decoded_side(image_size), options or SourceOptions()
         decoded = partial(DecodedImages, side=side, options=options, background=background, threads=decode_threads)
         return DECODED[name](directory, image_size, decoded, options)
@@ -397,7 +397,7 @@ def _are_of_one_class(train: _Stored) -> bool:
 
 def _load_idx(directory: Path | None) -> Dataset:
     if directory is None:
-        raise DataNotFoundError("data set 'idx' needs a folder: give --data-dir with the four idx files")
+        raise ValueError("data set 'idx' needs a folder: give --data-dir with the four idx files")
     return _read_directory(directory, verify=False)
 
 
@@ -414,7 +414,7 @@ def _load_fashion_mnist(directory: Path | None) -> Dataset:
         return _read_directory(downloaded, verify=True)
     except (OSError, RuntimeError, URLError) as error:
         failures.append(f"download failed ({_one_line(error)})")
-    raise DataNotFoundError(
+    raise ValueError(
         f"fashion-mnist not found: {'; '.join(failures)}. Install the Debian package {DEBIAN_PACKAGE}, or put the four "
         ".gz files of github.com/zalandoresearch/fashion-mnist into a folder and give it as --data-dir"
     )
@@ -426,17 +426,17 @@ def _is_complete(directory: Path) -> bool:
 
 def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     if not directory.is_dir():
-        raise DataNotFoundError(f"no such folder: {directory}: give the folder that holds {', '.join(_FILES)} (or .gz)")
+        raise ValueError(f"no such folder: {directory}: give the folder that holds {', '.join(_FILES)} (or .gz)")
     arrays = {}
     for name, (num_axes, md5) in _FILES.items():
         path = find_idx(directory, name)
         if path is None:
-            raise DataNotFoundError(f"{directory} holds neither {name}.gz nor {name}: put the four idx files there")
+            raise ValueError(f"{directory} holds neither {name}.gz nor {name}: put the four idx files there")
         arrays[name] = torch.from_numpy(read_idx(path, num_axes, md5 if verify else None).copy())
     train_images, train_labels, test_images, test_labels = arrays.values()
     for images, labels, kind in ((train_images, train_labels, "training"), (test_images, test_labels, "test")):
         if len(images) != len(labels) or len(images) == 0:
-            raise DataNotFoundError(
+            raise ValueError(
                 f"{directory} has {len(images)} {kind} images but {len(labels)} labels: restore the original files"
             )
     return Dataset(

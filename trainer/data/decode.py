@@ -111,14 +111,17 @@ class Box(NamedTuple):
     flipped: bool = False
 
 
+ChosenBox = Callable[[int, int], Box]
+"""The part of an image that is seen, as a function of the image's width and height."""
+
+
 @dataclass(frozen=True)
 class Crop:
     """A square to cut out of an image."""
 
     side: int
     """Side of the result in pixels."""
-    box: Callable[[int, int], Box]
-    """The part of the image, as a function of its width and height."""
+    box: ChosenBox
 
 
 def centre(width: int, height: int) -> Box:

@@ -176,7 +176,7 @@ class DecodedImages:
 
         def wanted(place: int) -> list[Crop]:
             return [
-                Crop(augment.image_size, boxes[place].box) for augment, boxes in zip(augmentations, chosen, strict=True)
+                Crop(augment.image_size, boxes[place]) for augment, boxes in zip(augmentations, chosen, strict=True)
             ]
 
         return self._squares(images, [augment.image_size for augment in augmentations], wanted)

@@ -15,10 +15,6 @@ from numpy.typing import NDArray
 _UINT8 = 0x08
 
 
-class DataNotFoundError(ValueError):
-    """A data set is missing, incomplete or damaged; the message says where and what to do."""
-
-
 def find_idx(directory: Path, name: str) -> Path | None:
     """Returns the file `name` or `name`.gz in `directory`, or None if neither exists."""
     return next((path for path in (directory / f"{name}.gz", directory / name) if path.is_file()), None)
@@ -30,19 +26,19 @@ def read_idx(path: Path, num_axes: int, md5: str | None = None) -> NDArray[np.ui
     `md5`, if given, is that of the decompressed file, so that it is independent of the compression.
 
     Raises:
-        DataNotFoundError: the file is truncated, damaged or another one.
+        ValueError: the file is truncated, damaged or another one.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataNotFoundError(f"cannot read {path} ({error}): delete it and fetch it again") from error
+        raise ValueError(f"cannot read {path} ({error}): delete it and fetch it again") from error
     header = 4 + 4 * num_axes
     if len(content) < header or content[:4] != bytes((0, 0, _UINT8, num_axes)):
-        raise DataNotFoundError(f"{path} is not an idx file of uint8 with {num_axes} axes: give the original file")
+        raise ValueError(f"{path} is not an idx file of uint8 with {num_axes} axes: give the original file")
     shape = tuple(int(length) for length in np.frombuffer(content, ">u4", count=num_axes, offset=4))
     expected = header + int(np.prod(shape, dtype=np.int64))
     if len(content) != expected:
-        raise DataNotFoundError(f"{path} has {len(content)} bytes, {expected} expected: delete it and fetch it again")
+        raise ValueError(f"{path} has {len(content)} bytes, {expected} expected: delete it and fetch it again")
     if md5 is not None and (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != md5:
-        raise DataNotFoundError(f"{path} has checksum {found}, {md5} expected: delete it and fetch it again")
+        raise ValueError(f"{path} has checksum {found}, {md5} expected: delete it and fetch it again")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)

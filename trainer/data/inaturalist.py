@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.data.idx import DataNotFoundError
 from trainer.data.listing import Entry, Listing
 from trainer.data.reading import Split
 
@@ -18,8 +17,7 @@ def read_split(file: Path) -> Split:
     The classes are the categories' ids, in rising order.
 
     Raises:
-        DataNotFoundError: the file does not exist.
-        ValueError: it is not an annotation file, or an image has no category, two, or an unknown one.
+        ValueError: no such file, or not an annotation file; an image has no category, two, or an unknown one.
     """
     try:
         content: dict[str, Any] = json.loads(file.read_bytes())
@@ -28,7 +26,7 @@ def read_split(file: Path) -> Split:
         numbers = {category: number for number, category in enumerate(categories)}
         pairs = [(int(found["image_id"]), numbers[int(found["category_id"])]) for found in content["annotations"]]
     except FileNotFoundError:
-        raise DataNotFoundError(
+        raise ValueError(
             f"{file} does not exist: give the folder with train2018.json, val2018.json and train_val2018/"
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:

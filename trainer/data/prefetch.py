@@ -1,11 +1,10 @@
-"""Decodes the next batches while the caller computes: views for training, or whole images."""
+"""Decodes the views of the next batches while the caller computes."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from trainer.data.augment import Augmentation
 from trainer.data.datasets import TrainImages
 from trainer.data.decoded_images import DecodedImages
-from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch import to_device
 
@@ -63,16 +61,3 @@ def views_ahead(
                 yield from finished(*ahead.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def images_ahead(images: TrainImages, batches: Iterable[Tensor]) -> Generator[Tensor, None, None]:
-    """For each of `batches` (ids, int64 [b]), yields the images uint8 [b, C, H, W].
-
-    Stored images are decoded one batch ahead. A batch's error is raised in its turn. Close the generator to end its
-    thread.
-    """
-    if not isinstance(images, DecodedImages):
-        yield from (images[ids] for ids in batches)
-        return
-    with closing(computed_ahead(map(images.__getitem__, batches), ahead=1, name="batches")) as decoded:
-        yield from decoded

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from trainer.data.archives import are_shards
 from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
-from trainer.data.idx import DataNotFoundError
 from trainer.data.label_texts import MISSING_TEXTS, NO_LABEL_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
@@ -108,8 +107,7 @@ def read_source(
     """Reads a source. `labelled` False discards labels; `classes` are known already, and keep their numbers.
 
     Raises:
-        ValueError: no such source, or one that cannot be read.
-        DataNotFoundError: one without images.
+        ValueError: no such source, one that cannot be read, or one without images.
     """
     options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
     top, kind = _found(source, options, left_out, notes)
@@ -135,7 +133,7 @@ def read_source(
         notes.append(f"{unlabelled}/ has no labels: {found[1].name}/ is for evaluation")
     if not found:
         why = f" ({line})" if (line := left_out.line(source)) else ""
-        raise DataNotFoundError(f"no images in {source}{why}: give a folder, an archive or a list of images")
+        raise ValueError(f"no images in {source}{why}: give a folder, an archive or a list of images")
     if found[0].labelled and (without := found[0].counts[NO_LABEL]):
         have = "has" if without == 1 else "have"
         notes.append(f"{_counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")

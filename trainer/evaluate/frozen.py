@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data import TrainImages
 from trainer.data.pixels import PixelScale, normalise
-from trainer.data.prefetch import images_ahead
+from weightserver.common.background import computed_ahead
 from weightserver.torch import to_device
 
 
@@ -52,5 +53,7 @@ def centres(images: TrainImages, side: int | None, ids: Tensor, batch_size: int)
     """
     edge = 0 if side is None else (images.shape[-1] - side) // 2
     inner = slice(edge, None if side is None else edge + side)
-    for batch in images_ahead(images, torch.split(ids, batch_size)):
-        yield batch[..., inner, inner]
+    batches = map(images.__getitem__, torch.split(ids, batch_size))
+    with closing(computed_ahead(batches, ahead=1, name="batches")) as decoded:
+        for batch in decoded:
+            yield batch[..., inner, inner]

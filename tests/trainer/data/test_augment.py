@@ -83,8 +83,8 @@ def test_a_view_is_the_same_from_memory_and_from_a_file() -> None:
     batch = images(20, 3, height=30, width=44)
     files = [encoded(Image.fromarray(one.permute(1, 2, 0).numpy()), "PNG") for one in batch]
     crops = [
-        decode(content, [Crop(64, lambda *size, row=row: augment.box(row, *size))])[0]
-        for content, row in zip(files, numbers.numpy(), strict=True)
+        decode(content, [Crop(64, crop)])[0]
+        for content, crop in zip(files, augment.crops(numbers.numpy()), strict=True)
     ]
     views = augment.finish(torch.from_numpy(np.stack(crops)), numbers)
     torch.testing.assert_close(views, augment(batch, numbers), rtol=0, atol=2 / 127.5)

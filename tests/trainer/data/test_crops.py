@@ -55,7 +55,7 @@ def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[fl
     theirs = np.array([draw(image, list(scale), [1 / RATIO, RATIO]) for _ in range(1_000)], np.float64)
     top, left, crop_height, crop_width = theirs.T
     expected = described(np.stack([left, top, left + crop_width, top + crop_height], axis=1), width, height)
-    boxes = np.array([crop.box(width, height)[:4] for crop in crops(8_000, scale)], np.float64)
+    boxes = np.array([crop(width, height)[:4] for crop in crops(8_000, scale)], np.float64)
     assert (boxes >= 0).all()
     assert (boxes[:, 2] <= width).all()
     assert (boxes[:, 3] <= height).all()
@@ -66,7 +66,7 @@ def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[fl
 def test_a_small_image_has_a_crop_too() -> None:
     for width, height in ((1, 1), (2, 1), (1, 50), (3, 3)):
         for crop in crops(200, (0.05, 0.14)):
-            left, top, right, bottom, _ = crop.box(width, height)
+            left, top, right, bottom, _ = crop(width, height)
             assert 0 <= left < right <= width
             assert 0 <= top < bottom <= height
 
@@ -87,14 +87,14 @@ def test_sides_are_those_of_exact_arithmetic() -> None:
     compared = 0
     for crop, (crop_width, crop_height) in zip(found, rounded, strict=True):
         if crop_width <= width and crop_height <= height:
-            left, top, right, bottom, _ = crop.box(width, height)
+            left, top, right, bottom, _ = crop(width, height)
             assert (right - left, bottom - top) == (crop_width, crop_height)
             compared += 1
     assert compared > 50
 
 
 def digest() -> str:
-    boxes = [crop.box(*size) for scale in SCALES for crop in crops(1_000, scale) for size in SIZES]
+    boxes = [crop(*size) for scale in SCALES for crop in crops(1_000, scale) for size in SIZES]
     return hashlib.sha256(np.array(boxes, "<i4").tobytes()).hexdigest()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.data import DataNotFoundError, load_dataset
+from trainer.data import load_dataset
 
 CATEGORIES = [{"id": 4, "name": "Abies"}, {"id": 2, "name": "Bufo"}, {"id": 9, "name": "Corvus"}]
 
@@ -76,7 +76,7 @@ def test_rejects_missing_and_cut_files(directory: Path) -> None:
     with pytest.raises(ValueError, match="is not an annotation file"):
         load_dataset("inaturalist-2018", directory)
     (directory / "train2018.json").unlink()
-    with pytest.raises(DataNotFoundError, match=r"train2018.json does not exist: give the folder with"):
+    with pytest.raises(ValueError, match=r"train2018.json does not exist: give the folder with"):
         load_dataset("inaturalist-2018", directory)
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
-from trainer.data import DataNotFoundError, load_dataset, packed
+from trainer.data import load_dataset, packed
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
@@ -325,7 +325,7 @@ def test_decode_threads_are_those_that_are_asked_for(
     ("name", "message"), [("folder", "needs a folder: give --data-dir with the images"), ("packed", "needs a folder")]
 )
 def test_a_folder_has_to_be_named(name: str, message: str) -> None:
-    with pytest.raises(DataNotFoundError, match=message):
+    with pytest.raises(ValueError, match=message):
         load_dataset(name)
 
 
