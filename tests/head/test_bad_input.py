@@ -176,6 +176,25 @@ def test_settings(settings: dict[str, Any], match: str) -> None:
         head.rows([0])
 
 
+@pytest.mark.parametrize(
+    ("num_classes", "match"),
+    [
+        ([], "num_classes must be an integer or a list of integers, got an empty list"),
+        ("40", "num_classes must be an integer, got '40'"),
+        (40.0, r"num_classes must be an integer, got 40\.0"),
+        ([40, 0], r"num_classes must lie in 1\.\.inf, got 0"),
+    ],
+)
+def test_numbers_of_classes(num_classes: Any, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        ClassifierHead(num_classes, DIM, num_negatives=12)
+
+
+@pytest.mark.parametrize("num_classes", [[40, 5], (40, 5), np.array([40, 5]), torch.tensor([40, 5])])
+def test_numbers_of_classes_that_were_added(num_classes: Any) -> None:
+    assert ClassifierHead(num_classes, DIM, num_negatives=12).order.sizes == (40, 5)
+
+
 @pytest.mark.parametrize("given", [0.1, [[0.1]], [-0.1], [float("nan")]])
 def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> None:
     with pytest.raises(ValueError, match=r"learning.rate"), make_head("dense", learning_rates=given) as head:
@@ -233,13 +252,6 @@ def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> No
         make_head().rows([0])
     assert client.describe().clock == 14
     second.checkpoint()  # the refused head has not disturbed it
-
-
-def test_dense_rows_have_no_servers(make_head: MakeHead) -> None:
-    head = make_head("dense")
-    assert head.client is None
-    with pytest.raises(ValueError, match="rows='dense' leave no checkpoints"):
-        head.checkpoint()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

@@ -167,6 +167,8 @@ def test_what_does_not_fit_is_refused(make_head: MakeHead) -> None:
         head.evaluate(QUERIES, IDS, classes="given")
     with pytest.raises(ValueError, match=r"k must lie in 1\.\.40, the number of classes to choose among, got 41"):
         head.predict(QUERIES, 41)
+    with pytest.raises(TypeError, match=r"k must be an integer, got 2\.5"):
+        head.predict(QUERIES, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"embeddings must have shape \(23, 6\)"):
         head.predict(QUERIES[:, :5])
 

@@ -154,6 +154,17 @@ def test_a_norm_is_clipped_as_torch_clips_that_of_a_dense_matrix(make_head: Make
     result.assert_close(Result(expected, dense.weight.detach(), other.weight()))
 
 
+def test_a_parameter_of_two_optimizers_counts_once(make_head: MakeHead) -> None:
+    norms, ids = [], BATCHES[0]
+    for several in (False, True):
+        head, encoder = make_head("dense"), Encoder()
+        head(encoder.module(INPUTS[ids]), ids).backward()
+        other = torch.optim.SGD(encoder.module.parameters(), lr=0.1)
+        optimizers = iter([encoder.optimizer, other]) if several else encoder.optimizer
+        norms.append(head.step(RATE, optimizer=optimizers, max_norm=MAX_NORM))
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("spoiled", ["encoder", "rows"])
 def test_a_norm_that_is_not_finite_changes_nothing(make_head: MakeHead, spoiled: str) -> None:
     """One decision for encoder and rows, although no scale was given."""
@@ -235,6 +246,10 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
         head.step(RATE, max_norm=1.0)
     with pytest.raises(ValueError, match="max_norm would clip scaled gradients of the encoder: give scaler, not grad"):
         head.step(RATE, gradient_scale=2.0, max_norm=1.0, optimizer=encoder.optimizer)
+    with pytest.raises(TypeError, match="max_norm must be a number, got '5'"):
+        head.step(RATE, max_norm="5", optimizer=encoder.optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or a list .*, got a Parameter"):
+        head.step(RATE, max_norm=5.0, optimizer=encoder.module.parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_norm must be positive, got 0: omit it"):
         head.step(RATE, max_norm=0.0, optimizer=encoder.optimizer)
     scaler.step(encoder.optimizer)

@@ -470,7 +470,8 @@ class ClassifierHead(nn.Module):
             scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
                 overflowed, the step is one without gradients, and the scaler leaves out that of the encoder.
             optimizer: the encoder's, or all of several, whose step follows: it is needed for `max_norm`, and with a
-                scaler, so that an overflow in the rows leaves it out. Without it, call scaler.step(...) before.
+                scaler, so that an overflow in the rows leaves it out. Without it, call scaler.step(...) before. It is
+                not used otherwise.
             max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
 
         Returns:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weightserver.torch.ranks import Ranks
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _SCALER_ALONE = -1
 """The key of what the rows found, among those of optimizers."""
 
