@@ -24,7 +24,6 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.helpers.commands import weightserver
 from tests.helpers.secure_shards import Served, served
@@ -89,7 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
     options = {
         "tls": [*with_tls(own), "--token-file", f"{own}/token"],
-        "mutual": [*with_tls(own), "--token-file", f"{own}/token", "--tls-client-ca", f"{own}/ca.pem", "--reflection"],
+        "mutual": [*with_tls(own), "--token-file", f"{own}/token", "--tls-client-ca", f"{own}/ca.pem"],
         "expired": with_tls(expired),
         "elsewhere": with_tls(elsewhere),
         "plain": ["--metrics-host", "127.0.0.2"],
@@ -225,13 +224,12 @@ def test_only_health_checks_need_no_token(place: Place) -> None:
 
     token = read_token(place.own / "token")
     assert token is not None
-    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     methods = [f"/{CONTRACT.full_name}/{method.name}" for method in CONTRACT.methods]
     address = place.shards["mutual"].address
     before = unauthenticated(place.shards["mutual"])
     refused = 0
     with grpc.secure_channel(address, everything(place.own).credentials()) as channel:
-        for method in [*methods, "/no.such/Method", reflection]:
+        for method in [*methods, "/no.such/Method"]:
             for wrong in ("", "Bearer", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}", token):
                 assert tries(channel, method, [("authorization", wrong)]) is grpc.StatusCode.UNAUTHENTICATED
                 refused += 1
@@ -472,7 +470,7 @@ def test_a_token_leaves_this_machine_over_tls_alone(place: Place) -> None:
     WeightClient(["10.0.0.7:50051"], token=token, credentials=tls(place.own).credentials()).close()
 
 
-# ---- metrics and reflection
+# ---- metrics
 
 
 def test_metrics_leave_loopback_only_if_requested_and_change_nothing(place: Place) -> None:
@@ -492,18 +490,3 @@ def test_metrics_leave_loopback_only_if_requested_and_change_nothing(place: Plac
             refused.value.close()
     expiry = metric(place.shards["tls"].metrics_address, "weightserver_certificate_expiry")
     assert 29 < (expiry - time.time()) / 86400 < 31
-
-
-def test_reflection_is_off_unless_asked_for(place: Place) -> None:
-    def services(shard: str) -> list[str]:
-        token = [("authorization", f"Bearer {read_token(place.own / 'token')}")]
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        with grpc.secure_channel(place.shards[shard].address, everything(place.own).credentials()) as channel:
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            answer = next(stub.ServerReflectionInfo(asked, timeout=SECONDS, metadata=token))
-        return [service.name for service in answer.list_services_response.service]
-
-    assert CONTRACT.full_name in services("mutual")
-    with pytest.raises(grpc.RpcError) as raised:
-        services("tls")
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -14,9 +14,9 @@ _RETRY_SECONDS = 10
 _MAX_SECONDS = 3600
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the shards' addresses and the options for calling them securely."""
-    add_addresses(parser, "every shard", required=required)
+    add_addresses(parser, "every shard")
     parser.add_argument(
         "--wait-for-servers",
         type=positive_seconds,
@@ -27,10 +27,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, *, required: bool = T
     add_options(parser, ClientSecurity)
 
 
-def add_addresses(parser: argparse.ArgumentParser, of: str, *, required: bool = True) -> None:
+def add_addresses(parser: argparse.ArgumentParser, of: str) -> None:
     """Adds one or several addresses; `of` says whose they are."""
     text = f"host:port of {of}, separated by commas or blanks"
-    parser.add_argument("addresses", nargs="+" if required else "*", metavar="HOST:PORT,…", help=text)
+    parser.add_argument("addresses", nargs="+", metavar="HOST:PORT,…", help=text)
 
 
 def given_addresses(arguments: argparse.Namespace) -> list[str]:

@@ -42,7 +42,6 @@ class ServerConfig:
     insecure: bool = option("allow listening beyond loopback without TLS or a token", False)
     log_format: LogFormat = "text"
     """Format of the log, one line per event; an option of every command."""
-    reflection: bool = option("serve the contract by gRPC reflection", False)
     announce: bool = option("print the addresses as one JSON line on stdout once serving", False)
     stop_with_parent: bool = option("stop when stdin is closed, as when the parent process dies", False)
 

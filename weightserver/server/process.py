@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from weightserver.common.addresses import is_loopback, split_address
 from weightserver.common.logs import log_events
@@ -161,8 +160,6 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
     metrics_address = _serve_metrics(config, front.metrics, healthy)
     healthy.add_to_server(front.server)
     healthy.look()
-    if config.reflection:
-        reflection.enable_server_reflection((service.NAME, reflection.SERVICE_NAME), front.server)
     committer = Committer(shard.batch, front.metrics.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:

@@ -8,12 +8,12 @@ from concurrent.futures import CancelledError, Future
 
 import grpc
 
-from weightserver.core.blocks import rows_per_group
+from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 
-_PAGE = 4096
+_PAGE, _PAGE_HEADER_BYTES = 4096, 16
 SCHEDULE_BYTES_PER_STEP = 80
 """A learning rate and its transfer products, up to twice what they need."""
 _BYTES_PER_ROW_NAMED = 56
@@ -84,18 +84,16 @@ def fetch_bytes(spec: TableSpec, num_rows: int, num_rates: int) -> int:
     return _BYTES_PER_ROW_NAMED * num_rows + chunk_bytes + SCHEDULE_BYTES_PER_STEP * num_rates
 
 
-def write_bytes(spec: TableSpec, num_rows: int, num_blocks: int, num_arrays: int) -> int:
+def write_bytes(codec: BlockCodec, num_rows: int, num_blocks: int, num_arrays: int) -> int:
     """Bytes of a write until it is on disk: its rows' numbers, their values in `num_arrays` arrays, and the blocks that
     it changes."""
-    values = spec.value_bytes * num_arrays * spec.dim
-    return num_rows * (_BYTES_PER_ROW_NAMED + values) + blocks_bytes(spec, num_blocks)
+    values = codec.precision.dtype.itemsize * num_arrays * codec.dim
+    return num_rows * (_BYTES_PER_ROW_NAMED + values) + blocks_bytes(codec, num_blocks)
 
 
-def blocks_bytes(spec: TableSpec, num_blocks: int) -> int:
+def blocks_bytes(codec: BlockCodec, num_blocks: int) -> int:
     """Bytes of blocks in a transaction until it is on disk: whole pages, and one more for the key of each."""
-    num_groups = -(-spec.rows_per_block // rows_per_group(spec))
-    block_bytes = 64 + spec.rows_per_block * (9 + 2 * spec.value_bytes * spec.dim) + 8 * num_groups
-    return num_blocks * (-(-block_bytes // _PAGE) + 1) * _PAGE
+    return num_blocks * (-(-(codec.num_bytes + _PAGE_HEADER_BYTES) // _PAGE) + 1) * _PAGE
 
 
 def answer_bytes(num_bytes: int) -> int:

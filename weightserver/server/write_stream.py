@@ -56,7 +56,8 @@ def _begun(
         f"{header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are accepted: split it",
     )
     shard.check_table(header.table)
-    spec = shard.require_table().spec
+    table = shard.require_table()
+    spec = table.spec
     require(
         header.num_rows * (8 + spec.value_bytes * len(names) * spec.dim) <= MAX_WRITE_BYTES,
         f"more than {MAX_WRITE_BYTES} bytes in one write: split it",
@@ -65,7 +66,7 @@ def _begun(
         0 <= header.num_blocks <= header.num_rows,
         f"num_blocks must lie in 0..num_rows, got {header.num_blocks} and {header.num_rows}",
     )
-    reserve(write_bytes(spec, header.num_rows, header.num_blocks or header.num_rows, len(names)))
+    reserve(write_bytes(table.codec, header.num_rows, header.num_blocks or header.num_rows, len(names)))
     return ReceivedWrite(header, spec, names)
 
 
