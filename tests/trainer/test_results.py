@@ -329,15 +329,6 @@ def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.Captu
 
 
 @pytest.mark.guard  # seconds
-def test_the_ending_says_that_a_part_was_trained_on(
-    labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    config = labelled.config.with_settings(output=tmp_path / "run", num_images=100)
-    finish(train(config))
-    assert "Trained on 100 images without labels; both probes use all 160 and their labels." in capsys.readouterr().out
-
-
-@pytest.mark.guard  # seconds
 def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
     output = labelled.config.run.output
     before = (output / "metrics.jsonl").read_text()

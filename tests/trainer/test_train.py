@@ -26,6 +26,7 @@ from trainer.data.augment import AugmentationConfig
 from trainer.evaluate import encoder_features, evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
+from trainer.results import finish
 from weightserver import (
     LocalCluster,
     ShardUnavailableError,
@@ -78,12 +79,16 @@ def test_training_is_the_same_with_any_row_store(data_dir: Path, tmp_path: Path)
 
 
 @pytest.mark.guard
-def test_a_run_on_some_images_is_evaluated_on_all(data_dir: Path, tmp_path: Path) -> None:
+def test_a_run_on_some_images_is_evaluated_on_all(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = train(config(data_dir, tmp_path / "run", num_images=64, rows="dense", steps=2, evaluate=True))
     whole = load_dataset("idx", data_dir)
     features = encoder_features(result.model.encoder, whole, result.model.config.pixels)
     assert len(features.train) == NUM_IMAGES
     assert result.results == evaluate_features(features)
+    finish(result)
+    assert "Trained on 64 images without labels; both probes use all 160 and their labels." in capsys.readouterr().out
 
 
 @pytest.mark.guard
