@@ -205,7 +205,6 @@ def next_commands(config: TrainConfig) -> list[str]:
         f"train --resume --output {run} {length}": config.rows.rows != "dense",
         f"export encoder {run} --format {library} --output {run}/exported": encoder != "none",
         f"evaluate knn --run {run}": config.report.evaluate and encoder != "none",
-        f"duplicates {run}": config.rows.rows != "dense" and config.sampling.labels is None,
     }
     return [f"{pic()} {command}" for command, makes_sense in possible.items() if makes_sense][:3]
 

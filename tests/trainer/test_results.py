@@ -285,14 +285,6 @@ def test_raw_pixels_are_compared_of_a_bounded_number_of_images(monkeypatch: pyte
     assert len(some.test) == 7
 
 
-def test_duplicates_are_offered_where_they_can_be_found(tmp_path: Path) -> None:
-    config = TrainConfig().with_settings(output=tmp_path, evaluate=False)
-    assert f"{pic()} duplicates {tmp_path}" in next_commands(config)
-    others: list[dict[str, Any]] = [{"labels": "classes"}, {"rows": "dense"}]
-    for other in others:
-        assert not any("duplicates" in command.split() for command in next_commands(config.with_settings(**other)))
-
-
 @pytest.mark.guard  # seconds
 def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A line of the table, the losses, and the gaps of the rows that came back."""
