@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data import datasets, load_dataset
-from trainer.data.idx import read_idx
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -178,8 +177,3 @@ def test_make_installs_the_package_as_root_only(user: int, installs: bool, tmp_p
     subprocess.run(["make", "-C", ROOT, "fashion-mnist", *variables], env=os.environ | {"PATH": path}, check=True)
     installed = (tmp_path / "installed").read_text() if (tmp_path / "installed").exists() else ""
     assert ("install -y -q --no-install-recommends dataset-fashion-mnist" in installed) == installs
-
-
-def test_read_idx_of_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read"):
-        read_idx(tmp_path / "absent", 1)

@@ -51,11 +51,6 @@ def test_the_centre_square_is_resized(size: tuple[int, int]) -> None:
     assert np.array_equal(pixels, expected)
 
 
-def test_nothing_changes_at_the_size_itself() -> None:
-    image = piece(2, width=48, height=48)
-    assert np.array_equal(square(encoded(image, "PNG"), 48), np.asarray(image).transpose(2, 0, 1))
-
-
 def test_exif_orientation_is_obeyed() -> None:
     image, exif = piece(3, width=48, height=48), Image.Exif()
     upright = square(encoded(image), 48)

@@ -230,9 +230,3 @@ def test_packing_again_reads_the_source_as_before(tmp_path: Path, capsys: pytest
     assert call("pack", tree, packed, "--stray", "use") == 0
     assert call("pack", tree, packed) == 0
     assert "since" not in capsys.readouterr().out
-
-
-def test_a_pack_is_not_packed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed") == 0
-    assert call("pack", tmp_path / "packed", tmp_path / "twice") == 1
-    assert "holds packed images: give the folder" in capsys.readouterr().err

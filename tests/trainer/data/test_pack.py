@@ -257,6 +257,7 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "other", packed, {}, "give --extend to add these"),
         (tree, tree, {}, "is the source itself: give another directory"),
+        (packed, tmp_path / "twice", {}, "holds packed images: give the folder"),
         (tree, packed, {"labelled": False}, "keeps labels: omit --no-labels"),
     ):
         before = contents(packed)

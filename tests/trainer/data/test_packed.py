@@ -322,20 +322,16 @@ def test_decode_threads_are_those_that_are_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("folder", "needs a folder: give --data-dir with the images"), ("packed", "needs a folder")]
+    ("name", "place", "message"),
+    [
+        ("folder", None, "needs a folder: give --data-dir with the images"),
+        ("packed", None, "needs a folder"),
+        ("folder", "nothing", "no images in"),
+        ("packed", "nothing", "holds no packed images: pack them by pic pack"),
+        ("folder", "packed", "holds packed images, not a folder of images: give --dataset packed"),
+    ],
 )
-def test_a_folder_has_to_be_named(name: str, message: str) -> None:
+def test_wrong_places_are_refused(name: str, place: str | None, message: str, directory: Path, tmp_path: Path) -> None:
+    places = {None: None, "nothing": tmp_path, "packed": directory}
     with pytest.raises(ValueError, match=message):
-        load_dataset(name)
-
-
-def test_missing_data_gives_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no packed images: pack them by pic pack"):
-        load_dataset("packed", tmp_path)
-    with pytest.raises(ValueError, match="no images in"):
-        load_dataset("folder", tmp_path)
-
-
-def test_a_pack_is_no_folder_of_images(directory: Path) -> None:
-    with pytest.raises(ValueError, match="holds packed images, not a folder of images: give --dataset packed"):
-        load_dataset("folder", directory)
+        load_dataset(name, places[place])

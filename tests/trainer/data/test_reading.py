@@ -271,17 +271,6 @@ def test_ids_follow_the_names_whatever_the_order_of_writing(names: str, tmp_path
         assert paths(read_source(tmp_path / str(number), SourceOptions(stray="use")).train.listing) == expected
 
 
-def test_labels_can_be_discarded(tmp_path: Path) -> None:
-    _, found = listed(plain_tree(tmp_path, 4), labelled=False)
-    assert (found.labelled, found.classes) == (False, ())
-
-
-def test_known_classes_keep_their_numbers(tmp_path: Path) -> None:
-    listing, found = listed(plain_tree(tmp_path, 3), classes=["z", "b"])
-    assert found.classes == ("z", "b", "a", "c")
-    assert listing.labels().tolist() == [2, 1, 3]
-
-
 def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
     tree, tars = plain_tree(tmp_path / "tree", 9), tmp_path / "tars"
     tars.mkdir()
@@ -673,15 +662,6 @@ def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     for content in (b"", b"0\t-1\t-1\tcut off"):
         with pytest.raises(ValueError, match="empty or cut off"):
             Listing(content, tmp_path)
-
-
-def test_folders_without_images_are_no_classes(tmp_path: Path) -> None:
-    tree = plain_tree(tmp_path, 3)
-    (tree / "aa/deep").mkdir(parents=True)
-    (tree / "aa/deep/notes.txt").write_text("no image")
-    listing, found = listed(tree)
-    assert found.classes == ("a", "b", "c")
-    assert listing.labels().tolist() == [0, 1, 2]
 
 
 def test_labels_of_a_list_may_be_names(tmp_path: Path) -> None:
