@@ -6,36 +6,25 @@ import argparse
 import logging
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-import numpy as np
 import torch
 
 from trainer.compute import ComputeConfig
-from trainer.counting import Counting, counting
+from trainer.counting import counting
 from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
+from trainer.evaluate.evaluation import Advance
 from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
-from trainer.feature_files import check_output, write_features
+from trainer.feature_files import Batch, check_output, write_features
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import Remark, say
-from weightserver.core.arrays import Float32Array
 
 _BATCH_SIZE = 128
-
-
-class EmbeddedBatch(NamedTuple):
-    """Some images and their features."""
-
-    paths: list[str]
-    vectors: Float32Array
-    """float32 [n, d]."""
-    split: str
-    """The split of the images; empty if they are of none."""
 
 
 def run(options: argparse.Namespace) -> NoReturn:
@@ -56,47 +45,40 @@ def _embed(options: argparse.Namespace) -> str:
         images = images_of(found, options)
     total = sum(map(len, images.values()))
     with counting("features", total) as progress:
-        batches = embedded(found, images, device=ComputeConfig(device=options.device).torch_device())
-        number, dim = write_features(options.output, _counted(batches, progress))
+        batches = embedded(found, images, ComputeConfig(device=options.device).torch_device(), progress.advance)
+        number, dim = write_features(options.output, batches)
     left_out = f", {total - number:,} could not be read" if number < total else ""
     splits = f", of the splits {', '.join(images)}" if len(images) > 1 else ""
     return f"wrote {number:,} vectors of {dim:,} numbers to {options.output}{splits}{left_out}"
-
-
-def _counted(batches: Iterator[EmbeddedBatch], progress: Counting) -> Iterator[EmbeddedBatch]:
-    for batch in batches:
-        yield batch
-        progress.advance(len(batch.paths))
 
 
 def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:
     """All images of a folder, list or pack by their splits, as squares for the encoder.
 
     Raises:
-        ValueError: no images, or a subject without encoder.
+        ValueError: no images, or an encoder of grey ones.
     """
-    if found.config is None:
-        raise ValueError(f"{found.name} has no encoder: give a run or an encoder's file")
-    if found.config.in_channels != 3:
+    _, config = found.require_encoder("embed")
+    if config.in_channels != 3:
         raise ValueError(f"{found.name} takes grey images, but files are decoded in colour: give another encoder")
     return load_splits(
         options.images,
-        image_size=found.config.image_size,
+        image_size=config.image_size,
         options=source_options(options, found.source.of_pixels),
         decode_threads=options.decode_threads,
         background=options.background or found.background,
     )
 
 
-def embedded(found: Subject, splits: dict[str, DecodedImages], *, device: torch.device) -> Iterator[EmbeddedBatch]:
+def embedded(
+    found: Subject, splits: dict[str, DecodedImages], device: torch.device, advance: Advance
+) -> Iterator[Batch]:
     """Paths and features of all images that can be read, batch by batch; each other one is reported on stderr.
 
     Raises:
         ValueError: features that are not finite.
     """
-    encoder, config = found.encoder, found.config
-    assert encoder is not None, "images_of checks it"
-    assert config is not None
+    encoder, config = found.require_encoder("embed")
     frozen = Frozen(encoder, config.pixels, device)
     for split, images in splits.items():
         edge = (images.shape[-1] - config.image_size) // 2
@@ -105,8 +87,7 @@ def embedded(found: Subject, splits: dict[str, DecodedImages], *, device: torch.
             intact, squares, broken = images.intact(ids.numpy())
             for line in broken:
                 say(Remark(f"left out: {line}", **line.values), logging.WARNING)
-            vectors = np.zeros((0, 0), np.float32)
             if len(intact):
-                vectors = frozen.of_pixels(squares[..., inner, inner]).cpu().numpy()
-            yield EmbeddedBatch(images.paths(intact), vectors, split)
+                yield Batch(images.paths(intact), frozen.of_pixels(squares[..., inner, inner]).cpu().numpy(), split)
+            advance(len(ids))
     frozen.check()

@@ -6,7 +6,7 @@ import csv
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,18 +15,14 @@ from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array
 
 
-class Batch(Protocol):
-    """Features of some images."""
+class Batch(NamedTuple):
+    """One or more images and their features."""
 
-    @property
-    def paths(self) -> list[str]: ...
-
-    @property
-    def vectors(self) -> Float32Array: ...
-
-    @property
-    def split(self) -> str:
-        """The split of the images, which is a column of the file; empty if they are of none."""
+    paths: list[str]
+    vectors: Float32Array
+    """float32 [n, d]."""
+    split: str
+    """The split of the images, which is a column of the file; empty if they are of none."""
 
 
 def check_output(path: Path) -> None:
@@ -52,9 +48,8 @@ def write_features(path: Path, batches: Iterable[Batch]) -> tuple[int, int]:
     def counted() -> Iterator[Batch]:
         nonlocal number, dim
         for batch in batches:
-            if len(batch.paths):
-                number, dim = number + len(batch.paths), batch.vectors.shape[1]
-                yield batch
+            number, dim = number + len(batch.paths), batch.vectors.shape[1]
+            yield batch
         if not number:
             raise ValueError("none of the images can be read: repair them")
 

@@ -180,14 +180,6 @@ def test_a_public_split_file_names_the_labelled_images(tree: Path, tmp_path: Pat
         semi_supervised(made_evaluation(SeesRows(), tmp_path / "names"), config)
 
 
-def test_a_broken_image_is_an_error(tree: Path, tmp_path: Path) -> None:
-    broken = tree / "val" / "n01443537" / "n01443537_4.JPEG"
-    broken.write_bytes(broken.read_bytes()[:300])
-    config = SemiSupervisedConfig(labels=0.5, epochs=1, batch_size=5, learning_rates=(1.0,))
-    with pytest.raises(ValueError, match=r"broken image: .*n01443537_4.JPEG .* an evaluation counts every test image"):
-        semi_supervised(of_tree(tree, tmp_path / "state"), config)
-
-
 def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
     evaluation = made_evaluation(SeesRows(), tmp_path)
     with pytest.raises(ValueError, match="320 training images make no batch of 400: give a smaller --batch-size"):

@@ -38,7 +38,6 @@ from trainer.evaluate.paper.saliency import saliency
 from trainer.evaluate.paper.segment import segment
 from trainer.evaluate.paper.settings import DetectConfig, SaliencyConfig, SegmentConfig
 from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
-from trainer.evaluate.training import Training
 from trainer.model import EncoderConfig, build_model
 from weightserver.torch import Ranks
 
@@ -172,20 +171,6 @@ def test_two_ranks_have_the_result_of_one(tmp_path: Path) -> None:
         assert found == both[0]
         assert found.results == pytest.approx(alone.results, abs=0.5)
         assert found.details == pytest.approx(alone.details)
-
-
-def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path) -> None:
-    network = nn.Linear(1, 1)
-    training = Training(
-        made_evaluation(SeesRows(), tmp_path),
-        network,
-        torch.optim.SGD(network.parameters(), lr=1e30),
-        loss_of=lambda network, batch: network(batch).square().sum(),
-        factor=lambda step: 1.0,
-    )
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) after 4 steps: give a lower learning rate"):
-        training.run("it", lambda step: (torch.ones(1, 1) for _ in range(9)), num_steps=9, save_every=4)
-    assert not list(tmp_path.iterdir())
 
 
 def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:

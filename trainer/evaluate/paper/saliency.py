@@ -18,12 +18,12 @@ from trainer.data.pixels import normalise
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.frozen import centres
 from trainer.evaluate.neighbours import nearest, predict
+from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.paper.saliency_figures import Picture, draw_maps, draw_similarities
 from trainer.evaluate.paper.saliency_maps import maps_and_features, saliency_maps, similarity, to_sum_one
 from trainer.evaluate.paper.settings import SaliencyConfig
 from trainer.evaluate.settings import VOTE_TEMPERATURE
-from trainer.evaluate.subjects import Subject
-from trainer.model import load_encoder
+from trainer.evaluate.subjects import Subject, load_subject
 from weightserver.torch import gathered
 
 MAPS_FILE, SIMILARITY_FILE = "saliency-maps.png", "saliency-similarity.png"
@@ -49,7 +49,9 @@ def saliency(evaluation: Evaluation, config: SaliencyConfig) -> Outcome:
     if outside := [number for number in config.pictures if not 0 <= number < num_images]:
         raise ValueError(f"--pictures has {outside[0]}, but test images have numbers 0..{num_images - 1}")
     shown = list(config.pictures) or _random_order(num_images, config.seed)[: config.num_pictures].tolist()
-    subjects = [evaluation.subject, *_other(config)]
+    subjects = [evaluation.subject]
+    if config.other is not None:
+        subjects.append(load_subject(SubjectOptions(encoder=config.other)))
     computed = [_mapped(subject, evaluation, dataset.test_images) for subject in subjects]
     maps, features = [own for own, _ in computed], computed[0][1]
     correct = _correct(features, config, evaluation) if dataset.labelled else None
@@ -115,13 +117,6 @@ def _mapped(
             advance(len(pixels) * ranks.world_size)
     maps, features = (torch.cat(part) for part in zip(*found, strict=True))
     return gathered(maps, len(ids), ranks), gathered(features, len(ids), ranks)
-
-
-def _other(config: SaliencyConfig) -> list[Subject]:
-    if config.other is None:
-        return []
-    encoder, encoder_config = load_encoder(config.other)
-    return [Subject(name=str(config.other), encoder=encoder, config=encoder_config)]
 
 
 def _random_order(num_images: int, seed: int) -> Tensor:

@@ -116,7 +116,7 @@ class SaliencyConfig(Settings):
     """Settings of the saliency maps."""
 
     other: Path | None = None
-    """Encoder file whose maps are compared, from this trainer or `pic export import`."""
+    """Encoder file whose maps are compared, as --encoder takes it."""
     num_pictures: int = 6
     """Test images to draw with their maps, chosen by --seed."""
     pictures: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ from trainer.evaluate.paper.detect import (
 from trainer.evaluate.paper.detector import build_detector, greedy_nms
 from trainer.evaluate.paper.settings import DetectConfig
 from trainer.evaluate.paper.voc import CLASSES
-from trainer.model import EncoderConfig, build_encoder
+from trainer.model import build_encoder
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks
 
@@ -104,13 +104,6 @@ def test_tells_a_good_encoder_from_a_broken_one(tmp_path: Path) -> None:
     assert ap50[0] > 70
     assert ap50[1] < 20
     assert all(torch.equal(value, before[name]) for name, value in good.state_dict().items()), "it stays as it is"
-
-
-@pytest.mark.parametrize("name", ["small", "timm:vit_tiny_patch16_224"])
-def test_rejects_encoders_that_are_not_resnets(name: str) -> None:
-    config = EncoderConfig(name=name, in_channels=3, image_size=224 if "vit" in name else 64)
-    with pytest.raises(ValueError, match=f"encoder '{name}' is not a ResNet for colour images: give torchvision:res"):
-        build_detector(build_encoder(config).eval(), config, CONFIG)
 
 
 def test_the_detector_is_mocos_with_the_encoders_weights() -> None:

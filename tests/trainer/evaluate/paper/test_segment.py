@@ -240,14 +240,3 @@ def test_rejects_missing_folders(directory: Path) -> None:
     (directory / "leftImg8bit/val").mkdir()
     with pytest.raises(ValueError, match="leftImg8bit/val has no images: extract Cityscapes' archives again"):
         segmented(directory)
-
-
-def test_a_damaged_image_ends_the_training(directory: Path) -> None:
-    truncated(file_names(directory, "train", 1)[IMAGE])
-    with pytest.raises(ValueError, match=r"ulm_000001_000019_leftImg8bit\.png is not a complete PNG image"):
-        segmented(directory)
-
-
-def test_rejects_more_ranks_than_images_of_a_batch(directory: Path) -> None:
-    with pytest.raises(ValueError, match="--batch-size 3 leaves some of 4 ranks without images"):
-        segmented(directory, ranks=Ranks(world_size=4))
