@@ -28,11 +28,12 @@ from experiments.data import with_data
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
-from trainer.evaluate import FeatureSet, encoder_features, evaluate_features
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
+from trainer.evaluate.features import FeatureSet, encoder_features
 from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import load_subject
+from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import load_encoder
 from trainer.run.directory import ENCODER_FILE

@@ -24,10 +24,9 @@ from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.display import shown, stage
-from trainer.evaluate import FeatureSet, ProbeResult, encoder_features, evaluate_features, pixel_features
-from trainer.evaluate.features import PIXELS_SIDE, untrained_encoder
-from trainer.evaluate.protocol import split_tests
-from trainer.evaluate.table import TITLES, Results, print_table
+from trainer.evaluate.features import PIXELS_SIDE, FeatureSet, encoder_features, pixel_features, untrained_encoder
+from trainer.evaluate.protocol import ProbeResult, split_tests
+from trainer.evaluate.table import TITLES, Results, evaluate_features, print_table
 from trainer.model import PICModel, load_encoder, save_encoder
 from trainer.run.directory import (
     COMPARISON_FILE,

@@ -17,7 +17,8 @@ from experiments.baselines.state import identify
 from experiments.cells import PIXELS
 from trainer.config import TrainConfig
 from trainer.data import Dataset
-from trainer.evaluate import FeatureSet, encoder_features, evaluate_features, pixel_features, untrained_encoder
+from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features, untrained_encoder
+from trainer.evaluate.table import evaluate_features
 from trainer.model import save_encoder
 from trainer.run.claim import DirectoryClaim
 from trainer.run.directory import ENCODER_FILE, SUMMARY_FILE, read_summary

@@ -26,14 +26,9 @@ from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import NUM_STEPS, losses, small_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.evaluate import (
-    FeatureSet,
-    ProbeResult,
-    encoder_features,
-    evaluate_features,
-    pixel_features,
-    untrained_encoder,
-)
+from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features, untrained_encoder
+from trainer.evaluate.protocol import ProbeResult
+from trainer.evaluate.table import evaluate_features
 from trainer.model import EncoderConfig, PICModel, build_model
 
 ROOT = Path(__file__).parents[2]

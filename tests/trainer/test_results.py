@@ -23,7 +23,8 @@ from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.data.augment import AugmentationConfig
-from trainer.evaluate import encoder_features, evaluate_features
+from trainer.evaluate.features import encoder_features
+from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
 from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainer.data import Dataset, SyntheticImages, load_dataset
-from trainer.evaluate import calibrate_batch_norm, encoder_features, pixel_features
+from trainer.evaluate.features import calibrate_batch_norm, encoder_features, pixel_features
 from trainer.model import EncoderConfig, build_encoder
 from weightserver.core.initial import splitmix64
 

@@ -23,7 +23,8 @@ from trainer.__main__ import main
 from trainer.config import TrainConfig
 from trainer.data import load_dataset
 from trainer.data.augment import AugmentationConfig
-from trainer.evaluate import encoder_features, evaluate_features
+from trainer.evaluate.features import encoder_features
+from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.results import finish

@@ -25,7 +25,7 @@ from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
-from trainer.evaluate import encoder_features
+from trainer.evaluate.features import encoder_features
 from trainer.evaluate.table import PROTOCOLS
 from trainer.export.__main__ import main as export_rows
 from trainer.loop import train

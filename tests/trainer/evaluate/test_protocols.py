@@ -14,19 +14,16 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 from trainer.data import Dataset
-from trainer.evaluate import (
+from trainer.evaluate.features import (
     FeatureSet,
     calibrate_batch_norm,
     encoder_features,
-    knn_top1,
-    linear_top1,
     pixel_features,
-    split_held_out,
     untrained_encoder,
 )
-from trainer.evaluate.knn import leave_one_out_knn_top1
-from trainer.evaluate.linear_cached import STRENGTHS
-from trainer.evaluate.protocol import split_folds, split_tests
+from trainer.evaluate.knn import knn_top1, leave_one_out_knn_top1
+from trainer.evaluate.linear_cached import STRENGTHS, linear_top1
+from trainer.evaluate.protocol import split_folds, split_held_out, split_tests
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE
 from trainer.model import EncoderConfig
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from trainer.evaluate import ProbeResult
+from trainer.evaluate.protocol import ProbeResult
 from trainer.evaluate.table import print_table
 
 
