@@ -44,13 +44,13 @@ test: $(INSTALLED) fashion-mnist
 
 # The longer tests of the guarantees; .ci/run runs them in addition to the quick ones.
 test-guard: $(INSTALLED) fashion-mnist
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "guard and not (slow or docker or gpu or soak)" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "guard and not (slow or docker or gpu)" $(PYTEST_FLAGS)
 
 # Every test that this machine can run, with the coverage of this process's code; tests that need a missing GPU or Docker
 # are skipped with the reason. Code that runs only in shard processes or other ranks counts as not covered.
 test-all: lint fashion-mnist
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,parquet,onnx]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" --cov --cov-report=term $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --cov --cov-report=term $(PYTEST_FLAGS)
 
 # The tests that need GPUs, one at a time; each is skipped with the reason if its GPUs are missing.
 test-gpu: $(INSTALLED)

@@ -35,7 +35,7 @@ class Kernels:
         pass with these kernels."""
         command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.helpers.kernels", "-p", "no:cacheprovider"]
         if guards:
-            command += ["-m", "not (slow or docker or gpu or soak)"]
+            command += ["-m", "not (slow or docker or gpu)"]
         environment = {"OMP_NUM_THREADS": "1"} | self.environment
         done = subprocess.run(
             [*command, *tests], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False

@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -277,21 +276,6 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place, monkeypatch: 
         out[:] = 7.0
     assert (place.client.fetch(ROWS, step=1) == -1).all()
     assert (out == 7.0).all()
-
-
-@pytest.mark.guard
-def test_a_session_opened_during_a_push_counts_it_once(place: Place) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for number in range(1, 3):
-            with stopped(place, 1):
-                pushing = pool.submit(place.push)
-                time.sleep(0.1 * number)
-                opening = pool.submit(place.client.open_session, "again")
-                time.sleep(0.1)
-            opening.result(30)
-            if pushing.exception(30) is not None:
-                place.push()
-            assert (place.client.fetch(ROWS, step=1) == -number).all()
 
 
 # ---- shards of different times

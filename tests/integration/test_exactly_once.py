@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.faulty_proxy import Faults, FaultyProxy
-from weightserver import ClusterError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -151,21 +151,6 @@ def test_a_state_that_is_written_again_after_another_one_replaces_it(
     write(2)
     write(1)
     assert np.array_equal(writer.fetch_state([1]).weight, GRADIENT)
-
-
-def test_a_push_that_another_client_rolled_back_is_not_taken_for_done(
-    writer: WeightClient, other: WeightClient, losing_answer: Callable[[Callable[[], None]], None]
-) -> None:
-    losing_answer(lambda: push(writer, 1))
-    push(writer, 2)  # finds that the first was applied
-    other.open_session("other")
-    other.rollback("empty")
-    writer.open_session("writer again")
-    with pytest.raises(ClusterError, match="roll back to a checkpoint"):
-        push(writer, 1)
-    writer.rollback("empty")
-    push(writer, 1)
-    assert writer.fetch_state([1]).last_step.tolist() == [1]
 
 
 def test_a_push_of_a_dropped_table_is_not_taken_for_one_of_the_next(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -61,37 +59,3 @@ def test_a_newer_session_fences_every_rank(ranks: list[WeightClient], cluster: L
                     call()
         assert same(newer.fetch_state(ROWS), before)
         assert [kept.name for kept in newer.checkpoints()] == ["theirs"]
-
-
-def test_old_ranks_that_keep_writing_while_a_newer_session_rolls_back(
-    ranks: list[WeightClient], cluster: LocalCluster
-) -> None:
-    """Once the newer session is open, no write of the old ranks is applied."""
-    ranks[0].push_gradients(ROWS, ONES, step=0)
-    kept = ranks[0].fetch_state(ROWS)
-    ranks[0].checkpoint("kept", step=1)
-    written = threading.Semaphore(0)
-
-    def write_until_refused(rank: WeightClient) -> int:
-        for step in range(1, 2_000):
-            try:
-                rank.push_gradients(ROWS, ONES, step=step)
-            except FencedError:
-                return step
-            written.release()
-        raise AssertionError("it was never refused")
-
-    with WeightClient(cluster.addresses) as newer, ThreadPoolExecutor(NUM_RANKS) as pool:
-        writers = [pool.submit(write_until_refused, rank) for rank in ranks]
-        for _ in range(10 * NUM_RANKS):
-            assert written.acquire(timeout=30)
-        newer.open_session("new")
-        newer.extend_schedule(0, RATES)
-        for _ in range(5):
-            newer.rollback("kept")
-            assert same(newer.fetch_state(ROWS), kept)
-            newer.push_gradients(ROWS[:7], ONES[:7], step=3)
-        newer.rollback("kept")
-        assert all(writer.result(30) > 1 for writer in writers)
-        assert same(newer.fetch_state(ROWS), kept)
-        assert newer.describe().clock == 1

@@ -1,5 +1,7 @@
-"""Shards that die while a run trains, at any instant or at chosen points of a commit, and are restarted as by a
-supervisor: nothing changes."""
+"""Shards that die at points of a commit while a run trains, and are restarted as by a supervisor: nothing changes.
+
+Kills at random times are in test_histories.py and tests/head/test_kills.py.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +21,6 @@ from trainer.loop import train
 from weightserver import LocalCluster, RowState, WeightClient
 
 LONG = [pytest.mark.slow, pytest.mark.timeout(1_800)]
-
-
-class Killer:
-    """Kills and restarts random shards at random times in a thread, until stopped."""
-
-    def __init__(self, cluster: LocalCluster, seed: int, at_most: int) -> None:
-        self.kills = 0
-        self._cluster = cluster
-        self._random = random.Random(seed)
-        self._at_most = at_most
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while self.kills < self._at_most and not self._stop.wait(self._random.uniform(0, 0.25)):
-            shard = self._random.randrange(len(self._cluster.processes))
-            self._cluster.processes[shard].kill()
-            self._cluster.processes[shard].wait()
-            self._cluster.restart(shard)
-            self.kills += 1
-
-    def __enter__(self) -> Killer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 class Supervisor:
@@ -88,28 +62,6 @@ def outcome(cluster: LocalCluster, output: Path, rows: Any, steps: int) -> tuple
     train(small_run(output, servers=servers, rows=rows, steps=steps, checkpoint_every=23, encoder=ONLY_ROWS))
     with WeightClient(cluster.addresses) as client:
         return losses(output), client.fetch_state(np.arange(NUM_IMAGES))
-
-
-@pytest.mark.parametrize(
-    ("rows", "steps", "kills"),
-    [
-        pytest.param("resident", 600, 5, id="resident"),
-        pytest.param("remote", 125, 5, id="remote"),
-        pytest.param("resident", 5_000, 100, id="resident, long", marks=LONG),
-        pytest.param("remote", 4_000, 100, id="remote, long", marks=LONG),
-    ],
-)
-@pytest.mark.guard
-def test_killed_shards_lose_nothing(rows: Any, steps: int, kills: int, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    with LocalCluster(2, tmp_path / "undisturbed") as cluster:
-        expected, state = outcome(cluster, tmp_path / "a", rows, steps)
-    with LocalCluster(2, tmp_path / "killed") as cluster, Killer(cluster, seed=steps, at_most=kills) as killer:
-        killed_losses, killed_state = outcome(cluster, tmp_path / "b", rows, steps)
-    assert killer.kills >= kills, "the run was over before"
-    assert killed_losses == expected
-    for name in vars(state):
-        assert np.array_equal(getattr(killed_state, name), getattr(state, name)), name
 
 
 @pytest.mark.parametrize(("steps", "num_deaths"), [(200, 4), pytest.param(6_000, 100, marks=LONG, id="long")])

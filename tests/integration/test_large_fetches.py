@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -188,25 +187,3 @@ def test_a_checkpoint_that_changes_under_a_fetch_ends_it(shard: LocalCluster) ->
         with pytest.raises(NoTableError, match="kept"):
             client.fetch(ROWS, step=1, checkpoint="kept")
         assert len(proxy.asked) == 3
-
-
-@pytest.mark.guard
-def test_a_shard_killed_under_a_fetch_is_asked_for_the_rest(tmp_path: Path) -> None:
-    """It is restarted as by a supervisor."""
-
-    def before(attempt: int, context: grpc.ServicerContext) -> None:
-        if attempt == 2:
-            cluster.processes[0].kill()
-            cluster.restart(0)
-
-    with (
-        LocalCluster(1, tmp_path) as cluster,
-        WeightClient(cluster.addresses) as direct,
-        WatchedProxy(cluster.addresses[0], cut=True, before=before) as proxy,
-        WeightClient([proxy.address], timeout_seconds=20, retry_seconds=20) as client,
-    ):
-        direct.create_table(SPEC)
-        direct.extend_schedule(0, np.full(10, 0.1, np.float32))
-        assert np.array_equal(client.fetch(ROWS, step=0), direct.fetch(ROWS, step=0))
-        proxy.check(ROWS)
-        assert len(proxy.asked) > 9

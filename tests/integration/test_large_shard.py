@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -233,22 +231,3 @@ def test_a_large_file_is_read_ahead_of_its_check(tmp_path: Path, monkeypatch: py
         integrity.check_pages(data)
     assert set(ended) <= {0, -signal.SIGKILL, -signal.SIGBUS, 1}
     assert len(ended) == 2
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-def test_thirty_gigabytes(tmp_path: Path) -> None:
-    """Runs the benchmark, which compares the rows that it reads with those written: no stage takes more memory than any
-    shard may take (docs/guarantees.md)."""
-    if shutil.disk_usage(tmp_path).free < 40e9:
-        pytest.skip("needs 40 GB of free disk under the temporary directory (--basetemp)")
-    options = ["--rows", "32000000", "--directory", str(tmp_path / "data"), "--output", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "benchmarks.large_shard", *options], check=True)
-    results = json.loads((tmp_path / "large_shard.json").read_text())["results"]
-    *parts, last = results["fill"]["parts"]
-    assert last["file_bytes"] > 32e9
-    assert last["map_bytes"] > last["file_bytes"]
-    stages = [results["restart"], results["drop"], *results["commands"].values()]
-    stages += [stage for name in ("reads", "writes") for stage in results[name].values() if isinstance(stage, dict)]
-    assert max(stage["own_bytes"] for stage in [*parts, last, *stages]) < 384 << 20
-    assert not (tmp_path / "data").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -40,7 +39,6 @@ SPEC = TableSpec(num_rows=1_000_000, dim=64, momentum=0, weight_decay=0, init_st
 MEMORY_MIB = 128
 CEILING = BASE_BYTES + (MEMORY_MIB << 20) + MAX_THREADS * 3 * CHUNK_BYTES
 """Upper bound for callers whose messages have 1 MiB, as here."""
-SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "60"))
 
 
 class Crowd:
@@ -498,35 +496,3 @@ def seconds_to_end_under_load(directory: Path, *, grace_seconds: float) -> float
         applied = -crowd.client.fetch(1000 * np.arange(num_writers), step=1)[:, 0]
         assert all(told <= done <= told + 1 for told, done in zip(acknowledged, applied, strict=True))
     return seconds
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(60 * SOAK_MINUTES + 300)
-def test_soak(tmp_path: Path) -> None:
-    """Mixed load for SOAK_MINUTES (60): after the first quarter neither memory nor file descriptors grow."""
-    seen: list[tuple[int, int]] = []
-    with crowd_at(tmp_path) as crowd:
-        end, pushed = time.monotonic() + 60 * SOAK_MINUTES, list[int]()
-        number = 0
-        while time.monotonic() < end:
-            number += 1
-            crowd.read_nothing(30)
-            crowd.announce(30)
-            crowd.send_no_message(30)
-            with ThreadPoolExecutor(8) as pool:
-                for one in [pool.submit(push_much, crowd, time.monotonic() + 3, pushed) for _ in range(8)]:
-                    one.result(120)
-            crowd.work(10)
-            crowd.client.checkpoint(f"c{number}", step=1)
-            if number > 1:
-                crowd.client.release(f"c{number - 1}")
-            crowd.leave()
-            wait_until(lambda: crowd.metric("request_memory_bytes") == 0)
-            time.sleep(1)  # until what malloc kept is given back
-            seen.append((crowd.memory(), crowd.process.num_fds()))
-        memory, descriptors = np.array(seen[max(1, len(seen) // 4) :]).T
-        half = max(1, len(memory) // 2)
-        print(f"{len(pushed)} pushes, {number} rounds, peak {crowd.peak >> 20} MiB, bytes and descriptors:", *seen)
-        assert crowd.peak < CEILING
-        assert memory[half:].max() < memory[:half].max() + (64 << 20)
-        assert descriptors[half:].max() <= descriptors[:half].max() + 4

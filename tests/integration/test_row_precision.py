@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.helpers import commands
 from tests.helpers.comparing import same
 from tests.helpers.rounding_model import RoundedRows
 from tests.helpers.row_model import schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.core.precision import ROUNDING_ERROR
-from weightserver.operations.reshard import reshard
 
 SPEC = TableSpec(num_rows=120, dim=12, weight_decay=1e-3, rows_per_block=5, seed=3, dtype="bfloat16")
 ROWS = np.arange(SPEC.num_rows)
@@ -128,45 +125,3 @@ def test_shards_and_kills_change_no_bit(tmp_path: Path) -> None:
             results += [client.fetch_state(ROWS), client.fetch_state(ROWS, step=40)]
     assert same(results[0], results[2])
     assert same(results[1], results[3])
-
-
-@pytest.mark.guard
-def test_operations_on_tables_of_bfloat16(tmp_path: Path) -> None:
-    """Checkpoint, extension, backup, a lost shard restored, rollback, export and reshard."""
-
-    def weightserver(*arguments: object) -> None:
-        assert commands.weightserver(*arguments)[0] == 0
-
-    directory, restored = tmp_path / "old", tmp_path / "restored"
-    with LocalCluster(2, directory) as cluster, WeightClient(cluster.addresses) as client:
-        begin(client)
-        steps = list(pushes(30))
-        for rows, gradients, step in steps[:20]:
-            client.push_gradients(rows, gradients, step=step)
-        client.checkpoint("kept", step=20)
-        kept = client.fetch_state(ROWS)
-        assert client.extend_table(150).dtype == "bfloat16"
-        for rows, gradients, step in steps[20:]:
-            client.push_gradients(rows, gradients, step=step)
-        assert same(client.fetch_state(ROWS, checkpoint="kept"), kept)
-        new = initial_rows(SPEC, np.arange(120, 150))
-        assert np.array_equal(client.fetch(np.arange(120, 150), step=0), new)
-        weightserver("backup", *cluster.addresses, "--output", tmp_path / "backup")
-        weightserver(
-            "export", *cluster.addresses, "--checkpoint", "kept", "--output", tmp_path / "rows", "--format", "npz"
-        )
-        with np.load(next((tmp_path / "rows").glob("*.npz"))) as columns:
-            assert columns["weight"].dtype == np.float32
-            assert np.array_equal(columns["weight"][:120], client.fetch(ROWS, step=20, checkpoint="kept"))
-        client.rollback("kept")
-        assert same(client.fetch_state(ROWS), kept)
-    for shard in range(2):
-        name = f"shard-{shard}"
-        weightserver("restore", tmp_path / "backup", "--data-dir", restored / name, "--shard", shard)
-        weightserver("verify", restored / name)
-    resharded = [tmp_path / "resharded" / f"shard-{shard}" for shard in range(3)]
-    reshard([directory / f"shard-{shard}" for shard in range(2)], resharded, rows_per_block=9, current=True)
-    for place, num_shards, rows_per_block in ((restored, 2, 5), (tmp_path / "resharded", 3, 9)):
-        with LocalCluster(num_shards, place) as cluster, WeightClient(cluster.addresses) as client:
-            assert client.describe().spec == replace(SPEC, num_rows=150, rows_per_block=rows_per_block)
-            assert same(client.fetch_state(ROWS), kept)

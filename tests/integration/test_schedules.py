@@ -85,55 +85,6 @@ def test_shards_know_what_their_own_writes_used(client: WeightClient, cluster: L
     assert [used(cluster, shard) for shard in (0, 1)] == [RATES[:8].tolist()] * 2
 
 
-def test_unused_learning_rates_may_be_given_anew(client: WeightClient, cluster: LocalCluster) -> None:
-    begin(client)
-    for step in range(5):
-        push(client, step)
-    client.fetch(ROWS, step=NUM_STEPS)  # the shards have the former ones in memory
-    with pytest.raises(TableMismatchError, match=r"the learning rate of step 4 is .* only steps from 5 on may be"):
-        client.extend_schedule(4, 2 * RATES[4:])
-    with pytest.raises(StepError, match="the schedule ends at 20: step 21 would leave a gap before it"):
-        client.extend_schedule(NUM_STEPS + 1, [0.5])
-    client.extend_schedule(0, RATES[:5])
-    client.extend_schedule(8, 2 * RATES[8:])
-    changed = np.append(RATES[:8], 2 * RATES[8:])
-    for step in range(5, NUM_STEPS):
-        client.fetch(ROWS, step=NUM_STEPS)
-        push(client, step)
-    assert_dense_sgd(client, changed, NUM_STEPS)
-    assert used(cluster, 1) == changed.tolist()
-
-
-def test_the_first_write_decides_between_two_clients(client: WeightClient, cluster: LocalCluster) -> None:
-    epoch = begin(client)
-    push(client, 0)
-    with WeightClient(cluster.addresses) as other:
-        other.open_session("test", join=epoch)
-        other.extend_schedule(0, np.append(RATES[:3], 2 * RATES[3:]))
-        push(other, 1)
-        push(client, 2)
-        ahead = [one.fetch(ROWS, step=10) for one in (client, other, client, other)]
-        assert np.array_equal(ahead[0], ahead[2])
-        assert np.array_equal(ahead[1], ahead[3])
-        assert not np.array_equal(ahead[0], ahead[1]), "each reads by its own, as long as none is used"
-        push(other, 3)
-        before = client.fetch_state(ROWS)
-        refused: list[Callable[[], object]] = [
-            lambda: push(client, 3),
-            lambda: client.fetch(ROWS, step=10),
-            lambda: client.write_state(ROWS[:1], np.ones((1, 4), np.float32), np.ones((1, 4), np.float32), 4),
-        ]
-        for call in refused:
-            with pytest.raises(TableMismatchError, match=r"the learning rate of step 3 is .* and was used, not|other"):
-                call()
-        assert np.array_equal(client.fetch_state(ROWS).weight, before.weight)
-        assert client.describe().horizon == 4, "what it was given for later steps is dropped"
-        client.extend_schedule(4, RATES[4:])
-        push(client, 4)
-        mixed = np.concatenate([RATES[:3], 2 * RATES[3:4], RATES[4:]])
-        assert_dense_sgd(client, mixed, 5)
-
-
 def test_shards_that_were_given_different_ones_are_told(client: WeightClient, cluster: LocalCluster) -> None:
     """Two writers of one session, at the same time, on different shards."""
     epoch = begin(client)

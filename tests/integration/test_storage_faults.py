@@ -6,7 +6,6 @@ import itertools
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
 ROWS = np.arange(SPEC.num_rows)
-DAMAGED, OTHERS = ROWS[10:20], np.delete(ROWS, range(10, 20))
 
 
 def values(number: int, num_rows: int = SPEC.num_rows) -> np.ndarray:
@@ -69,43 +67,13 @@ def verify(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int | s
     return stopped.value.code, capsys.readouterr().out.splitlines()
 
 
-def test_a_flipped_byte_hurts_its_block_alone(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "where"), [(0, "generation 0 (kept)"), (2, "generation 1 (now)")])
+def test_a_damaged_version_is_named(data: Path, number: int, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(data, capsys) == (0, ["4 blocks, 8 versions, 0 problems"])
-    damage(data / "data.mdb", 13, 2)
-    status, lines = verify(data, capsys)
-    assert (status, len(lines)) == (1, 2), lines
-    assert lines[0] == "block 1 (rows 10..19), generation 1 (now): it is damaged (checksum) in rows 10..19"
-    message = (
-        r"shard 0 at .*: block 1 \(rows 10\.\.19\) is damaged \(checksum\) in rows 10\.\.19: 'weightserver verify' "
-        "shows which"
-    )
-    with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
-        client.open_session("run")
-        client.extend_schedule(5, [0.1])
-        others = client.fetch_state(OTHERS)
-        np.testing.assert_array_equal(others.weight, values(2)[OTHERS])
-        calls: list[Callable[[], object]] = [
-            lambda: client.fetch(ROWS, step=5),
-            lambda: client.push_gradients(ROWS, values(4), step=5),
-            lambda: client.write_state(DAMAGED[:1], values(4, 1), values(4, 1), 6),
-        ]
-        for call in calls:
-            with pytest.raises(StorageError, match=message):
-                call()
-        assert same(client.fetch_state(OTHERS), others)
-        client.push_gradients(OTHERS, values(4, len(OTHERS)), step=5)
-        kept = client.fetch_state(ROWS, checkpoint="kept")
-        client.rollback("kept")
-        assert same(client.fetch_state(ROWS), kept)
-        np.testing.assert_array_equal(kept.weight, values(0))
-    assert verify(data, capsys) == (0, ["4 blocks, 4 versions, 0 problems"])
-
-
-def test_a_damaged_checkpoint_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damage(data / "data.mdb", 13, 0)
+    damage(data / "data.mdb", 13, number)
     status, lines = verify(data, capsys)
     assert (status, lines[-1]) == (1, "4 blocks, 8 versions, 1 problems")
-    assert lines[0] == "block 1 (rows 10..19), generation 0 (kept): it is damaged (checksum) in rows 10..19"
+    assert lines[0] == f"block 1 (rows 10..19), {where}: it is damaged (checksum) in rows 10..19"
 
 
 def start(data: Path, message: str, *options: str) -> None:
