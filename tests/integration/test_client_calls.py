@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,59 +122,6 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
     assert second["status"] == "DEADLINE_EXCEEDED"
     assert third["seconds"] > second["seconds"] > first["seconds"] >= 2.5
     assert sum("answers again" in line["text"] for line in said) == 1
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_no_metric_and_no_line_names_another_shard_than_the_slow_one(
-    slow: int, tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
-) -> None:
-    """Whatever waits for it: a small fetch, whose thread reads one answer after the other, a large one, and a push."""
-    spec = TableSpec(num_rows=3000, dim=128, rows_per_block=10)
-    rows, own = np.arange(3000), str(slow)
-
-    def troubles(shard: str) -> dict[str, float]:
-        """Retries, errors, calls that took over a second, and those that wait."""
-        found: defaultdict[str, float] = defaultdict(float)
-        for sample in (sample for family in WeightClient.metrics().collect() for sample in family.samples):
-            name, labels = sample.name.removeprefix("weightserver_client_"), dict(sample.labels)
-            if labels.pop("shard", None) == shard:
-                if name in ("retries_total", "errors_total", "waiting_calls"):
-                    found[f"{name} {labels}"] += sample.value
-                if name == "call_seconds_count":
-                    found["slow"] += sample.value
-                if name == "call_seconds_bucket" and labels["le"] == "1.0":
-                    found["slow"] -= sample.value
-        return dict(found)
-
-    def total(name: str, shard: str) -> float:
-        return sum(number for key, number in troubles(shard).items() if key.startswith(name))
-
-    with LocalCluster(3, tmp_path) as cluster, WeightClient(cluster.addresses, timeout_seconds=1.5) as client:
-        client.create_table(spec)
-        client.extend_schedule(0, np.full(100, 0.1, np.float32))
-        client.open_session("run")
-        client.push_gradients(rows, np.ones((3000, 128), np.float32), step=0)
-        client.fetch(rows, step=1)
-        before, retries = {shard: troubles(shard) for shard in "012"}, total("retries", own)
-        calls: list[Callable[[], object]] = [
-            lambda: client.fetch(rows[::10], step=2),
-            lambda: client.fetch(rows, step=2),
-            lambda: client.push_gradients(rows, np.ones((3000, 128), np.float32), step=1),
-        ]
-        with ExitStack() as stack, frozen(cluster, slow):
-            for call in calls:
-                stack.enter_context(in_thread(call))
-            wait_until(lambda: len(lines()) >= 2)
-            wait_until(lambda: total("retries", own) >= retries + 3)
-            for shard in {*"012"} - {own}:
-                wait_until(lambda shard=shard: total("waiting", shard) == 0)
-            assert total("waiting", own) == 3
-        wait_until(lambda: "answers again" in lines()[-1]["text"])
-        assert troubles(own)["slow"] >= before[own]["slow"] + 3
-        for shard in {*"012"} - {own}:
-            assert troubles(shard) == before[shard]
-    assert {line["shard"] for line in lines()} == {own}
 
 
 @pytest.mark.guard

@@ -1,4 +1,4 @@
-"""Damaged data other than blocks, full or read-only disks, and little address space."""
+"""Damaged data other than blocks, and full or read-only disks."""
 
 from __future__ import annotations
 
@@ -98,25 +98,14 @@ def serve(directory: Path) -> None:
         storage.close()
 
 
-_LIMITED = """\
-import os, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-def cli(*arguments: object, address_space: int = -1, cwd: Path | None = None) -> tuple[int, str]:
-    """Runs a command, with so many bytes of address space at most; returns its exit status and stderr."""
-    command = ["-m", "weightserver", *map(str, arguments)]
-    if address_space >= 0:  # in a program of its own: between a fork and its exec, other threads' locks stay locked
-        command = ["-c", _LIMITED, str(address_space), *command]
+def cli(*arguments: object) -> tuple[int, str]:
+    """Runs a command; returns its exit status and stderr."""
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-m", "weightserver", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
     )
@@ -295,26 +284,6 @@ def test_records_of_a_wrong_kind_are_one_line(key: str, value: dict[str, object]
         with pytest.raises(StorageError, match=r"its (state|spec|identity) is damaged .*: restore it from a backup"):
             attempt()
     assert len(verify_directory(source).problems) == 1
-
-
-# ---- address space
-
-
-def test_many_shards_are_resharded_at_once(tmp_path: Path) -> None:
-    spec = replace(SPEC, num_rows=200, dim=4)
-    sources, targets = make_shards(tmp_path / "old", 4, spec), [tmp_path / f"new-{number}" for number in range(8)]
-    assert reshard(sources, targets).rows_stored == 200
-    assert [verify_directory(target).problems for target in targets] == [[]] * 8
-
-
-@pytest.mark.guard
-def test_scarce_address_space_is_enough_or_one_line(tmp_path: Path) -> None:
-    (source,) = make_shards(tmp_path, 1)
-    status, error = cli("inspect", source, address_space=600 << 20)  # it maps nothing
-    assert status == 0, error
-    status, error = cli("verify", source, address_space=600 << 20)
-    assert status == 0 or "give the process more address space (ulimit -v)" in error, error
-    assert error.count("\n") == status
 
 
 # ---- disks

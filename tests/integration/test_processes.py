@@ -31,32 +31,6 @@ from weightserver.protocol.codec import rows_to_proto
 SPEC = TableSpec(num_rows=200_000, dim=32)
 
 
-MOVED = (
-    'weightserver_rows_total{operation="fetch"}',
-    'weightserver_rows_total{operation="push"}',
-    'weightserver_request_seconds_count{method="Fetch",status="OK"}',
-)
-
-
-def test_health_and_metrics(client: WeightClient, cluster: LocalCluster) -> None:
-    assert weightserver("health", cluster.addresses[0]) == (0, "SERVING\n", "")
-    client.create_table(SPEC)
-    client.extend_schedule(0, np.full(17, 0.1))
-    client.open_session("metrics")
-    client.fetch([70], step=0)
-    client.push_gradients([70], np.zeros((1, 32), np.float32), step=0)
-
-    address, block = cluster.metrics_addresses[1], 63  # rows
-    before = {name: metric(address, name) for name in MOVED}
-    client.push_gradients(np.arange(2 * block), np.ones((2 * block, 32), np.float32), step=4)  # a block on each shard
-    client.fetch(np.arange(2 * block), step=5)
-    moved = [metric(address, name) - value for name, value in before.items()]
-    assert moved == [block, block, 1]
-    assert metric(address, "weightserver_clock_steps") == 5
-    assert metric(address, "weightserver_stored_rows") == block
-    assert metric(address, "weightserver_disk_bytes") > 0
-
-
 COUNT_OBJECTS = """
 import gc, os, signal, sys
 from pathlib import Path
