@@ -118,60 +118,6 @@ def pushes_one_after_another(h: Script) -> None:
 
 
 @has_an_order
-def a_concurrent_push_is_seen(h: Script) -> None:
-    push, fetch = h.push([0]), h.fetch([0])
-    h.done(fetch, [-1])
-    h.done(push)
-
-
-@has_an_order
-def a_concurrent_push_is_not_seen(h: Script) -> None:
-    push, fetch = h.push([0]), h.fetch([0])
-    h.done(push)
-    h.done(fetch, [0])
-
-
-@has_an_order
-def a_push_is_seen_on_one_shard_first(h: Script) -> None:
-    push, fetch = h.push([0, 2]), h.fetch([0, 2])
-    h.done(fetch, [-1, 0])
-    h.done(push)
-
-
-@has_an_order
-def concurrent_pushes_are_seen_one_by_one(h: Script) -> None:
-    pushes = [h.push([0, 1], 1), h.push([0, 4], 10), h.push([1, 4], 100)]
-    h.seen([0, 1, 4], [-10, 0, -10])
-    h.seen([0, 1, 4], [-10, -100, -110])
-    h.seen([0, 1, 4], [-11, -101, -110])
-    for push in pushes:
-        h.done(push)
-
-
-@has_an_order
-def a_failed_push_is_seen_late(h: Script) -> None:
-    h.unknown(h.push([0]))
-    h.seen([0], [0])
-    h.pushed([0], 10, step=1)
-    h.seen([0], [-10])
-    h.seen([0], [-11])
-
-
-@has_an_order
-def a_failed_push_is_never_seen(h: Script) -> None:
-    h.unknown(h.push([0]))
-    h.pushed([0], 10)
-    h.seen([0], [-10])
-
-
-@has_an_order
-def a_push_whose_client_died_is_seen(h: Script) -> None:
-    h.push([0, 2])
-    h.seen([0, 2], [0, 0])
-    h.seen([0, 2], [0, -1])
-
-
-@has_an_order
 def a_push_made_again_counts_once(h: Script) -> None:
     push = h.push([0, 2])
     h.unknown(push)
@@ -179,37 +125,6 @@ def a_push_made_again_counts_once(h: Script) -> None:
     h.again(push)
     h.done(push)
     h.seen([0, 2], [-1, -1])
-
-
-@has_an_order
-def a_write_replaces_a_concurrent_push(h: Script) -> None:
-    push, write = h.push([0]), h.write([0], 7, 1)
-    h.done(push)
-    h.done(write)
-    h.seen([0], [7])
-
-
-@has_an_order
-def a_push_follows_a_concurrent_write(h: Script) -> None:
-    push, write = h.push([0]), h.write([0], 7, 0)
-    h.done(push)
-    h.done(write)
-    h.seen([0], [6])
-
-
-@has_an_order
-def a_write_is_refused_for_a_concurrent_push(h: Script) -> None:
-    push, write = h.push([0, 1], step=4), h.write([0, 1], 7, 4)
-    h.refused(write, "StepError")
-    h.done(push)
-    h.seen([0], [-1])
-
-
-@has_an_order
-def a_refused_write_may_have_reached_the_other_shard(h: Script) -> None:
-    h.pushed([0], step=4)
-    h.refused(h.write([0, 2], 7, 4), "StepError")
-    h.seen([0, 2], [-1, 7])
 
 
 @has_an_order
@@ -295,33 +210,12 @@ def a_failed_release_comes_before_the_next_push_of_its_writer(h: Script) -> None
     h.refused(h.fetch([0], checkpoint="kept"), "NoTableError")
 
 
-@has_an_order
-def a_fetch_is_ahead_of_a_push_that_was_seen(h: Script) -> None:
-    push, fetch = h.push([0]), h.fetch([0, 1])
-    h.pushed([1])
-    h.seen([0, 1], [-1, -1])
-    h.done(fetch, [0, 0])
-    h.done(push)
-
-
 @pytest.mark.parametrize("write", HAVE_AN_ORDER, ids=lambda write: write.__name__)
 def test_is_accepted(write: Writer, tmp_path: Path) -> None:
     assert check(written(tmp_path, write)).num_calls > 1
 
 
 # ---- histories that have none
-
-
-@has_none
-def a_push_is_lost(h: Script) -> None:
-    h.pushed([0])
-    h.seen([0], [0])
-
-
-@has_none
-def a_push_counts_twice(h: Script) -> None:
-    h.pushed([0])
-    h.seen([0], [-2])
 
 
 @has_none
@@ -370,13 +264,6 @@ def two_rows_of_concurrent_pushes_disagree_on_the_order(h: Script) -> None:
 def a_push_is_seen_before_it_was_made(h: Script) -> None:
     h.seen([0], [-1])
     h.pushed([0])
-
-
-@has_none
-def half_of_a_push_is_seen(h: Script) -> None:
-    push = h.push([0, 4])
-    h.seen([0, 4], [-1, 0])
-    h.done(push)
 
 
 @has_none
