@@ -84,7 +84,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
             raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
         return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
     name, directory = subject.data(options.dataset, options.data_dir)
-    background = subject.background if options.background is None else options.background
+    background = subject.images.background if options.background is None else options.background
     loaded = _load(subject, name, directory, options, background)
     dataset, held_out = loaded.evaluated, False
     if PROTOCOLS[command.name].labelled:
@@ -119,7 +119,7 @@ def _load(subject: Subject, name: str, directory: Path | None, options: Evaluati
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
     size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
-    source = subject.source if directory == subject.data_dir else subject.source.of_pixels
+    source = subject.images if directory == subject.images.data_dir else subject.images.of_pixels
     dataset = load_dataset(
         name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
     )

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import SYNTHETIC
-from trainer.data.config import SourceOptions
+from trainer.data.config import DataConfig
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.options import SubjectOptions
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
@@ -43,14 +43,8 @@ class Subject:
     directory: Path = Path("runs/pixels")
     """Where evaluation/NAME.json is written. Of a run its own, of an export its own, of weights/a.safetensors
     weights/a, otherwise one in runs/."""
-    dataset: str | None = None
-    """Name of the run's data set; None without a run."""
-    data_dir: Path | None = None
-    """Its folder; None for the data set's default, or without a run."""
-    background: str = "white"
-    """What transparent pixels showed in the run."""
-    source: SourceOptions = field(default_factory=SourceOptions)
-    """How the run reads its images."""
+    images: DataConfig = field(default_factory=DataConfig)
+    """The run's images, and how it reads them; the defaults without a run."""
     knows_labels: bool = False
     """Whether the run trained on labels, so that none of its images can be held out."""
     notes: tuple[str, ...] = ()
@@ -104,11 +98,11 @@ class Subject:
         """
         if dataset is not None:
             return dataset, data_dir
-        if self.dataset == SYNTHETIC:
+        if self.images.dataset == SYNTHETIC:
             raise ValueError(
                 f"{self.name} was trained on generated images, which have no labels: give another --dataset"
             )
-        return self.dataset or "fashion-mnist", data_dir or self.data_dir
+        return self.images.dataset, data_dir or self.images.data_dir
 
 
 def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject:
@@ -141,16 +135,12 @@ def _load(options: SubjectOptions) -> Subject:
 def _of_run(run: Path, checkpoint: str | None) -> Subject:
     settings = read_settings(run)
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
-    data_dir = settings.get("data_dir")
     return Subject(
         name=f"{run}, {state}" if state else str(run),
         encoder=encoder,
         config=config,
         directory=run,
-        dataset=str(settings.get("dataset", "fashion-mnist")),
-        data_dir=Path(data_dir) if data_dir else None,
-        background=settings["background"],
-        source=settings_of(SourceOptions, settings),
+        images=settings_of(DataConfig, settings),
         knows_labels=settings.get("labels") is not None,
     )
 

@@ -80,7 +80,7 @@ def test_the_end_of_a_run_and_an_older_checkpoint(trained: Path) -> None:
     encoder, config = load_encoder(trained / "encoder.safetensors")
     assert_equal(found, encoder.state_dict())
     assert (found.name, found.directory, found.config) == (str(trained), trained, config)
-    assert found.dataset == "synthetic"
+    assert found.images.dataset == "synthetic"
     with pytest.raises(ValueError, match="was trained on generated images, which have no labels: give another"):
         found.data(None, None)
     assert found.data("idx", None) == ("idx", None)
