@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +21,6 @@ NUM_UNIFORMS = 4
 """Random numbers of a crop."""
 
 
-class Crop(NamedTuple):
-    """A random crop, padded where the scaled image is smaller."""
-
-    pixels: UInt8Array
-    """uint8 [3, side, side]."""
-    labels: UInt8Array
-    """uint8 [side, side]: 0..18 or IGNORED."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RandomCrops:
     """Crops of images scaled by a random factor, half of them flipped."""
@@ -42,10 +32,12 @@ class RandomCrops:
     fill: tuple[int, ...]
     """Colour of the padding, whose label is IGNORED."""
 
-    def crop(self, pair: LabelledImage, uniforms: Float32Array) -> Crop:
+    def crop(self, pair: LabelledImage, uniforms: Float32Array) -> tuple[UInt8Array, UInt8Array]:
         """Crops an image by float32 [NUM_UNIFORMS] in [0, 1), which choose scale, row, column and flip.
 
-        Only the cropped part is resized: bilinearly with antialiasing, its labels to the nearest pixel.
+        Returns pixels uint8 [3, side, side] and their labels uint8 [side, side], 0..18 or IGNORED, padded where the
+        scaled image is smaller. Only the cropped part is resized: bilinearly with antialiasing, labels to the
+        nearest pixel.
 
         Raises:
             ValueError: a file is damaged, or has an unknown label id.
@@ -60,7 +52,7 @@ class RandomCrops:
         classes[: size[1], : size[0]] = np.asarray(labels.resize(size, Image.Resampling.NEAREST, box=box))
         if uniforms[3] < 0.5:
             pixels, classes = pixels[:, ::-1], classes[:, ::-1]
-        return Crop(pixels.transpose(2, 0, 1), classes)
+        return pixels.transpose(2, 0, 1), classes
 
     def _box(
         self, size: tuple[int, int], uniforms: Float32Array
@@ -87,7 +79,7 @@ def crops_ahead(
     count, share = len(images), ranks.share(batch_size)
     order = VisitSchedule(num_rows=count, window_size=count, window_stride=count, seed=seed)
 
-    def cropped(visit: int) -> Crop:
+    def cropped(visit: int) -> tuple[UInt8Array, UInt8Array]:
         (image,) = order.visits(visit, visit + 1)
         return crops.crop(images[image], visit_uniforms(seed, np.array([visit]), NUM_UNIFORMS)[0])
 

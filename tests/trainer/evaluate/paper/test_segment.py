@@ -73,21 +73,21 @@ def test_labels_are_the_19_evaluated_classes(directory: Path) -> None:
 def test_a_crop_at_scale_1_is_a_part_of_the_image(directory: Path) -> None:
     pair = list_split(directory, "train")[0]
     pixels, labels = np.array(Image.open(pair.image)), read_labels(pair.label)
-    crop = crops(scales=(1.0, 1.0)).crop(pair, uniforms(0.3, 0.5, 0.999, 0.5))
-    np.testing.assert_array_equal(crop.pixels.transpose(1, 2, 0), pixels[12:52, 56:96])
-    np.testing.assert_array_equal(crop.labels, labels[12:52, 56:96])
-    flipped = crops(scales=(1.0, 1.0)).crop(pair, uniforms(0.3, 0.5, 0.999, 0.49))
-    np.testing.assert_array_equal(flipped.pixels, crop.pixels[:, :, ::-1])
-    np.testing.assert_array_equal(flipped.labels, crop.labels[:, ::-1])
+    cropped, of_crop = crops(scales=(1.0, 1.0)).crop(pair, uniforms(0.3, 0.5, 0.999, 0.5))
+    np.testing.assert_array_equal(cropped.transpose(1, 2, 0), pixels[12:52, 56:96])
+    np.testing.assert_array_equal(of_crop, labels[12:52, 56:96])
+    flipped, of_flipped = crops(scales=(1.0, 1.0)).crop(pair, uniforms(0.3, 0.5, 0.999, 0.49))
+    np.testing.assert_array_equal(flipped, cropped[:, :, ::-1])
+    np.testing.assert_array_equal(of_flipped, of_crop[:, ::-1])
 
 
 def test_a_smaller_scaled_image_is_padded(directory: Path) -> None:
     pair = list_split(directory, "train")[0]
-    crop = crops(side=64).crop(pair, uniforms(0, 0.9, 0.9, 0.9))  # scaled to 48 × 32
-    assert (crop.labels[32:] == IGNORED).all()
-    assert (crop.labels[:, 48:] == IGNORED).all()
-    assert (crop.pixels[:, 32:].reshape(3, -1) == [[1], [2], [3]]).all()
-    assert (crop.labels[1:32, :48] != IGNORED).all()
+    pixels, labels = crops(side=64).crop(pair, uniforms(0, 0.9, 0.9, 0.9))  # scaled to 48 × 32
+    assert (labels[32:] == IGNORED).all()
+    assert (labels[:, 48:] == IGNORED).all()
+    assert (pixels[:, 32:].reshape(3, -1) == [[1], [2], [3]]).all()
+    assert (labels[1:32, :48] != IGNORED).all()
 
 
 def test_labels_stay_on_their_pixels_at_every_scale(directory: Path) -> None:
@@ -95,9 +95,9 @@ def test_labels_stay_on_their_pixels_at_every_scale(directory: Path) -> None:
     for label, colour in COLOURS.items():
         colours[CLASS_OF_ID[label]] = colour
     for pair in list_split(directory, "train"):
-        crop = crops().crop(pair, generator.random(4, dtype=np.float32))
-        inside = crop.pixels.max(axis=0) > 3  # not padding
-        nearest = np.abs(crop.pixels.transpose(1, 2, 0) - colours[crop.labels] - 20).max(axis=2)
+        pixels, labels = crops().crop(pair, generator.random(4, dtype=np.float32))
+        inside = pixels.max(axis=0) > 3  # not padding
+        nearest = np.abs(pixels.transpose(1, 2, 0) - colours[labels] - 20).max(axis=2)
         assert (nearest < 60)[inside].mean() > 0.93, "all but the borders of regions"
 
 
