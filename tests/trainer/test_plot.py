@@ -19,14 +19,6 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     assert draw_training(tmp_path / "metrics.jsonl").startswith(b"\x89PNG")
 
 
-def test_a_missing_or_damaged_file_gives_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read .*give a run's metrics.jsonl"):
-        read_metrics(tmp_path / "metrics.jsonl")
-    (tmp_path / "metrics.jsonl").write_text("no json\n{}\n")
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
-        read_metrics(tmp_path / "metrics.jsonl")
-
-
 @pytest.fixture(scope="module")
 def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
     """The figure of two runs."""
@@ -86,20 +78,14 @@ def test_lines_are_told_apart_without_colour(figure: Figure) -> None:
         assert len(set(looks)) == len(lines)
 
 
-def test_the_curves_start_at_the_truth(figure: Figure) -> None:
-    """kNN before the first step, and the first recorded loss instead of a mean with lower ones after it."""
+def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
+    """From kNN before the first step, and the first recorded loss instead of a mean with lower ones after it, on."""
     assert points(figure, "during training")[0][0] == (0, 60)
     assert points(figure, "loss, smoothed")[0][0] == pytest.approx((9, 6.9))
     assert figure.axes[0].get_xlim()[0] == 0
-
-
-def test_returning_rows_are_drawn(figure: Figure) -> None:
     assert points(figure, "mean gap of rows that return")[0][-1] == pytest.approx((128, 30))
     assert points(figure, "largest gap so far")[0][-1] == (128, 45)
     assert points(figure, "rows corrected so far (right)")[0][-1] == (128, 2 * 88)
-
-
-def test_another_run_is_drawn_beside_it(figure: Figure) -> None:
     loss, accuracy = ([y for _, y in curve] for curve in points(figure, "without correction"))
     assert loss == pytest.approx([6.95] * 120)
     assert accuracy == [60.0, *[65.0] * 120]

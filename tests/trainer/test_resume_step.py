@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
-from trainer import demo
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.run import checkpoint_file
@@ -264,24 +263,21 @@ def test_files_set_aside_survive_a_power_loss(tmp_path: Path, monkeypatch: pytes
     assert set(done[3:]) == {aside, files, tmp_path}
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "checkpoints"])
+@pytest.mark.parametrize(
+    "left", ["metrics.jsonl", "summary.json", "encoder.safetensors", "training.png", "checkpoints"]
+)
 def test_a_directory_with_a_runs_files_starts_no_run(left: str, ended: Path, tmp_path: Path) -> None:
     """Its config.json is lost, or it was copied only in part."""
     output = tmp_path / "run"
     output.mkdir()
-    (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)
+    if left == "training.png":  # of which the demo makes one
+        (output / left).write_text("mine")
+    else:
+        (shutil.copytree if left == "checkpoints" else shutil.copy)(ended / left, output / left)
     before = contents(output)
     with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: restore it to resume"):
         train(run(output))
     assert contents(output) == before
-
-
-def test_the_demo_overwrites_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "training.png").write_text("mine")
-    with pytest.raises(SystemExit):
-        demo.main(["--output", str(tmp_path)])
-    assert re.search(r"demo: .* holds training\.png of a run .*choose another --output\n", capsys.readouterr().err)
-    assert [path.name for path in tmp_path.iterdir()] == ["training.png"]
 
 
 @pytest.mark.guard

@@ -152,13 +152,9 @@ def _confusion(features: Tensor, labels: Sequence[str], classes: Sequence[str]) 
 
 
 def _uri(image: Tensor) -> str:
-    """Encodes an image uint8 [C, H, W] as PNG."""
-    pixels = image.permute(1, 2, 0).squeeze(2).numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
-    return _png(Image.fromarray(np.ascontiguousarray(pixels)))
-
-
-def _png(image: Image.Image) -> str:
-    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    """An image uint8 [C, H, W] as a PNG in a data: URI."""
+    picture = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).squeeze(2).numpy()))
+    picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
     file = io.BytesIO()
-    image.save(file, format="PNG", optimize=True)
+    picture.save(file, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

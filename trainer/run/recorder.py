@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -67,6 +67,8 @@ class Recorder:
         self._num_images = num_images
         self._ranks = ranks
         self._counters = RowCounters()
+        self._sinks: list[Callable[[dict[str, Any]], object]] = []
+        """What takes each record: metrics.jsonl, TensorBoard, Weights & Biases, the progress; empty on other ranks."""
         self._metrics = TrainerMetrics(
             run=config.run.output.name,
             rank=ranks.rank,
@@ -102,11 +104,16 @@ class Recorder:
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
-        self._lines = enter((config.run.output / METRICS_FILE).open("a"))
-        self._board = enter(SummaryWriter(str(config.run.output / "tensorboard"), purge_step=start_step))
-        self._log_to_wandb = (
-            enter(weights_and_biases(config, config.report.wandb_project)) if config.report.wandb_project else None
-        )
+        lines = enter((config.run.output / METRICS_FILE).open("a", buffering=1))  # each line is written at once
+        board = enter(SummaryWriter(str(config.run.output / "tensorboard"), purge_step=start_step))
+
+        def to_board(record: dict[str, Any]) -> None:
+            for name in record.keys() - {"step"}:
+                board.add_scalar(name, record[name], record["step"])
+
+        self._sinks = [lambda record: lines.write(json.dumps(record) + "\n"), to_board]
+        if config.report.wandb_project:
+            self._sinks.append(enter(weights_and_biases(config, config.report.wandb_project)))
         self._progress = TrainingProgress(
             start_step=start_step,
             num_steps=config.optimization.num_steps(self._num_images),
@@ -117,6 +124,7 @@ class Recorder:
         )
         for record in read_metrics(config.run.output / METRICS_FILE)[-1:]:  # of the part before
             self._progress.update(record)
+        self._sinks.append(self._progress.update)
         enter(following(self._progress))
 
     @contextmanager
@@ -187,12 +195,5 @@ class Recorder:
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a record on rank 0; does nothing on other ranks."""
-        if not self._ranks.is_first:
-            return
-        self._lines.write(json.dumps(record) + "\n")
-        self._lines.flush()
-        for name in record.keys() - {"step"}:
-            self._board.add_scalar(name, record[name], record["step"])
-        if self._log_to_wandb is not None:
-            self._log_to_wandb(record)
-        self._progress.update(record)
+        for sink in self._sinks:
+            sink(record)
