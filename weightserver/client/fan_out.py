@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
-
 from weightserver.client import threads
 from weightserver.client.calls import WATCH
 from weightserver.client.channels import CLOSED, require_process
@@ -49,11 +47,12 @@ class Shards:
         raise_first(outcomes)
         return outcomes
 
-    def call_all(self, method: str, request: Message) -> list[Any]:
-        return self.in_parallel(lambda shard: shard.call(method, request), zip(self.connections(), strict=True))
-
     def describe(self) -> list[pb.DescribeResponse]:
-        return self.call_all("Describe", pb.DescribeRequest())
+        return self._describe(self.connections())
+
+    def _describe(self, connections: list[ShardConnection]) -> list[pb.DescribeResponse]:
+        request = pb.DescribeRequest()
+        return self.in_parallel(lambda connection: connection.call("Describe", request), zip(connections, strict=True))
 
     def marks(self) -> list[str]:
         """The newest mark of each shard that this client has seen; empty for a shard that has answered nothing yet."""
@@ -108,9 +107,7 @@ class Shards:
         """Connects to every address, and asks each which shard it is."""
         connections = [ShardConnection(address, **self._options) for address in self._addresses]
         try:
-            answers = self.in_parallel(
-                lambda connection: connection.call("Describe", pb.DescribeRequest()), zip(connections, strict=True)
-            )
+            answers = self._describe(connections)
             ordered = [connections[position] for position in _shard_order(answers, self._addresses)]
             for shard, connection in enumerate(ordered):
                 connection.identify(shard, len(ordered))

@@ -20,7 +20,6 @@ def describe_response(shard: Shard) -> pb.DescribeResponse:
         rows_stored=state.rows_stored,
         disk_bytes=shard.storage.disk_bytes(),
         run=state.run,
-        generation=state.generation,
         server_version=__version__,
         table_identity=shard.table_identity,
         session_id=bytes.fromhex(state.session_id),

@@ -211,7 +211,7 @@ class WeightServerService:
         clock.start("end")
         num_bytes = sum(values.nbytes for values in write.values.values())
         self._metrics.wrote(operation, len(write.rows), num_bytes, clock.seconds, duplicate=not applied)
-        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        return pb.WriteResponse(duplicate=not applied)
 
     def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
         check_header(request.header)
@@ -283,7 +283,7 @@ class WeightServerService:
         applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
         if applied:
             _log.info(_EVENTS[method], extra={"checkpoint": name})
-        return pb.WriteResponse(duplicate=not applied, mark=self._shard.state.mark)
+        return pb.WriteResponse(duplicate=not applied)
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -61,7 +61,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "generation", "server_version", "checkpoints", "table_identity", "session_id", "peers", "timeline", "schedule_digest", "holder")
+    __slots__ = ("shard", "num_shards", "spec", "epoch", "clock", "rows_stored", "disk_bytes", "run", "server_version", "checkpoints", "table_identity", "session_id", "peers", "timeline", "schedule_digest", "holder")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +70,6 @@ class DescribeResponse(_message.Message):
     ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     TABLE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -87,7 +86,6 @@ class DescribeResponse(_message.Message):
     rows_stored: int
     disk_bytes: int
     run: str
-    generation: int
     server_version: str
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
     table_identity: bytes
@@ -96,7 +94,7 @@ class DescribeResponse(_message.Message):
     timeline: bytes
     schedule_digest: int
     holder: str
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., generation: _Optional[int] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., holder: _Optional[str] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
@@ -349,11 +347,9 @@ class SettleWriteResponse(_message.Message):
     def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
-    __slots__ = ("duplicate", "mark", "identity")
+    __slots__ = ("duplicate", "identity")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
-    MARK_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
-    mark: str
     identity: bytes
-    def __init__(self, duplicate: _Optional[bool] = ..., mark: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, duplicate: _Optional[bool] = ..., identity: _Optional[bytes] = ...) -> None: ...
