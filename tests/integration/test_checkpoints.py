@@ -28,7 +28,6 @@ from weightserver import (
 )
 from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
-from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage import lmdb_storage
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
@@ -92,35 +91,6 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
     assert writer.checkpoints() == []
 
 
-def part_of_a_checkpoint(writer: WeightClient, shard: int, identity: int) -> None:
-    """A call that reached only one shard."""
-    opened = writer.call_shard(shard, "Describe", pb.DescribeRequest())
-    header = pb.WriteHeader(epoch=opened.epoch, session_id=opened.session_id, writer=b"h" * 16, sequence=1, step=1)
-    header.rates.CopyFrom(writer._schedule.needed(1).message(shard))
-    request = pb.CheckpointRequest(header=header, name="half", identity=bytes([identity]) * 16)
-    writer.call_shard(shard, "Checkpoint", request)
-
-
-def assert_not_there(writer: WeightClient, message: str) -> None:
-    for call in (writer.rollback, lambda name: writer.fetch(ROWS, step=1, checkpoint=name)):
-        with pytest.raises(NoTableError, match=message):
-            call("half")
-
-
-def test_half_a_checkpoint_is_not_listed(writer: WeightClient) -> None:
-    """Repeated at once it becomes complete; after further writes it would mix two steps."""
-    push(writer, 0)
-    part_of_a_checkpoint(writer, 0, identity=1)
-    assert writer.checkpoints() == []
-    assert_not_there(writer, "shard 1 has no checkpoint 'half'")
-    writer.checkpoint("half", step=1)
-    assert writer.checkpoints() == [Checkpoint("half", 1)]
-    push(writer, 1)
-    with pytest.raises(InvalidRequestError, match=r"shard 0 at .* rows were written since checkpoint 'half' was taken"):
-        writer.checkpoint("half", step=1)
-    assert writer.checkpoints() == [Checkpoint("half", 1)]
-
-
 def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
     writer: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,16 +112,6 @@ def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
     assert writer.checkpoints() == []
     writer.checkpoint("whole", step=1)
     assert writer.checkpoints() == [Checkpoint("whole", 1)]
-
-
-def test_checkpoints_of_different_calls_are_not_one(writer: WeightClient) -> None:
-    push(writer, 0)
-    part_of_a_checkpoint(writer, 0, identity=1)
-    push(writer, 1)
-    part_of_a_checkpoint(writer, 1, identity=2)
-    assert writer.checkpoints() == []
-    assert_not_there(writer, "the shards' checkpoints 'half' are not of one call")
-    push(writer, 2)
 
 
 def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClient) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,14 +22,11 @@ from weightserver import (
     DataLossError,
     FencedError,
     LocalCluster,
-    NoTableError,
-    ShardUnavailableError,
     TableSpec,
     WeightClient,
     WrongShardError,
 )
 from weightserver.client import transfer
-from weightserver.client.writer import Writer
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import Resharded, reshard
@@ -281,28 +277,6 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place, monkeypatch: 
 # ---- shards of different times
 
 
-def test_a_shard_restored_next_to_the_others_is_noticed(place: Place, tmp_path: Path) -> None:
-    place.push()
-    place.client.checkpoint("a", step=1)
-    backup(place.client, tmp_path / "backup")
-    place.push()
-    place.client.release("a")
-    place.client.checkpoint("b", step=2)
-    restored = [tmp_path / f"restored-{shard}" for shard in range(2)]
-    for shard, directory in enumerate(restored):
-        restore(tmp_path / "backup", directory, shard=shard)
-    place.replace(1, restored[1])
-    with place.connect() as later:
-        with pytest.raises(DataLossError, match=r"take all shards to one checkpoint .*restore all of them"):
-            later.open_session("later")
-        assert later.describe().run == "run"
-    place.replace(0, restored[0])
-    with place.connect() as later:
-        later.open_session("later")
-        later.rollback("a")
-        assert (later.fetch(ROWS, step=1) == -1).all()
-
-
 @pytest.mark.guard
 def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: Place, tmp_path: Path) -> None:
     place.push()
@@ -323,60 +297,6 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
         later.rollback("a")
         later.push_gradients(ROWS, ONES, step=0)
         assert (later.fetch(ROWS, step=1) == -2).all()
-
-
-# ---- rows of several times
-
-
-def dies_in_rollback(place: Place, monkeypatch: pytest.MonkeyPatch, shard: int) -> None:
-    """A shard dies after the client has described the shards."""
-    send = Writer.send
-
-    def without_it(self: Writer, *arguments: Any, **options: Any) -> list[Any]:
-        place.kill(shard)
-        return send(self, *arguments, **options)
-
-    place.client._shards.connections()[shard]._retry_seconds = 0.3
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "send", without_it)
-        with pytest.raises(ShardUnavailableError):
-            place.client.rollback("one")
-
-
-def test_a_rollback_that_ended_halfway_leaves_no_common_state(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.push()
-    place.client.checkpoint("one", step=1)
-    place.push(1)
-    epoch = place.client.describe().epoch
-    with place.connect() as beside:
-        beside.open_session("run", join=epoch)
-        dies_in_rollback(place, monkeypatch, shard=0)
-        place.cluster.restart(0)
-        with pytest.raises(ClusterError, match=r"rollback\('one'\) has failed on some .*: repeat"):
-            place.push(1)
-        with pytest.raises(
-            ClusterError, match=r"was not rolled back .* together with shard 0, .*weightserver rollback"
-        ):
-            beside.checkpoint("of two times", step=2)
-    with place.connect() as other:
-        for call in (
-            lambda: other.open_session("other"),
-            lambda: other.join_newest_session() and other.rollback("two"),
-        ):
-            with pytest.raises((ClusterError, NoTableError)):
-                call()
-        other.open_session("other", force=True)
-        other.rollback("one")
-        other.open_session("other")
-        assert (other.fetch(ROWS, step=1) == -1).all()
-        other.extend_schedule(1, [1.0])
-        other.push_gradients(ROWS, ONES, step=1)
-        other.checkpoint("two", step=2)
-    place.client.close()
-    place.cluster.close()
-    assert merged(place, tmp_path / "new").checkpoint is None
 
 
 def merged(place: Place, target: Path) -> Resharded:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.failing_disk import META, FailingDisk
-from weightserver import LocalCluster, ShardUnavailableError, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
 """Without momentum and decay a row is the sum of its gradients."""
@@ -84,23 +84,6 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
     assert sums(client) == {3}
     push(client, 3)
     assert sums(client) == {4}
-
-
-@pytest.mark.guard
-def test_a_write_whose_page_landed_is_repeated_once(
-    disk: FailingDisk, cluster: LocalCluster, client: WeightClient
-) -> None:
-    """The writer does not wait for the shard's next start."""
-    push(client, 0)
-    push(client, 1)
-    disk.fail(META, 2, errno.EIO, lands=True)
-    with pytest.raises(ShardUnavailableError, match=r"did not answer"):
-        push(client, 2)
-    assert cluster.processes[0].wait(10) == 1
-    disk.heal()
-    cluster.restart(0)
-    push(client, 2)
-    assert sums(client) == {3}
 
 
 def test_a_full_disk_refuses_writes_but_not_reads(

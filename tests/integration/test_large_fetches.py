@@ -103,17 +103,6 @@ def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> Non
         assert asked_rows(shard) - before == sum(map(len, proxy.asked))
 
 
-def test_fetches_of_rows_in_any_order_resume(shard: LocalCluster) -> None:
-    rows = np.random.default_rng(1).integers(0, SPEC.num_rows, 30_000)
-    with (
-        WeightClient(shard.addresses) as direct,
-        WatchedProxy(shard.addresses[0], cut=True) as proxy,
-        WeightClient([proxy.address], retry_seconds=0) as client,
-    ):
-        assert np.array_equal(client.fetch(rows, step=1), direct.fetch(rows, step=1))
-        proxy.check(np.unique(rows))
-
-
 @pytest.mark.guard
 def test_a_fetch_may_take_longer_than_its_deadline(shard: LocalCluster) -> None:
     """The transfer takes at least 2 s, an attempt lasts 0.7 s."""

@@ -68,23 +68,6 @@ def test_learning_rates_given_step_by_step(client: WeightClient, cluster: LocalC
         assert np.array_equal(reader.learning_rates(), RATES)
 
 
-def test_shards_know_what_their_own_writes_used(client: WeightClient, cluster: LocalCluster) -> None:
-    """A client that was given none takes the longest, and carries it to the other shards."""
-    begin(client)
-    push(client, 2, ROWS[:7])  # of shard 0
-    push(client, 4, ROWS[7:14])
-    client.fetch(ROWS, step=NUM_STEPS)
-    assert [used(cluster, shard) for shard in (0, 1)] == [RATES[:3].tolist(), RATES[:5].tolist()], "a fetch stores none"
-    with WeightClient(cluster.addresses) as reader:
-        assert np.array_equal(reader.learning_rates(), RATES[:5])
-        assert np.array_equal(reader.fetch(ROWS, step=5), client.fetch(ROWS, step=5))
-        with pytest.raises(StepError, match="needs the learning rates of 6 steps, but this client and the shards know"):
-            reader.fetch(ROWS, step=6)
-        push(client, 7)
-        assert np.array_equal(reader.fetch(ROWS, step=8), client.fetch(ROWS, step=8)), "it asks again"
-    assert [used(cluster, shard) for shard in (0, 1)] == [RATES[:8].tolist()] * 2
-
-
 def test_shards_that_were_given_different_ones_are_told(client: WeightClient, cluster: LocalCluster) -> None:
     """Two writers of one session, at the same time, on different shards."""
     epoch = begin(client)

@@ -178,32 +178,6 @@ def test_two_machines_of_one_name_back_up_to_the_same_path_at_once(
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
 
 
-@pytest.mark.guard  # seconds
-def test_a_backup_of_a_large_table_is_small_and_ends(tmp_path: Path) -> None:
-    """Neither rows never written nor rows written after the checkpoint take space or time."""
-    spec = TableSpec(num_rows=10**9, dim=16)
-    with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
-        client.create_table(spec)
-        client.extend_schedule(0, np.full(5, 0.1))
-        client.open_session("run")
-        client.checkpoint("nothing", step=0)
-        client.push_gradients([7, 10**9 - 1], np.ones((2, 16), np.float32), step=0)
-        client.checkpoint("two rows", step=1)
-        assert backup(client, tmp_path / "nothing", checkpoint="nothing").rows_stored == 0
-        made = backup(client, tmp_path / "two")
-        assert (made.checkpoint, made.rows_stored) == ("two rows", 2)
-        assert made.num_bytes < 50_000
-        expected = client.fetch_state([7, 8, 10**9 - 1])
-    for name, stored in (("nothing", 0), ("two", 2)):
-        for shard in range(2):
-            restore(tmp_path / name, tmp_path / f"{name}-new/shard-{shard}", shard=shard)
-        with LocalCluster(2, tmp_path / f"{name}-new") as cluster, WeightClient(cluster.addresses) as client:
-            assert client.describe().rows_stored == stored
-            state = client.fetch_state([7, 8, 10**9 - 1])
-            assert same(state, expected) == (stored == 2)
-            assert np.array_equal(state.weight[1:2], initial_rows(spec, np.array([8])))
-
-
 @pytest.mark.parametrize(
     ("place", "number"),
     [
