@@ -27,8 +27,8 @@ class _Line(NamedTuple):
 
     number: int
     path: str
-    label: str
-    """Empty without one."""
+    label: str | None
+    """Empty without one; None if the line has no place for one."""
 
 
 def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[Folder, str, list[str]]:
@@ -39,7 +39,13 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
     """
     kind, lines, notes = _lines(source, options)
     folder, known = Folder("", left_out), set[int]()
+    labelled = any(line.label for line in lines)
     for line in lines:
+        if labelled and line.label is None:
+            raise ValueError(
+                f"{source}, line {line.number}: no label: give all images a label, or none; an image without one has "
+                "the label -1"
+            )
         if not line.path:
             left_out.add(Reason.NO_PATH, f"{source.name}, line {line.number}")
             continue
@@ -48,7 +54,7 @@ def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[
             left_out.add(Reason.REPEATED, path)
             continue
         known.add(key)
-        folder.add(path, label=" ".join(line.label.split()))
+        folder.add(path, label=" ".join((line.label or "").split()))
     some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED] if line.path]
     if some and not any((source.parent / path).exists() for path in some):
         raise ValueError(
@@ -171,13 +177,13 @@ def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:
             yield _Line(number, path, label)
 
 
-def _split(line: str) -> tuple[str, str]:
-    """Path and label of a list's line; the label is empty without one."""
+def _split(line: str) -> tuple[str, str | None]:
+    """Path and label of a list's line; None without a label."""
     if line.startswith('"') and (end := line.find('"', 1)) > 0:
-        return line[1:end], line[end + 1 :].strip(" \t,")
+        return line[1:end], line[end + 1 :].strip(" \t,") or None
     path, tab, label = line.partition("\t")
     if tab:
         return path.strip(), label.strip()
     path, _, label = line.rpartition(" ")
     is_label = label.removeprefix("-").isdecimal() or (is_image(path.strip()) and not is_image(label))
-    return (path.strip(), label) if path and is_label else (line, "")
+    return (path.strip(), label) if path and is_label else (line, None)

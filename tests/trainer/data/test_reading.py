@@ -306,9 +306,12 @@ def test_lists(tmp_path: Path) -> None:
     assert paths(listing) == ["tree/b/0001.jpg", "tree/a/with blanks.jpg"]
 
 
-def test_a_lists_comment_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "list.txt").write_text("b.jpg 1\n# a.jpg 1\n")
-    with pytest.raises(ValueError, match=r"list\.txt, line 2: comments are not supported"):
+@pytest.mark.parametrize(
+    ("line", "message"), [("# a.jpg 1", "comments are not supported"), ("a.jpg", "no label: give all images a label")]
+)
+def test_a_lists_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(f"b.jpg 1\n{line}\n")
+    with pytest.raises(ValueError, match=rf"list\.txt, line 2: {message}"):
         listed(tmp_path / "list.txt")
 
 
