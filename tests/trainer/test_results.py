@@ -392,4 +392,4 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     shutil.copytree(labelled.config.run.output, output := tmp_path / "run")
     (output / "comparison.json").unlink(missing_ok=True)
     finish(replace(labelled, config=labelled.config.with_settings(output=output), dataset=dataset, results={}))
-    assert "Top-1 on a tenth of the training images, held out (%)" in " ".join(capsys.readouterr().out.split())
+    assert "Top-1 on 16 training images, held out by class (%)" in " ".join(capsys.readouterr().out.split())
