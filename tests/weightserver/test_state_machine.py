@@ -261,6 +261,10 @@ class Writer:
     """Whether its last rollback failed."""
     most_carried: int = 0
     """The most learning rates that one of its writes needed."""
+    most_used: int = 0
+    """The most that a shard had used at one of its calls, since its client last asked."""
+    timelines: int = 0
+    """The number of rollbacks, and of directories put back, as its client knows it."""
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -280,7 +284,7 @@ class Made:
     """In a rollback: repetitions under way when it was called. If it is not refused, none of them had taken up its
     numbers yet, and each is a new write after it."""
     failed_at: int | None = None
-    """The number of rollbacks, and of directories put back, when it first failed."""
+    """The number of rollbacks, and of directories put back, that its client knew of when it first failed."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -571,11 +575,16 @@ class Machine(RuleBasedStateMachine):
             if told:
                 writer.failed.append(made)
                 if made.failed_at is None:
-                    made.failed_at = self.num_timelines
+                    made.failed_at = writer.timelines
         elif kind == "rollback":
             writer.rolling_back = told is not None
             if not told:
                 writer.failed.clear()
+        if kind in ("rollback", "open_session") and not told:
+            writer.timelines = self.num_timelines
+        if kind in ("rollback", "describe") and not told:
+            writer.most_used = 0
+        writer.most_used = max(writer.most_used, *(len(shard.used) for shard in self.shards))
 
     @property
     def newest_epoch(self) -> int:
@@ -641,9 +650,8 @@ class Machine(RuleBasedStateMachine):
             case StepError():  # which the client knows by itself
                 return num_steps(call) > len(writer.rates)
             case TableMismatchError():
-                fixed = max(writer.most_carried, *(len(shard.used) for shard in self.shards))
-                is_used = call.arguments.get("start_step", 0) < fixed or self.knows_of_loss(writer)  # or it was before
-                return call.kind == "extend_schedule" and (is_used or beside)
+                fixed = max(writer.most_carried, writer.most_used, *(len(shard.used) for shard in self.shards))
+                return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)
             case ShardUnavailableError():
                 # The time of another call passes for this one too, and that of attempts on an overloaded shard, or a
                 # wrong one.
