@@ -18,6 +18,7 @@ from weightserver.common.processes import end_at_sigterm
 
 NEEDED = (
     "defusedxml",
+    "docstring_parser",
     "jinja2",
     "joblib",
     "matplotlib",
