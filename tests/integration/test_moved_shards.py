@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import shutil
 import socketserver
 import subprocess
@@ -19,9 +20,11 @@ from typing import Any
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.helpers.nodes import Node, connected_nodes
+from tests.helpers.small_run import losses
 from tests.helpers.watching import wait_until
 from weightserver import (
     DataLossError,
@@ -58,6 +61,12 @@ print("done", flush=True)
 """
 
 
+NUM_STEPS = 120
+TRAINER = f"synthetic --num-images 500 --steps {NUM_STEPS} --batch-size 16 --num-negatives 64 --window-size 96 "
+TRAINER += "--window-stride 24 --rows-per-block 10 --dim 8 --log-every 1 --learning-rate 0.3 --checkpoint-every 10 "
+TRAINER += "--encoder.name none --no-evaluate"
+
+
 @contextmanager
 def serving(node: Node, directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     command = [*node.inside, sys.executable, "-m", "weightserver", "serve", "--announce", "--stop-with-parent"]
@@ -70,6 +79,40 @@ def serving(node: Node, directory: Path, *options: str) -> Iterator[subprocess.P
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def training(output: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A run of two ranks, whose lines go to `output`.log."""
+    command = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "trainer", *TRAINER.split(), "--output", str(output), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (
+        output.with_suffix(".log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def wait_for_line(output: Path, text: str) -> None:
+    wait_until(lambda: text in output.with_suffix(".log").read_text(), seconds=120)
+
+
+def assert_trained(run: subprocess.Popen[bytes], output: Path, expected: npt.NDArray[np.float64]) -> None:
+    assert run.wait(240) == 0, output.with_suffix(".log").read_text()[-10_000:]
+    assert np.abs(np.array(losses(output)) / expected - 1).max() <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
+    """The losses of a run."""
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    with training(output) as run:
+        assert run.wait(240) == 0
+    return np.array(losses(output))
 
 
 def with_hosts(hosts: Path, inside: Sequence[str]) -> list[str]:
@@ -120,6 +163,32 @@ def test_a_client_follows_a_shard_to_another_address(
                 assert client.stdout.readline() == "done\n"
                 follow.join()
         assert client.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("late_seconds", [0, 40])
+@pytest.mark.parametrize("vanishes", [True, False], ids=["vanished", "moved"])
+def test_two_ranks_follow_a_shard_to_another_address(
+    late_seconds: int, vanishes: bool, undisturbed: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    hosts, directory, output = tmp_path / "hosts", tmp_path / "shard", tmp_path / "run"
+    with connected_nodes(3) as (own, old, new):
+        names = f"127.0.0.1 localhost {os.uname().nodename}\n"
+        hosts.write_text(f"{names}{old.address} {NAME}\n")
+        options = ["--servers", f"{NAME}:{PORT}", "--insecure"]
+        with (
+            serving(old, directory, "--init") as vanishing,
+            training(output, *options, inside=with_hosts(hosts, own.inside)) as run,
+        ):
+            metrics = output / "metrics.jsonl"
+            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 15, seconds=120)
+            lose(vanishing, old, own if vanishes else None)
+            with serving(new, directory):
+                follow = threading.Timer(late_seconds, hosts.write_text, [f"{names}{new.address} {NAME}\n"])
+                follow.start()
+                assert_trained(run, output, undisturbed)
+                follow.join()
 
 
 SPEC = TableSpec(num_rows=1000, dim=8, rows_per_block=10)
@@ -310,6 +379,21 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         assert (client.fetch_state(ROWS).last_step == counted).all(), "whatever answered, it counts once"
         assert client.describe().clock == counted
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", PLACES)
+def test_two_ranks_wait_until_the_shard_is_in_its_place(
+    what: str, others: Path, cluster: LocalCluster, undisturbed: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    with training(output, "--servers", ",".join(cluster.addresses)) as run:
+        metrics = output / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 15, seconds=120)
+        with misplaced(cluster, what, others):
+            wait_for_line(output, "has not answered")
+        assert_trained(run, output, undisturbed)
 
 
 @pytest.mark.parametrize(
