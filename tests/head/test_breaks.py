@@ -84,7 +84,7 @@ def test_a_step_that_was_begun_is_discarded_by_a_new_iteration(make_head: MakeHe
 
 def test_many_iterations_that_are_left_fit_into_the_capacity(make_head: MakeHead) -> None:
     """The rows that were announced in vain leave."""
-    head, encoder, visits = make_head(capacity=22), Encoder(), []
+    head, encoder, visits = make_head(capacity=18), Encoder(), []
     for seed in range(12):
         batches = shuffled(seed, 6)
         trained(head, [head.announced(loaded(batches))], steps=seed + 1, encoder=encoder)
