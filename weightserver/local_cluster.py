@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -41,6 +43,12 @@ class _ReservedPort:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _remove(directory: Path, process: int) -> None:
+    """Removes a cluster's temporary directory, unless in a fork of its process, which may end before it."""
+    if process == os.getpid():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class LocalCluster(Closing):
@@ -75,8 +83,8 @@ class LocalCluster(Closing):
             raise ValueError(f"num_shards must be at least 1, got {num_shards}")
         self._process = os.getpid()
         self._serve_options = list(serve_options)
-        self._temporary = tempfile.TemporaryDirectory(prefix="weightserver-") if directory is None else None
-        self.directory = Path(self._temporary.name if self._temporary else directory or "")
+        self.directory = Path(tempfile.mkdtemp(prefix="weightserver-") if directory is None else directory)
+        self._remove = None if directory else weakref.finalize(self, _remove, self.directory, self._process)
         make_directory(self.directory)
         self.processes, self.addresses, self.metrics_addresses = [], [], []
         self._reserved_ports: list[tuple[_ReservedPort, _ReservedPort]] = []
@@ -116,8 +124,8 @@ class LocalCluster(Closing):
             self._stop(process)
         for port in itertools.chain(*self._reserved_ports):
             port.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._remove is not None:
+            self._remove()
 
     def _log(self, shard: int) -> Path:
         return self.directory / f"shard-{shard}.log"

@@ -96,7 +96,10 @@ def test_several_classes_of_an_image(make_head: MakeHead) -> None:
     several[::3, 1] = -1
     own = [[class_ for class_ in classes if class_ >= 0] for classes in several.tolist()]
     weight = head.rows(range(NUM_CLASSES))
-    assert head.evaluate(QUERIES, several) == pytest.approx(expected(weight, list(range(NUM_CLASSES)), own), rel=1e-5)
+    found = head.evaluate(QUERIES, several)
+    assert found == pytest.approx(expected(weight, list(range(NUM_CLASSES)), own), rel=1e-5)
+    repeated = torch.cat([several, several[:, :1]], dim=1)
+    assert head.evaluate(QUERIES, repeated) == found, "a class given twice counts once"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,16 @@ import pytest
 from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
 
 SPEC = TableSpec(num_rows=100, dim=8)
+A_CHILD_ENDS = """
+import os, sys
+from weightserver import LocalCluster
+with LocalCluster(1) as cluster:
+    if (child := os.fork()) == 0:
+        sys.exit()
+    os.waitpid(child, 0)
+    print((cluster.directory / "shard-0/data.mdb").exists())
+print(cluster.directory.exists())
+"""
 ROWS, ONES = np.arange(100), np.ones((100, 8), np.float32)
 
 
@@ -86,3 +98,8 @@ def test_a_forked_process_does_not_close_the_cluster() -> None:
         assert in_fork(cluster.close)[1] == ""
         assert Path(cluster.directory / "shard-0" / "data.mdb").exists()
         client.create_table(SPEC)
+
+
+def test_a_forked_process_that_ends_leaves_the_clusters_directory() -> None:
+    done = subprocess.run([sys.executable, "-c", A_CHILD_ENDS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

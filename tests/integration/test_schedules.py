@@ -131,6 +131,21 @@ def test_copies_of_a_checkpoint_have_its_learning_rates(
             assert Shard(storage, shard=shard, num_shards=num_shards).used_rates.values.tolist() == RATES[:5].tolist()
 
 
+def test_shards_whose_writes_used_fewer_rates_than_a_fetch_brought_are_told_the_others(client: WeightClient) -> None:
+    """As where an evaluation reads between writes of rows that were updated at different steps."""
+    client.create_table(SPEC)
+    client.open_session("run")
+    client.extend_schedule(0, RATES[:7])
+    rows = np.array([0, SPEC.rows_per_block])  # of both shards
+    zeros = np.zeros((2, SPEC.dim), np.float32)
+    client.fetch(rows, step=7)
+    client.write_state(rows, zeros, zeros, [7, 7])
+    client.extend_schedule(7, RATES[7:])
+    client.write_state(rows, zeros, zeros, [7, 8])
+    client.write_state(rows, zeros, zeros, [9, 9])
+    assert client.describe().clock == 9
+
+
 @pytest.mark.parametrize("part", [7, client_rates._MOST_CARRIED])
 def test_more_learning_rates_than_one_request_carries(
     part: int, client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch

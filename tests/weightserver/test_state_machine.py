@@ -997,6 +997,23 @@ def test_rows_that_another_client_rolled_back_are_not_those_of_a_failed_write(ma
     machine.same()
 
 
+def test_a_write_on_some_of_its_shards_is_not_repeated_after_another_writers_rollback(machine: Machine) -> None:
+    """Of the same session: the client learns of it when it asks the shards what became of the write."""
+    (writer,) = machine.writers
+    machine.perform(writer, Action("checkpoint", name="a"))
+    machine.perform(writer, PUSH, HALF_LOST)
+    other = machine.new_writer()
+    machine.perform(other, Action("join_session"))
+    machine.perform(other, Action("rollback"))
+    for refused in (Action("repeat"), PUSH):
+        machine.perform(writer, refused)
+        assert "another client has rolled back or restored the rows since" in str(machine.told)
+    machine.perform(writer, Action("rollback"))
+    machine.perform(writer, PUSH)
+    assert not writer.failed
+    machine.same()
+
+
 def test_failed_writes_are_repeated_after_another_clients_session(machine: Machine) -> None:
     """One of two shards has applied it, the other one refuses it until there is a session again."""
     (writer,) = machine.writers

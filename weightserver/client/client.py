@@ -383,6 +383,7 @@ class WeightClient(Closing):
         write_rows(self._shards, self._table, writer, write, self._schedule.used(write.num_steps))
 
     def _rows(self, rows: npt.ArrayLike) -> Int64Array:
+        self._shards.require_usable()
         array = arguments.row_numbers(rows)
         num_rows = self._table.spec.num_rows
         if len(array) and array.max() >= num_rows:

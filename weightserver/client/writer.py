@@ -125,6 +125,8 @@ class Writer:
         answers = self._shards.in_parallel(
             lambda connection: connection.call("SettleWrite", request), zip(connections, strict=True)
         )
+        if any(answer.applied and answer.timeline != write.timeline for answer in answers):
+            raise ClusterError(_OF_ANOTHER_TIME)
         missing = [shard for shard, answer in zip(write.shards, answers, strict=True) if not answer.applied]
         if not missing:
             self._untold[write.digest] = write

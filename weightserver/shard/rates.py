@@ -96,7 +96,7 @@ class ScheduledRates:
             ahead = None
         holder = self if given.start <= len(self) else ahead
         if holder is None or given.start > len(holder) or holder.hashed.digest(given.start) != given.digest:
-            if holder is self:
+            if given.start <= len(self):
                 raise TableMismatchError(
                     f"rows were updated by other learning rates before step {given.start} than the request has: call "
                     "describe() to use those, or roll back to a checkpoint before they were used"

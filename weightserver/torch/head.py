@@ -33,6 +33,7 @@ from weightserver.torch.arguments import check_embeddings, checked_ids, class_co
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
 from weightserver.torch.loss import Loss, checked_temperature
+from weightserver.torch.margins import distinct
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.ranks import gathered_parts
 from weightserver.torch.recency import check_num_active
@@ -585,6 +586,7 @@ class ClassifierHead(nn.Module):
             check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
             among = self._among(classes, checked, agreement)
         own = self._rows_of_all_ranks(checked if checked.ndim == 2 else checked[:, None])
+        own = distinct(torch.from_numpy(own)).numpy()
         if not len(own):
             raise ValueError("no rank has an image: give at least one")
         if isinstance(classes, str) and among is not None:

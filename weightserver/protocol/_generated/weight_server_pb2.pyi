@@ -341,10 +341,12 @@ class SettleWriteRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
 
 class SettleWriteResponse(_message.Message):
-    __slots__ = ("applied",)
+    __slots__ = ("applied", "timeline")
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     applied: bool
-    def __init__(self, applied: _Optional[bool] = ...) -> None: ...
+    timeline: bytes
+    def __init__(self, applied: _Optional[bool] = ..., timeline: _Optional[bytes] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("duplicate", "identity")
