@@ -54,6 +54,11 @@ class Shards:
         request = pb.DescribeRequest()
         return self.in_parallel(lambda connection: connection.call("Describe", request), zip(connections, strict=True))
 
+    def timeline(self) -> bytes:
+        """Names the newest rollback, restore or forced session of shard 0."""
+        answer: pb.DescribeResponse = self.connections()[0].call("Describe", pb.DescribeRequest())
+        return answer.timeline
+
     def marks(self) -> list[str]:
         """The newest mark of each shard that this client has seen; empty for a shard that has answered nothing yet."""
         return [connection.acknowledged for connection in self.connections()]

@@ -49,7 +49,7 @@ def open_session(
     shards.forget_data_loss()  # each shard holds what this client knows it to have acknowledged
     timeline = answers[0].timeline
     if force:  # each shard has drawn one of its own
-        timeline = shards.connections()[0].call("Describe", pb.DescribeRequest()).timeline
+        timeline = shards.timeline()
     return Session(epoch, session_id, timeline)
 
 

@@ -125,8 +125,8 @@ class Writer:
         answers = self._shards.in_parallel(
             lambda connection: connection.call("SettleWrite", request), zip(connections, strict=True)
         )
-        if any(answer.applied and answer.timeline != write.timeline for answer in answers):
-            raise ClusterError(_OF_ANOTHER_TIME)
+        if any(answer.applied for answer in answers) and self._shards.timeline() != write.timeline:
+            raise ClusterError(_OF_ANOTHER_TIME)  # another writer of the session has rolled back
         missing = [shard for shard, answer in zip(write.shards, answers, strict=True) if not answer.applied]
         if not missing:
             self._untold[write.digest] = write

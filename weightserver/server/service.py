@@ -218,7 +218,7 @@ class WeightServerService:
         self._shard.check_table(request.header.table)
         header = write_header(request.header)
         applied = self.calls.commit(context, lambda batch: batch.settle_write(header))
-        return pb.SettleWriteResponse(applied=applied, timeline=bytes.fromhex(self._shard.state.timeline))
+        return pb.SettleWriteResponse(applied=applied)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
         def take(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:

@@ -341,12 +341,10 @@ class SettleWriteRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ...) -> None: ...
 
 class SettleWriteResponse(_message.Message):
-    __slots__ = ("applied", "timeline")
+    __slots__ = ("applied",)
     APPLIED_FIELD_NUMBER: _ClassVar[int]
-    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     applied: bool
-    timeline: bytes
-    def __init__(self, applied: _Optional[bool] = ..., timeline: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("duplicate", "identity")
