@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def as_rank(out: Path, kind: str, rows: str) -> None:
         torch.save([error_of(case, rank) for case in DISAGREEMENTS], out / f"errors-{rank}")
     else:
         torch.save(vars(run(out / "rows", kind, rows)), out / f"result-{rank}")
+    gc.collect()  # a head in a traceback keeps the process group, which then ends the process if it is collected later
     dist.destroy_process_group()
 
 
