@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,25 @@ def test_no_other_thread_drops_a_channel_that_an_interrupt_left(monkeypatch: pyt
     thread.start()
     thread.join()
     assert kept == {channel}, "another thread closes it, and does not drop it"
+
+
+def test_the_main_thread_closes_its_own_channel_only() -> None:
+    """An interrupt within would leave a lock of gRPC's taken, for which another thread's call waits for ever."""
+    channels, opened = Channels("127.0.0.1:1", None), list[Channel]()
+    thread = threading.Thread(target=lambda: opened.append(channels.take()))
+    thread.start()
+    thread.join()
+    opened.append(channels.take())
+    closed_by_main = dict[Channel, bool]()
+
+    def note(channel: Channel, close: Callable[[], None]) -> None:
+        closed_by_main[channel] = threading.current_thread() is threading.main_thread()
+        close()
+
+    for channel in opened:
+        channel.close = partial(note, channel, channel.close)
+    channels.close()
+    assert closed_by_main == {opened[0]: False, opened[1]: True}
 
 
 @pytest.mark.parametrize("name", ["weightserver verify", "trainer report"])

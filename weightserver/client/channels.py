@@ -3,9 +3,9 @@
 A new channel has connections of its own, and looks the shard's name up again: where an attempt brought no byte, the
 shard may serve at another address by now.
 
-The caller's own thread calls gRPC. A signal that interrupts the main thread there may leave locks of its channel taken
-for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself. Until then
-it is kept: another thread that collected it as garbage would take the locks.
+The caller's own thread calls gRPC. A signal that interrupts the main thread there may leave locks of the channel taken
+for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself; it closes
+no other. Until then its channel is kept: another thread that collected it as garbage would take the locks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
+from weightserver.client.threads import outcomes
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, MAX_MESSAGE_BYTES
@@ -178,10 +179,14 @@ class Channels:
         with self._lock:
             self._is_closed = True
         is_main = threading.current_thread() is threading.main_thread()
-        for channel in list(self._all):
-            if channel in _called_by_main and not is_main:
+        every = list(self._all)
+        for channel in every:
+            if channel.is_main and channel in _called_by_main and not is_main:
                 start_new_thread(channel.close, ())  # which waits for ever if a lock was left taken
-            else:
+            elif channel.is_main:
                 channel.close()
                 _called_by_main.discard(channel)
-            self._all.discard(channel)
+        # An interrupt of the main thread in there would leave a lock taken that a call of another thread waits for.
+        others = [(channel,) for channel in every if not channel.is_main]
+        outcomes(lambda channel: channel.close(), others, not_main=True)
+        self._all.difference_update(every)

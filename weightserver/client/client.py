@@ -475,7 +475,11 @@ class WeightClient(Closing):
     # ---- closing
 
     def close(self) -> None:
-        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat."""
+        """Closes the connections, which ends calls of other threads and those left by interrupts. Safe to repeat.
+
+        A signal's handler must not call it, as it may have interrupted a call that holds the client's locks: let the
+        handler raise, or set a flag.
+        """
         self._leave()
         self._shards.close()
 

@@ -35,15 +35,16 @@ class _Caller:
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
-def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, upload: bool = False) -> list[Any]:
+def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, not_main: bool = False) -> list[Any]:
     """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
     they raised. Any other error of a call is raised here.
 
     Args:
-        upload: whether the calls send streams: gRPC reads those in another thread, which ends the process if a signal
-            interrupts the call meanwhile. So the main thread, the only one that signals interrupt, makes none itself.
+        not_main: whether the main thread makes no call itself, since it is the only one that signals interrupt. Needed
+            for calls that other threads also wait for: gRPC reads a stream that is sent in a thread of its own, which
+            ends the process if the call is interrupted, and who closes a channel takes locks that its calls need.
     """
-    first = int(not upload or threading.current_thread() is not threading.main_thread())
+    first = int(not not_main or threading.current_thread() is not threading.main_thread())
     caller, answers, every = _Caller(), Answers(), list(arguments)
     found: dict[int, Any] = {}
     try:

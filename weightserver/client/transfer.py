@@ -159,7 +159,7 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
 
         rates.are_sent()
         with BorrowedArrays() as borrowed:
-            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those), upload=True)
+            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those), not_main=True)
         rates.have_ended(outcomes)
         return outcomes
 
