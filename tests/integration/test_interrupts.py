@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,30 @@ def test_no_other_thread_drops_a_channel_that_an_interrupt_left(monkeypatch: pyt
     thread.start()
     thread.join()
     assert kept == {channel}, "another thread closes it, and does not drop it"
+
+
+def test_an_interrupted_call_leaves_no_lock_to_who_handles_its_exception() -> None:
+    """As gRPC has, a lock of all channels that a suspended generator holds: for as long as a frame refers to that."""
+    channels, lock = Channels("127.0.0.1:1", None), threading.Lock()
+
+    @contextmanager
+    def locked() -> Iterator[None]:
+        with lock:
+            yield
+
+    def interrupted() -> None:
+        entered = locked()
+        entered.__enter__()
+        raise KeyboardInterrupt
+
+    channel = channels.take()
+    try:
+        try:
+            interrupted()
+        finally:
+            channels.leave(channel, has_returned=False)
+    except KeyboardInterrupt:
+        assert not lock.locked()
 
 
 def test_the_main_thread_closes_its_own_channel_only() -> None:

@@ -5,13 +5,16 @@ shard may serve at another address by now.
 
 The caller's own thread calls gRPC. A signal that interrupts the main thread there may leave locks of the channel taken
 for ever, which only the main thread can take again. So it has a channel of its own, which it closes itself; it closes
-no other. Until then its channel is kept: another thread that collected it as garbage would take the locks.
+no other. Until then its channel is kept: another thread that collected it as garbage would take the locks. And what
+gRPC was doing is dropped at once, as who handles the exception may call again.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import traceback
 from _thread import start_new_thread
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -160,6 +163,8 @@ class Channels:
     def leave(self, channel: Channel, *, has_returned: bool) -> None:
         """A useless channel, as one that was interrupted, is closed when it has no call left; that of the main thread
         at once."""
+        if not has_returned and channel.is_main:  # gRPC's suspended contexts hold locks of all channels
+            traceback.clear_frames(sys.exc_info()[2])
         with self._lock:
             channel.num_calls -= 1
             channel.is_useless |= not has_returned
