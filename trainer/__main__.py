@@ -55,7 +55,9 @@ def _settings(arguments: list[str]) -> TrainConfig:
     """The settings of a command line. Ends the process for --help, --print-config or an error."""
     from trainer.arguments import parse_config
     from trainer.config_file import to_toml, with_config_file
+    from trainer.data.config import SIZES
     from trainer.presets import PRESETS
+    from trainer.proportions import proportions
 
     if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and Path(arguments[0]).exists():
         arguments = ["images", "--data-dir", *arguments]
@@ -71,6 +73,8 @@ def _settings(arguments: list[str]) -> TrainConfig:
         config.check()
         preset = arguments[0] if arguments[0] in PRESETS else "fashion-mnist"  # of a resumed run none may be given
         sys.stdout.write(to_toml(config, preset))
+        if num_images := config.data.num_images or SIZES.get(config.data.dataset):
+            sys.stdout.writelines(f"# {line}\n" for line in proportions(config, num_images).lines())
         sys.exit(0)
     return config
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.classes import classes_of
 from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
@@ -28,6 +29,7 @@ from trainer.evaluate.features import PIXELS_SIDE, FeatureSet, encoder_features,
 from trainer.evaluate.protocol import ProbeResult, split_tests
 from trainer.evaluate.table import TITLES, Results, evaluate_features, print_table
 from trainer.model import PICModel, load_encoder, save_encoder
+from trainer.proportions import proportions
 from trainer.run.directory import (
     COMPARISON_FILE,
     ENCODER_FILE,
@@ -83,16 +85,20 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
                 _TRAINED, lambda: encoder_features(model.encoder, dataset.evaluated, config.model.encoder.pixels)
             )
         _write_comparison(output, {_TRAINED: results})
-    num_steps = config.optimization.num_steps(len(dataset.train_images))
+    num_images = len(dataset.train_images)
+    num_steps = config.optimization.num_steps(num_images)
     evaluation_seconds = totals.evaluation_seconds + time.perf_counter() - started
     records = read_metrics(output / METRICS_FILE)
     summary = {
         "steps": num_steps,
-        "epochs": num_steps * config.optimization.batch_size / len(dataset.train_images),
+        "epochs": num_steps * config.optimization.batch_size / num_images,
         **({"loss": records[-1]["loss"]} if records else {}),
         **{name: value for name, value in asdict(totals).items() if name != "evaluation_seconds"},
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
         "seconds": totals.train_seconds + evaluation_seconds,
+        "proportions": asdict(
+            proportions(config, len(dataset.train_images), classes_of(config.sampling, dataset).number)
+        ),
     }
     result = TrainResult(config, dataset, model, summary, results)
     summary["warnings"] = [str(warning) for warning in warnings_of(result)]

@@ -54,7 +54,9 @@ def test_settings_are_printed_before_anything_starts(
         main(["fashion-mnist", "--encoder.width", "8", "--print-config", "--epochs", "2"])
     assert not ended.value.code
     printed = capsys.readouterr().out
-    assert printed == 'preset = "fashion-mnist"\nepochs = 2.0\n\n[encoder]\nwidth = 8\n'
+    settings, proportions = printed.split("# ", maxsplit=1)
+    assert settings == 'preset = "fashion-mnist"\nepochs = 2.0\n\n[encoder]\nwidth = 8\n'
+    assert "# visits to each row: 2\n" in proportions
     assert not list(tmp_path.iterdir())
 
 

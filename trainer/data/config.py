@@ -19,6 +19,8 @@ TRAINING = ("train", "training")
 TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 """Lower-case names of folders that are splits where all folders beside them are; of several tests, the first counts."""
 SPLITS = dict.fromkeys((*TRAINING, *TESTS))
+SIZES = {"fashion-mnist": 60_000}
+"""Numbers of training images in data sets that are known by name."""
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
 

@@ -140,7 +140,7 @@ Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..
 
 
 def _run(origin: Origin) -> str:
-    results = _table("result", {key: value for key, value in origin.summary.items() if value is not None})
+    results = _table("result", {key: value for key, value in flat(origin.summary).items() if value is not None})
     settings = used_settings(origin.settings)
     licence = "not stated by the exporter" if origin.licence == "unknown" else origin.licence
     return f"""## Results

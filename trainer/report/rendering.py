@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.data import Dataset
+from trainer.proportions import MEANINGS
 from trainer.report.duplicates import Duplicates, read_duplicates
 from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
@@ -65,6 +66,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     done, last = records[-1]["step"] + 1, records[-1]
     results = dict(summary) or {"steps": done, "loss": last["loss"]}
     notes = results.pop("warnings", [])
+    alike = results.pop("proportions", {})
     if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
         results["knn_top1"] = accuracies[-1]
     return _TEMPLATES.get_template("report.html").render(
@@ -75,6 +77,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         curves=_curves(run, config),
         results=in_words(results),
         notes=notes,
+        proportions={MEANINGS[name]: f"{value:.3g}" for name, value in alike.items() if value is not None},
         settings={key: number(value) for key, value in flat(config).items() if value is not None},
         inspection=inspection,
         source=source,
