@@ -60,13 +60,14 @@ def proportions(config: TrainConfig, num_images: int, num_rows: int | None = Non
         ValueError: a run of more steps than are possible.
     """
     optimization, rows = config.optimization, num_rows or num_images
-    rates = RunImages(num_images, num_images).learning_rates(optimization).astype(np.float64)
+    factor = config.rows.row_learning_rate
+    rates = factor * RunImages(num_images, num_images).learning_rates(optimization).astype(np.float64)
     batch, steps = optimization.batch_size, len(rates)
     turns = None if config.loss.softmax == "plain" else _turns(config, rates, rows)
     return Proportions(
         first_turn=None if turns is None else _first_turn(config, rates, rows),
         total_turn=None if turns is None else float(turns.sum()),
-        learning_per_pass=optimization.base_learning_rate * rows / batch,
+        learning_per_pass=factor * optimization.base_learning_rate * rows / batch,
         decay=optimization.weight_decay * float(rates.sum()),
         visits_per_row=steps * batch / rows,
         negatives_of_rows=config.rows.num_negatives / rows,

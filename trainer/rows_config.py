@@ -47,6 +47,9 @@ class RowsConfig(Settings):
     """Standard deviation of a row's values when it begins."""
     row_momentum: float | None = None
     """m of the rows' SGD. Without it: --momentum."""
+    row_learning_rate: float = 1.0
+    """Factor on the learning rates of the rows: theirs are those of the encoder times this. Under a cosine softmax it
+    does the same as --init-std divided by its root, except that it also multiplies how fast rows decay."""
     rows_per_block: int | None = resumable(None)
     """Rows that the weight servers store together in one block. Without it: as they do, and in a new table 63, or 7 if
     the window is all images, which visits rows in random order."""
@@ -68,6 +71,7 @@ class RowsConfig(Settings):
             raise SettingError(
                 f"--row-momentum must be at least 0 and below 1, got {self.row_momentum:g}", "row_momentum"
             )
+        check_positive(self, "row_learning_rate")
         check_at_least(self, 0, "prefetch_steps")
         if self.rows == "dense" and self.correction == "paper":
             raise SettingError(

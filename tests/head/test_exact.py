@@ -133,13 +133,23 @@ def test_batches_of_several_sizes(make_head: MakeHead) -> None:
 
 
 @STORES
+def test_rows_have_learning_rates_of_their_own(make_head: MakeHead, rows: str) -> None:
+    """The encoder's are the steps', also over gaps that are corrected."""
+    head, batches = make_head(rows, learning_rate_factor=3.0), shuffled(7, STEPS)
+    expected = Dense(head, factor=3.0).trained(batches)
+    trained(head, [head.announced(loaded(batches))]).assert_close(expected)
+    with pytest.raises(ValueError, match="learning_rate_factor must be positive, got 0"):
+        make_head(rows, learning_rate_factor=0.0)
+
+
+@STORES
 def test_a_plateau_scheduler_is_the_same_as_rates_given_in_advance(
     make_head: MakeHead, client: WeightClient, rows: str
 ) -> None:
     """To the last bit: a rate is needed no earlier than the step that uses it."""
     batches = loaded(shuffled(5, STEPS))
     told: list[float] = []
-    head, encoder = make_head(rows), Encoder()
+    head, encoder = make_head(rows, learning_rate_factor=0.7), Encoder()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(encoder.optimizer, factor=0.5, patience=2)
     for ids, batch in head.announced(batches):
         loss = head(encoder.module(batch), ids)
@@ -153,7 +163,7 @@ def test_a_plateau_scheduler_is_the_same_as_rates_given_in_advance(
     assert len(set(told)) > 3
     head.close()
     client.drop_table()
-    given, encoder = make_head(rows, learning_rates=told), Encoder()
+    given, encoder = make_head(rows, learning_rates=told, learning_rate_factor=0.7), Encoder()
     for step, (ids, batch) in enumerate(batches):
         given(encoder.module(batch), ids).backward()
         encoder.update(told[step])

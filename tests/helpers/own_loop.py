@@ -126,8 +126,9 @@ def trained(
 class Dense:
     """The oracle: every class in one matrix, of which a step's loss sees the K most recently visited rows."""
 
-    def __init__(self, head: ClassifierHead, *, label_smoothing: float = 0.0) -> None:
-        """For a head of the same settings."""
+    def __init__(self, head: ClassifierHead, *, label_smoothing: float = 0.0, factor: float = 1.0) -> None:
+        """For a head of the same settings, whose learning_rate_factor is `factor`."""
+        self.factor = factor
         self.label_smoothing = label_smoothing
         self.temperature = TEMPERATURE
         rows = head.order.rows(np.arange(NUM_CLASSES))
@@ -155,7 +156,7 @@ class Dense:
         """Every row moves: a class without a gradient has one of zero."""
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight)
-        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.param_groups[0]["lr"] = self.factor * rate
         self.optimizer.step()
         self.weight.grad = None
 

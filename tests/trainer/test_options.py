@@ -75,8 +75,9 @@ def test_the_losses_stay_what_they_were(
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are those of torch.optim.SGD with the run's gradients and --row-momentum; the encoder's is --momentum."""
+def test_rows_have_momentum_and_learning_rates_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are those of torch.optim.SGD with the run's gradients, --row-momentum and the run's learning rates times
+    --row-learning-rate; the encoder's are --momentum and the run's."""
     apply, optimizers = DenseRows.apply_gradients, list[torch.optim.SGD]()
     expected = torch.nn.Parameter(torch.zeros(0))
 
@@ -89,15 +90,17 @@ def test_rows_have_a_momentum_of_their_own(tmp_path: Path, monkeypatch: pytest.M
             optimizers.append(torch.optim.SGD([expected], momentum=0.4, weight_decay=1e-2))
         expected.grad = torch.zeros_like(expected)
         expected.grad[torch.from_numpy(rows)] = gradients
-        optimizers[0].param_groups[0]["lr"] = rates[step]
+        optimizers[0].param_groups[0]["lr"] = 3 * rates[step]
         optimizers[0].step()
         apply(self, rows, gradients, step=step, **begun)
         torch.testing.assert_close(self.weights(everything, step=step), expected.detach(), rtol=0, atol=1e-5)
 
     monkeypatch.setattr(DenseRows, "apply_gradients", apply_and_follow)
     rates = learning_rates(num_steps=20, base=0.05, warmup_steps=2).tolist()
-    settings = {"row_momentum": 0.4, "momentum": 0.8, "weight_decay": 1e-2, "steps": 20}
+    settings = {"row_momentum": 0.4, "row_learning_rate": 3.0, "momentum": 0.8, "weight_decay": 1e-2, "steps": 20}
     run(tmp_path / "run", **settings)
+    recorded = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["learning_rate"] for record in recorded] == rates
     assert len(optimizers) == 1
     config = TrainConfig().with_settings(**settings)
     (group,) = config.optimization.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
@@ -297,6 +300,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
         ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
         ({"row_momentum": 1.0}, "--row-momentum must be at least 0 and below 1, got 1"),
+        ({"row_learning_rate": 0.0}, "--row-learning-rate must be positive and finite, got 0"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
         ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),

@@ -68,7 +68,9 @@ def tangent(one: Tensor, other: Tensor) -> float:
     return float(across.norm() / (other @ one) * one.norm())
 
 
-@pytest.mark.parametrize("changes", [{}, {"init_std": 0.1}, {"weight_decay": 0.0}, {"row_momentum": 0.5}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"init_std": 0.1}, {"weight_decay": 0.0}, {"row_momentum": 0.5}, {"row_learning_rate": 3.0}]
+)
 def test_the_total_turn_is_that_of_dense_sgd(changes: dict[str, float]) -> None:
     """A row of many values that each visit pulls across its direction, as strongly as the loss can."""
     settings = {"num_images": 200, "batch_size": 4, "epochs": 60.0, "learning_rate": 0.1, "weight_decay": 2e-3}
@@ -87,7 +89,7 @@ def test_the_total_turn_is_that_of_dense_sgd(changes: dict[str, float]) -> None:
             pull = torch.randn(128, generator=generator, dtype=torch.float64)
             pull = F.normalize(pull - (pull @ now) * now, dim=0)
             weight.grad = -pull / (config.loss.temperature * 4 * float(weight.detach().norm()))
-        optimizer.param_groups[0]["lr"] = float(rate)
+        optimizer.param_groups[0]["lr"] = config.rows.row_learning_rate * float(rate)
         optimizer.step()
     assert proportions(config, 200).total_turn == pytest.approx(turned, rel=0.05)
 

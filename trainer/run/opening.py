@@ -44,6 +44,7 @@ def head_of(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> Classifie
             correction=config.rows.correction,
             seed=config.sampling.seed,
             init_std=config.rows.init_std,
+            learning_rate_factor=config.rows.row_learning_rate,
             dtype=config.rows.row_precision,
             rows_per_block=config.rows.rows_per_block,
             capacity=config.rows.capacity,

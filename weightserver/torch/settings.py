@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from weightserver import TableSpec, WeightClient
 from weightserver.common.addresses import parse_addresses
-from weightserver.core.arrays import checked_integer
+from weightserver.core.arrays import Float32Array, checked_integer
 from weightserver.torch.loss import Loss
 
 DEFAULT_PREFETCH_STEPS = 8
@@ -85,6 +88,8 @@ class Rows:
     """Number of resident rows on all ranks together; by default as many as the steps need."""
     prefetch_steps: int = DEFAULT_PREFETCH_STEPS
     """Steps in advance at which resident rows are requested, if a sampler knows the classes to come."""
+    learning_rate_factor: float = 1.0
+    """The rows' own learning rates are those of the steps times this: their SGD has no others."""
 
     def __post_init__(self) -> None:
         if self.where not in ("resident", "remote", "dense"):
@@ -98,12 +103,19 @@ class Rows:
                 raise ValueError(f"capacity is a number of resident rows, but rows={self.where!r}: omit one of them")
         if checked_integer(self.prefetch_steps, "prefetch_steps") < 0:
             raise ValueError(f"prefetch_steps must be at least 0, got {self.prefetch_steps}")
+        if not (math.isfinite(self.learning_rate_factor) and self.learning_rate_factor > 0):
+            raise ValueError(f"learning_rate_factor must be positive, got {self.learning_rate_factor}")
         if self.where != "dense":
             return
         if self.correction == "paper":
             raise ValueError("rows='dense' leave no gap to correct: use correction=True, or rows='resident'")
         if self.dtype != "float32":
             raise ValueError(f"rows='dense' are float32, not {self.dtype}: omit dtype, or use rows='resident'")
+
+    def learning_rates(self, of_steps: npt.ArrayLike) -> Float32Array:
+        """The rows' own learning rates, float32 [n], from those of n steps."""
+        with np.errstate(over="ignore"):  # infinite ones are refused where they are used
+            return (np.asarray(of_steps, np.float32) * np.float64(self.learning_rate_factor)).astype(np.float32)
 
     def spec(self, num_rows: int, dim: int) -> TableSpec:
         """The table of these rows; its blocks are those of any order unless `rows_per_block` is given."""

@@ -39,7 +39,7 @@ class Table:
         spec: of a new table; later of the one that was opened.
         order: the row of each class.
         directory: of the servers that rank 0 starts if no addresses are given.
-        learning_rates: float32 [n], those of the first n updates if they are known in advance.
+        learning_rates: float32 [n], those of the first n steps if they are known in advance.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Table:
         self._rows = rows
         self._negatives = negatives
         self._directory = directory
-        self._learning_rates = learning_rates
+        self._learning_rates = rows.learning_rates(learning_rates)
         self.ranks = Ranks(device=torch.device("meta"))
         """Those that share the rows, and their device; of none before the first use."""
         self._set_unopened()
@@ -231,8 +231,8 @@ class Table:
     # ---- the rows of an open table
 
     def tell(self, step: int, learning_rate: float) -> None:
-        """See `LearningRates.tell`; the client sends it with the rows' updates."""
-        self.rates.tell(step, learning_rate)
+        """See `LearningRates.tell`, for the rows' own; the client sends it with their updates."""
+        self.rates.tell(step, float(self._rows.learning_rates(learning_rate)))
         if self.client is not None:
             self.client.extend_schedule(step, [self.rates.of_step(step)])
 
