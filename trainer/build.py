@@ -24,9 +24,8 @@ from trainer.evaluate.knn_probe import KnnProbe
 from trainer.model import PICModel, build_model, load_encoder, measure_feature_dim
 from trainer.monitors import Monitors
 from trainer.observing import Observer
-from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import load, probe_tensors, saved_images, saved_steps
+from trainer.run.checkpoint_file import load, saved_images, saved_steps
 from trainer.run.claim import DirectoryClaim
 from trainer.run.opening import head_of, open_head
 from trainer.run.recorder import Recorder
@@ -41,7 +40,6 @@ from weightserver.torch import (
     ClassifierHead,
     Ranks,
     WindowSampler,
-    to_device,
 )
 
 _log = logging.getLogger(__name__)
@@ -99,7 +97,6 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     model = model_of(config, ranks.device)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimization.optimizer(model, ranks.device)
-    probe = _online_probe(config, dataset, model, sampler, ranks)
 
     claim = stack.enter_context(DirectoryClaim(config, num_images, is_first=ranks.is_first))
     recorder = Recorder(config, num_images, ranks, stack)
@@ -110,8 +107,8 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         claim.keep()
         recorder.checkpoint_saved()
 
-    checkpoints = Checkpoints(config, ranks, head, images, usage, probe, on_saved=on_saved)
-    start_step = _restore(config, saved_step, images, checkpoints, model, optimizer, probe)
+    checkpoints = Checkpoints(config, ranks, head, images, usage, on_saved=on_saved)
+    start_step = _restore(config, saved_step, images, checkpoints, model, optimizer)
     claim.prepare(start_step, num_steps)
     recorder.follow(head.counters, start_step)
     rates = images.learning_rates(config.optimization)
@@ -143,7 +140,6 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
             num_images,
             recorder,
             Monitors(model.encoder, config.loss, ranks, batch_size=config.optimization.batch_size),
-            probe,
             knn_probe_of(config, dataset, model, ranks),
             steps,
         ),
@@ -191,15 +187,12 @@ def _restore(
     checkpoints: Checkpoints,
     model: PICModel,
     optimizer: torch.optim.Optimizer,
-    probe: OnlineProbe | None,
 ) -> int:
     """Loads the checkpoint to resume from; returns the first step. A new run saves its first checkpoint, so that from
     now on the servers belong to it, and one with more images the same with these."""
     files = config.run.output / "checkpoints"
     if saved_step is not None:
         load(files, saved_step, model, optimizer)
-        if probe is not None:
-            probe.restore(probe_tensors(files, saved_step))
     if saved_step is None or saved_images(files, saved_step) != images:
         checkpoints.save(saved_step or 0, model, optimizer)
     return saved_step or 0
@@ -222,28 +215,6 @@ def knn_probe_of(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: 
     if not config.report.knn_every:
         return None
     return KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed, fraction=config.report.knn_fraction)
-
-
-def _online_probe(
-    config: TrainConfig, dataset: Dataset, model: PICModel, sampler: WindowSampler, ranks: Ranks
-) -> OnlineProbe | None:
-    if not config.report.online_probe:
-        return None
-    labels = dataset.train_labels  # int64 (N,)
-
-    def labels_of(step: int) -> Tensor:
-        images = np.stack([sampler.images(step, part) for part in range(config.optimization.accumulate)])  # (A, b)
-        return to_device(labels[torch.from_numpy(images)], ranks.device)
-
-    return OnlineProbe(
-        model,
-        int(labels.max()) + 1,
-        ranks,
-        labels_of=labels_of,
-        num_views=config.views.views,
-        num_crops=len(config.augmentations()),
-        batch_size=config.optimization.batch_size,
-    )
 
 
 def views_of_steps(

@@ -1,4 +1,4 @@
-"""What is observed of a run while it trains: records of its steps, monitors, the online probe and kNN evaluations."""
+"""What is observed of a run while it trains: records of its steps, monitors and kNN evaluations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from trainer.config import TrainConfig
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.monitors import Monitors, Update
-from trainer.online_probe import OnlineProbe
 from trainer.run.recorder import Recorder
 
 
@@ -20,7 +19,6 @@ class Observer:
     num_images: int
     recorder: Recorder
     monitors: Monitors
-    probe: OnlineProbe | None
     knn: KnnProbe | None
     steps: range
 
@@ -35,15 +33,11 @@ class Observer:
         last = step + 1 == self.steps.stop
         self.recorder.advance(step)
         self.monitors.keep(update.embeddings)
-        if self.probe is not None:
-            self.probe.learn(step)
         if not last and (step + 1) % self.config.report.log_every:
             return
         if not math.isfinite(loss := update.loss.item()):
             raise ValueError(f"the loss is {loss} at step {step}: try a lower --learning-rate")
         monitored = self.monitors.measure(update, num_active)
-        if self.probe is not None:
-            monitored["online_top1"] = self.probe.take_top1()
         record = self.recorder.measure(step, loss, learning_rate, num_active, monitored)
         if self.knn is not None:
             knn_steps = self.config.report.knn_every * self.num_images / self.config.optimization.batch_size

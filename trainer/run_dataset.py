@@ -62,7 +62,7 @@ def check_images(config: TrainConfig, dataset: Dataset) -> None:
         config.check_classes(len(dataset.train_images))
     if config.report.evaluate:
         dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
-    elif config.report.knn_every or config.report.online_probe:
+    elif config.report.knn_every:
         dataset.check_labelled()
 
 

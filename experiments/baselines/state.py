@@ -43,7 +43,7 @@ class Checkpoints:
         """Saves the state after `step` updates."""
         make_directory(self._directory)
         earlier = [number for number in saved_steps(self._directory) if number != step]
-        tensors, metadata = tensors_to_save(method, optimizer, {}), {"format": FORMAT, "step": str(step)}
+        tensors, metadata = tensors_to_save(method, optimizer), {"format": FORMAT, "step": str(step)}
         atomic_write(file_path(self._directory, step), lambda partial: save_file(tensors, partial, metadata=metadata))
         for number in earlier:
             file_path(self._directory, number).unlink()

@@ -27,14 +27,13 @@ _GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
 _DECODED: dict[str, Any] = {"dataset": "folder"}
 _SMALL_CROPS: dict[str, Any] = {"small_crops": 1, "small_crop_size": 12, "small_crop_scale": (0.05, 0.5)}
 _RESUMED: dict[str, Any] = {"checkpoint_every": 5}
-_PROBE: dict[str, Any] = {"online_probe": True}
 _KNN: dict[str, Any] = {"knn_every": 0.05, "knn_fraction": 1e6}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "in memory, resident": _IN_MEMORY | {"capacity": 56},
-    "in memory, resident, resumed": _IN_MEMORY | _RESUMED | {"deterministic": True} | _PROBE,
-    "in memory, remote": _IN_MEMORY | _SMALL_CROPS | {"rows": "remote", "accumulate": 2} | _PROBE,
-    "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16"} | _KNN | _PROBE,
+    "in memory, resident, resumed": _IN_MEMORY | _RESUMED | {"deterministic": True},
+    "in memory, remote": _IN_MEMORY | _SMALL_CROPS | {"rows": "remote", "accumulate": 2},
+    "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16"} | _KNN,
     "generated, low temperature": _GENERATED | {"temperature": 0.01},
     "decoded, resident": _DECODED | {"capacity": 56, "precision": "bfloat16"},
     "decoded, resident, resumed": _DECODED | _RESUMED | _SMALL_CROPS | {"accumulate": 2, "precision": "bfloat16"},

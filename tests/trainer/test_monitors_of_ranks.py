@@ -1,4 +1,4 @@
-"""Monitors, online probe and kNN evaluations on two ranks against one; the ranks are real processes.
+"""Monitors and kNN evaluations on two ranks against one; the ranks are real processes.
 
 As a script (under torchrun) this file is one of those ranks.
 """
@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.trainer.test_online_probe import Case
 from trainer.data import Dataset
 from trainer.distributed import process_group, with_first_ranks_buffers
 from trainer.evaluate.knn_probe import KnnProbe
@@ -78,7 +77,6 @@ def recorded(ranks: Ranks) -> dict[str, Tensor]:
     parts: dict[str, dict[str, Tensor]] = {
         "even": monitors(ranks, "uneven"),
         "one empty": monitors(ranks, "one-empty"),
-        "probe": Case().learned(ranks),
         "knn": knn(ranks),
     }
     return {f"{part}: {name}": tensor for part, found in parts.items() for name, tensor in found.items()}

@@ -30,7 +30,6 @@ MONITORS = {
     "mean_cosine": 0.1,
     "gradient_norm": 0.4,
     "row_norm": 0.3,
-    "online_top1": 50.0,
 }
 SIZES: dict[str, Any] = {
     "window_size": 96,

@@ -144,10 +144,7 @@ class Dataset:
         """Raises ValueError without labels to evaluate with, or, if `tested`, without test images."""
         if not self.labelled:
             kind = "generated" if isinstance(self.train_images, SyntheticImages) else "these"
-            raise ValueError(
-                f"{kind} images have no labels: train without evaluations and --online-probe, or choose another "
-                "--dataset"
-            )
+            raise ValueError(f"{kind} images have no labels: train without evaluations, or choose another --dataset")
         if tested and not len(self.test_images):
             few = f", and none are held out of fewer than {_FEWEST_TO_HOLD_OUT} images with labels"
             why = self.untested + few * (self.untested == NO_TEST_IMAGES and not self.can_hold_out)

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from trainer.config import TrainConfig
 from trainer.display import stage
-from trainer.online_probe import OnlineProbe
 from trainer.run.checkpoint_file import (
     FORMAT,
     HEAD,
     IMAGES,
     MODEL,
     MOMENTUM,
-    PROBE,
     RESUME_STEP,
     STEM,
     begun_path,
@@ -55,7 +53,6 @@ class Checkpoints:
         head: ClassifierHead,
         images: RunImages,
         usage: Usage,
-        probe: OnlineProbe | None = None,
         *,
         on_saved: Callable[[], None],
     ) -> None:
@@ -67,7 +64,6 @@ class Checkpoints:
         self._ranks = ranks
         self._head = head
         self._usage = usage
-        self._probe = probe
         self._on_saved = on_saved
 
     @stage("saving a checkpoint")
@@ -109,9 +105,7 @@ class Checkpoints:
         assert client is not None
         saved = SavedRows.from_state(state)
         partial = path.with_suffix(f".{saved.checkpoint_id}.partial")
-        tensors = tensors_to_save(model, optimizer, {} if self._probe is None else self._probe.tensors()) | {
-            HEAD: state
-        }
+        tensors = tensors_to_save(model, optimizer) | {HEAD: state}
         metadata = self._metadata | {"step": str(step), TOTALS: json.dumps(asdict(totals))}
         try:
             write_synced(partial, lambda new: save_file(tensors, new, metadata=metadata))
@@ -136,10 +130,9 @@ class Checkpoints:
                 client.release(name)
 
 
-def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, probe: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, momentum and the online probe under their names in the file, copied to the host."""
-    tensors = {PROBE + name: tensor for name, tensor in probe.items()}
-    tensors |= {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and momentum under their names in the file, copied to the host."""
+    tensors = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
         if momentum_buffer is not None:

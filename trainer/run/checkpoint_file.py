@@ -1,4 +1,4 @@
-"""The trainer's checkpoint files: encoder, momentum, probe, and the head's state, which names a checkpoint of the rows.
+"""The trainer's checkpoint files: encoder, momentum, and the head's state, which names a checkpoint of the rows.
 
 checkpoints/step-NNNNNNNNNNNN.safetensors      a complete file
 checkpoints/step-….begun.partial               a checkpoint was started, its file is not complete yet
@@ -31,9 +31,8 @@ _log = logging.getLogger(__name__)
 FORMAT = "pic-checkpoint-2"
 IMAGES, RESUME_STEP = "images", "resume_step"
 """Keys of a file's metadata: the run's `RunImages`, and the --resume-step that the run was last resumed from."""
-MODEL, MOMENTUM, PROBE, HEAD = "model.", "momentum.", "probe.", "head._extra_state"
-"""Prefixes of the tensors' names, and the name of the head's state; only files of runs with --online-probe have a
-probe."""
+MODEL, MOMENTUM, HEAD = "model.", "momentum.", "head._extra_state"
+"""Prefixes of the tensors' names, and the name of the head's state.""" ""
 _ENCODER = MODEL + "encoder."
 STEM = re.compile(r"step-(\d{12})")
 _PARTIAL = re.compile(STEM.pattern + r"\..*\.partial")
@@ -89,11 +88,6 @@ def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
         if name in momentum:
             # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
             optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
-
-
-def probe_tensors(directory: Path, step: int) -> dict[str, Tensor]:
-    """The state of the online probe in the file of a checkpoint; empty if it has none."""
-    return _read_tensors(file_path(directory, step), PROBE)
 
 
 def head_state(directory: Path, step: int) -> Tensor:

@@ -89,9 +89,6 @@ class ReportConfig(Settings):
     """Address to serve the metrics on; they reveal no secrets and need no token."""
     evaluate: bool = resumable(True)
     """Whether to evaluate by kNN and linear probe at the end."""
-    online_probe: bool = resumable(False)
-    """Train a linear classifier beside the run, on the encoder's features of the training views. Labels are used for
-    nothing else, and the run is the same to the bit without it."""
 
     def check(self) -> None:
         check_at_least(self, 1, "log_every")

@@ -32,7 +32,6 @@ _GAUGES = {
     "mean_cosine": "Mean cosine of two images' embeddings; 1 if all are the same.",
     "gradient_norm": "L2 norm of the encoder's gradient.",
     "row_norm": "Mean L2 norm of the active rows.",
-    "online_top1": "Top-1 of the online linear probe in percent, since the last logged step; NaN without one.",
 }
 """Key of a record, which is the name after pic_trainer_, to help text; NaN until a record has it."""
 
