@@ -304,7 +304,7 @@ def shown(results: Results, cell: str, measure: str) -> str:
 
 def _digits(measure: str) -> int:
     """Digits after the point."""
-    return 2 if measure == LOSS else 1 if "accuracy" in measure or not measure.startswith("saliency.") else 3
+    return 2 if measure == LOSS else 1
 
 
 def _hours(everything: Sequence[Results]) -> Iterator[str]:

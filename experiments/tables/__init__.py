@@ -1,7 +1,7 @@
 """All tables as data, in the order in which they are run: those that say most about the paper first."""
 
 from experiments.tables.beyond import BEYOND, ROW_PRECISION
-from experiments.tables.components import COMPONENTS, PARTITION, SALIENCY
+from experiments.tables.components import COMPONENTS, PARTITION
 from experiments.tables.glyphs import GLYPHS
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
 from experiments.tables.over_time import OVER_TIME
@@ -21,7 +21,6 @@ TABLES = {
         METHODS,
         LARGER,
         DECAY,
-        SALIENCY,
         SEMI_SUPERVISED,
         PARTITION,
         OVER_TIME,

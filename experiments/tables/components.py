@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from experiments.cells import AFTER, LESS, Cell, Claim, Evaluation, Table
-from experiments.tables.common import BASE, EPOCH_ORDER, IMAGES, SUPERVISED, in_epoch_order, in_windows, papers
+from experiments.cells import AFTER, Cell, Claim, Evaluation, Table
+from experiments.tables.common import BASE, EPOCH_ORDER, IMAGES, SUPERVISED, in_epoch_order, papers
 
 _ALL = "all three"
 _POOLED, _ONE_POSITION = "features of one position", {"pool_size": 1}
@@ -69,57 +69,6 @@ COMPONENTS = Table(
         ),
     ),
     seeds=2,  # the trials do not tell the spread of another encoder
-)
-
-_MORE_SIMILAR, _LESS_SIMILAR = (f"saliency.similarities.{half}_similar_accuracy" for half in ("more", "less"))
-_SUPERVISED = Cell(row="supervised", settings=SUPERVISED)
-SALIENCY = Table(
-    name="saliency",
-    title="Similarity of saliency maps",
-    source="Figure 3",
-    text=(
-        "Similarity of the encoder's saliency maps of the test images to those of an encoder trained on the labels, "
-        "of random maps to the latter, and of maps of different images. Our maps have 16 positions, the paper's 49. "
-        "Uniform noise is 0.75 similar to a flat map, and maps of centred images have much in common: what is due to "
-        "the image is the difference from another image's map. The paper sees a strong positive correlation between "
-        "similarity and accuracy, in a figure; here images are classified by their nearest neighbours."
-    ),
-    cells=(
-        Cell(
-            row="sliding window",
-            settings=in_windows("").settings,
-            evaluations=(
-                Evaluation(name="saliency", arguments=("saliency", "--other", f"{AFTER}/encoder.safetensors")),
-            ),
-            after=_SUPERVISED,
-        ),
-    ),
-    measures={
-        "saliency.similarity": "similarity",
-        "saliency.random": "random maps",
-        "saliency.similarities.other_image": "another image's",
-        _MORE_SIMILAR: "kNN, more similar half",
-        _LESS_SIMILAR: "kNN, less similar half",
-    },
-    draws=3,
-    claims=(
-        Claim(
-            text="maps are more similar to those of the same image than to those of another one",
-            weights={"sliding window": 1},
-            measure=f"saliency.similarity{LESS}saliency.similarities.other_image",
-        ),
-        Claim(
-            text="maps are more similar to those of the encoder trained on labels than random maps are",
-            weights={"sliding window": 1},
-            measure=f"saliency.similarity{LESS}saliency.random",
-        ),
-        Claim(
-            text="the half of the images whose maps are more similar is classified better than the other half",
-            weights={"sliding window": 1},
-            measure=f"{_MORE_SIMILAR}{LESS}{_LESS_SIMILAR}",
-        ),
-    ),
-    paper={"sliding window": {"saliency.similarity": 0.762, "saliency.random": 0.140}},
 )
 
 _PARTITIONS = (80, 640, 2_500)

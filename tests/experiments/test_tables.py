@@ -289,7 +289,7 @@ def finished_run(directory: Path, cell: Cell, seed: int, processor: str = "", **
 
 
 def test_records_of_changed_cells_and_unfinished_evaluations_are_left_out(tmp_path: Path) -> None:
-    maps = Evaluation(name="maps", arguments=("saliency",))
+    maps = Evaluation(name="maps", arguments=("knn",))
     kept, changed = Cell(row="kept", evaluations=(maps,)), Cell(row="changed", settings={"epochs": 1.0})
     file = tmp_path / "made.json"
     finished_run(tmp_path, kept, 1, linear_top1=80.0)
@@ -312,7 +312,7 @@ def test_records_that_lack_an_added_evaluation_stay_in_the_file(tmp_path: Path) 
     cell, file = Cell(row="a"), tmp_path / "made.json"
     finished_run(tmp_path / "runs", cell, 0, linear_top1=80.0)
     collect(tmp_path / "runs", file, table(cell), seeds=1)
-    more = table(replace(cell, evaluations=(Evaluation(name="maps", arguments=("saliency",)),)))
+    more = table(replace(cell, evaluations=(Evaluation(name="maps", arguments=("knn",)),)))
     assert collect(tmp_path / "elsewhere", file, more, seeds=1).values("a", LINEAR) == []
     assert load(file, table(cell)).values("a", LINEAR) == [80.0]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.evaluate.paper.settings import DetectConfig, PartitionConfig, SaliencyConfig, SegmentConfig
+from trainer.evaluate.paper.settings import DetectConfig, PartitionConfig, SegmentConfig
 from trainer.evaluate.settings import (
     FineTuneConfig,
     KnnConfig,
@@ -53,9 +53,6 @@ PROTOCOLS = {
     "detect": Protocol("paper.detect", DetectConfig, "Train an object detector on Pascal VOC.", images="pascal-voc"),
     "segment": Protocol(
         "paper.segment", SegmentConfig, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
-    ),
-    "saliency": Protocol(
-        "paper.saliency", SaliencyConfig, "Draw saliency maps and compare them with another encoder's.", labelled=False
     ),
     "partition": Protocol(
         "paper.partition",

@@ -69,7 +69,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-OWN_FORMATS = {"detect", "segment", "saliency", "partition"}
+OWN_FORMATS = {"detect", "segment", "partition"}
 """Protocols with images or results of their own, whose command lines are tested with them."""
 
 

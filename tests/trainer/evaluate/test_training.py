@@ -34,11 +34,9 @@ from trainer.evaluate.classification import fine_tune, linear, semi_supervised
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
 from trainer.evaluate.paper.detect import detect
-from trainer.evaluate.paper.saliency import saliency
 from trainer.evaluate.paper.segment import segment
-from trainer.evaluate.paper.settings import DetectConfig, SaliencyConfig, SegmentConfig
+from trainer.evaluate.paper.settings import DetectConfig, SegmentConfig
 from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
-from trainer.model import EncoderConfig, build_model
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,12 +144,7 @@ def of_all(directory: Path, ranks: Ranks | None = None) -> Outcome:
             results = case.run(case.evaluation(directory / name, ranks)).results
             found |= {f"{name} {key}": value for key, value in results.items()}
     found |= knn(made_evaluation(SeesRows(), directory / "knn", ranks=ranks), KnnConfig()).results
-    config = EncoderConfig(image_size=16, width=8)
-    evaluation = made_evaluation(
-        build_model(config, seed=0).encoder.eval(), directory / "maps/state", ranks=ranks, config=config
-    )
-    mapped = saliency(evaluation, SaliencyConfig(num_pictures=2, k=5))
-    return Outcome(results=found | mapped.results, details=mapped.details)
+    return Outcome(results=found)
 
 
 @pytest.mark.guard

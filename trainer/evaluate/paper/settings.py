@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer.evaluate.settings import TrainingConfig
 from trainer.settings import Settings, check_at_least, check_positive, flag
@@ -109,29 +108,6 @@ class SegmentConfig(NetworkConfig):
         check_positive(self, "min_scale", "max_scale")
         if self.min_scale > self.max_scale:
             raise ValueError(f"--min-scale {self.min_scale} is above --max-scale {self.max_scale}: exchange them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaliencyConfig(Settings):
-    """Settings of the saliency maps."""
-
-    other: Path | None = None
-    """Encoder file whose maps are compared, as --encoder takes it."""
-    num_pictures: int = 6
-    """Test images to draw with their maps, chosen by --seed."""
-    pictures: tuple[int, ...] = ()
-    """Numbers of the test images to draw instead, from 0."""
-    bins: int = 20
-    """Bins of similarity between 0 and 1, for the histogram and for the accuracy."""
-    k: int = 20
-    """Neighbours by which an image is classified, to compare accuracy with similarity."""
-    num_neighbour_images: int = 50_000
-    """Training images to search for neighbours, chosen by --seed; all if there are fewer."""
-    seed: int = 0
-    """Seed of the images to draw, the images to search and the random maps."""
-
-    def check(self) -> None:
-        check_at_least(self, 1, "num_pictures", "bins", "k", "num_neighbour_images")
 
 
 @dataclass(frozen=True, kw_only=True)
