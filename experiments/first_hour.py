@@ -99,10 +99,6 @@ STEPS = (
         command="pic evaluate linear-cached --run runs/pictures",
     ),
     Step(
-        text="Which images are nearly the same:",
-        command="pic duplicates runs/pictures",
-    ),
-    Step(
         title="Using the encoder",
         text="A vector for every image:",
         command="pic embed runs/pictures pictures/test --output features.npz",

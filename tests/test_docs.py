@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import trainer.data.__main__
-import trainer.duplicates
 import trainer.embed
 import trainer.export.__main__
 import trainer.report.__main__
@@ -46,7 +45,6 @@ PARSERS = {
     "pic export ": trainer.export.__main__._parser,
     "pic embed ": trainer.embed._parser,
     "pic report ": trainer.report.__main__._parser,
-    "pic duplicates ": trainer.duplicates._parser,
     "pic ": trainer.data.__main__._parser,
 }
 COMMANDS = [

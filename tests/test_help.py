@@ -29,7 +29,7 @@ Main = Callable[[list[str]], object]
 def commands() -> Iterable[tuple[str, Main, list[str]]]:
     mains: dict[str, tuple[Main, Iterable[str]]] = {
         "weightserver": (weightserver.cli.main, weightserver.cli.COMMANDS),
-        "trainer": (trainer.__main__.main, [*PRESETS, "report", "duplicates"]),
+        "trainer": (trainer.__main__.main, [*PRESETS, "report"]),
         "trainer.data": (trainer.data.__main__.main, ["pack", "verify", "preview"]),
         "trainer.demo": (trainer.demo.main, []),
         "trainer.embed": (trainer.embed.main, []),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.display import shown, stage
-from trainer.duplicates import main as duplicates
 from trainer.loading import loading_libraries
 from trainer.report.__main__ import main as report
 
@@ -31,8 +30,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["report"]:
         report(arguments[1:])
-    if arguments[:1] == ["duplicates"]:
-        duplicates(arguments[1:])
     with loading_libraries("trainer"):
         from trainer.stopping import exit_on_error
         from weightserver.common.logs import asked_format, log_events

@@ -36,7 +36,6 @@ _GROUPS = {
     "look at a run": {
         "report": Command("Writes one HTML page about a run", "trainer.__main__", ("report",)),
         "evaluate": Command("Evaluates an encoder on labelled images", "trainer.evaluate.__main__"),
-        "duplicates": Command("Finds training images that are nearly the same", "trainer.__main__", ("duplicates",)),
     },
     "use an encoder": {
         "embed": Command("Computes the features of images with a trained encoder", "trainer.embed"),

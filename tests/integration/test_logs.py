@@ -202,7 +202,6 @@ def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "command",
     [
         (trainer.__main__.main, "report", "RUN"),
-        (trainer.__main__.main, "duplicates", "RUN"),
         (trainer.data.__main__.main, "pack", "RUN", "RUN-packed"),
         (trainer.data.__main__.main, "verify", "RUN"),
         (trainer.data.__main__.main, "preview", "RUN"),

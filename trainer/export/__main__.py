@@ -45,13 +45,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from trainer.run.run_arguments import add_run_arguments
+    from weightserver import ClientSecurity
+    from weightserver.common.options import add_options
     from weightserver.operations.export import add_export_options
 
     parser = Parser(prog="pic export", description=(__doc__ or "").splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True, parser_class=CommandParser)
     rows = what.add_parser("rows", help="export rows, current or of a checkpoint, with their images")
-    add_run_arguments(rows)
+    rows.add_argument("run", type=to_path, help="the run's directory")
+    rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
+    add_options(rows, ClientSecurity)
     add_export_options(rows)
     rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
     rows.set_defaults(stage="exporting the rows", export=_export_rows)

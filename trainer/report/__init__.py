@@ -1,5 +1,5 @@
-"""The HTML report of a run: its curves, results and settings, nearest neighbours, confusion and near-duplicates.
+"""The HTML report of a run: its curves, results and settings, nearest neighbours and confusion.
 
-Import from it: `__main__` and `duplicates`, by the commands `pic report` and `duplicates`.
+Import from it: `__main__`, by the command `pic report`.
 It may import: `data`, `evaluate` and `run`.
 """

@@ -58,33 +58,6 @@ class Inspection:
     classes."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two images that are nearly the same; `other.agrees` says whether they have the same label."""
-
-    one: Picture
-    other: Picture
-
-
-def show_pairs(dataset: Dataset, pairs: Sequence[tuple[int, int, float]]) -> list[Pair]:
-    """Pictures of pairs of training images, given by their positions and their cosine.
-
-    Raises:
-        ValueError: the data set has no such image.
-    """
-    numbers = [number for *images, _ in pairs for number in images]
-    if numbers and not 0 <= min(numbers) <= max(numbers) < len(dataset.train_images):
-        raise ValueError(f"image {max(numbers)} is not among its {len(dataset.train_images)} images")
-    labels = _names(dataset, len(dataset.train_images)) if dataset.labelled else []
-    shown = []
-    for one, other, cosine in pairs:
-        first, second = (_uri(image) for image in dataset.train_images[torch.tensor([one, other])])
-        named = [labels[number] if labels else "" for number in (one, other)]
-        agrees = named[0] == named[1] if labels else None
-        shown.append(Pair(Picture(first, one, named[0]), Picture(second, other, named[1], cosine, agrees)))
-    return shown
-
-
 def inspect_encoder(
     encoder: nn.Module, config: EncoderConfig, dataset: Dataset, *, bank: int, seed: int = 0
 ) -> Inspection:

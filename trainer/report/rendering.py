@@ -1,26 +1,21 @@
 """Renders a run's report as one self-contained HTML page.
 
 It shows the curves of training.png, results and settings, and for a dozen training images their nearest neighbours by
-cosine of the features; which classes are confused; and near-duplicates, if `pic duplicates` found them.
-For a run that has not ended it shows what is available, with the encoder of the newest checkpoint. The page loads
-nothing from elsewhere; its content security policy forbids it.
+cosine of the features, and which classes are confused. For a run that has not ended it shows what is available, with
+the encoder of the newest checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trainer.data import Dataset
 from trainer.proportions import MEANINGS
-from trainer.report.duplicates import Duplicates, read_duplicates
-from trainer.report.inspection import Inspection, Pair, inspect_encoder, show_pairs
+from trainer.report.inspection import Inspection, inspect_encoder
 from trainer.run.checkpoint_file import checkpoint_name, saved_steps
 from trainer.run.directory import (
     ENCODER_FILE,
@@ -38,8 +33,6 @@ from trainer.run.result_names import in_words
 from trainer.run.resume import run_settings
 from trainer.run_dataset import dataset_of
 
-_NUM_PAIRS = 24
-"""Number of near-duplicates that are shown."""
 _TEMPLATES = Environment(
     loader=PackageLoader("trainer.report", "."),
     autoescape=True,
@@ -59,10 +52,7 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     records = [record for record in read_metrics(run / METRICS_FILE) if "step" in record and "loss" in record]
     if not records:
         raise ValueError(f"{run / 'metrics.jsonl'} has no records yet: wait for the run's first one")
-    load = cache(lambda: dataset_of(run_settings(run), data_dir))
-    inspection, source, reason = _inspection(run, load, bank)
-    duplicates = read_duplicates(run)
-    pairs, pairs_reason = _pairs(duplicates, load)
+    inspection, source, reason = _inspection(run, data_dir, bank)
     done, last = records[-1]["step"] + 1, records[-1]
     results = dict(summary) or {"steps": done, "loss": last["loss"]}
     notes = results.pop("warnings", [])
@@ -82,9 +72,6 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         inspection=inspection,
         source=source,
         reason=reason,
-        duplicates=duplicates,
-        pairs=pairs,
-        pairs_reason=pairs_reason,
     )
 
 
@@ -99,17 +86,7 @@ def _curves(run: Path, config: dict[str, Any]) -> str:
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
-def _pairs(duplicates: Duplicates | None, load: Callable[[], Dataset]) -> tuple[list[Pair], str]:
-    """Pictures of the most similar pairs of images; or none and the reason."""
-    if duplicates is None:
-        return [], ""
-    try:
-        return show_pairs(load(), duplicates.pairs[:_NUM_PAIRS]), ""
-    except (ValueError, OSError, KeyError, IndexError) as error:
-        return [], f"the training images are not available here ({error})"
-
-
-def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Inspection | None, str, str]:
+def _inspection(run: Path, data_dir: Path | None, bank: int) -> tuple[Inspection | None, str, str]:
     """Neighbours and confusion, and the description of their encoder; or None and the reason."""
     checkpoint, source = "", "the encoder at the end of the run"
     if not (run / ENCODER_FILE).exists():
@@ -120,7 +97,7 @@ def _inspection(run: Path, load: Callable[[], Dataset], bank: int) -> tuple[Insp
         source = f"the encoder after {steps[-1]:,} steps (the newest checkpoint)"
     encoder, encoder_config = read_encoder(run, checkpoint)
     try:
-        images = load()
+        images = dataset_of(run_settings(run), data_dir)
     except (ValueError, OSError, KeyError, IndexError) as error:
         return None, "", f"the training images are not available here ({error})"
     return inspect_encoder(encoder, encoder_config, images, bank=bank), source, ""

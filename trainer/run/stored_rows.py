@@ -35,7 +35,7 @@ class StoredRows:
 @contextmanager
 def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
     """Connects to the weight servers of `options.run`: those of --servers, else the run's, else its local ones, which
-    are started. The options are those of `trainer.run.run_arguments`, and `checkpoint`.
+    are started. The options are those of `pic export rows`.
 
     Raises:
         ValueError: the directory holds no run, or has no local weight servers, or they hold another table.
