@@ -165,16 +165,6 @@ class TrainConfig:
         return cls(**parts)
 
 
-def unused_settings(settings: Mapping[str, Any]) -> set[str]:
-    """Names of the settings in a run's config.json that had no effect with the others."""
-    optimization = (config := TrainConfig.of_run(settings)).optimization
-    unused = config.unused_settings()
-    if optimization.steps is not None:
-        unused.add("epochs")
-    unused.add("warmup_fraction" if optimization.warmup_fraction is None else "warmup_epochs")
-    return unused
-
-
 PART_OF = {setting.name: name for name, part in TrainConfig().parts() for setting in fields(part)}
 """The part of each setting."""
 SETTINGS = [setting for _, part in TrainConfig().parts() for setting in fields(part)]

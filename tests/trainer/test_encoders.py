@@ -1,9 +1,4 @@
-"""Encoders for other libraries: each export is loaded as its model card says, and gives the trained encoder's features.
-
-detectron2 can rarely be installed with a current torch, so its keys and shapes are written out here from its
-documented classes (modeling/backbone/resnet.py: BasicStem, BasicBlock, BottleneckBlock, build_resnet_backbone), and the
-function that it computes from them is evaluated.
-"""
+"""Encoders for other libraries: each export is loaded as its model card says, and gives the same features."""
 
 from __future__ import annotations
 
@@ -19,11 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-import yaml
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.small_run import EVERY, small_run
@@ -31,7 +23,6 @@ from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
 from trainer.export.__main__ import main
-from trainer.export.model_card import DETECTRON2
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
 from trainer.torchvision_schemas import import_module
@@ -236,82 +227,6 @@ def test_an_export_says_how_its_run_read_pixels(tmp_path: Path, name: str) -> No
     assert (json.loads(metadata["pixel_range"]), metadata["alpha"]) == ([0, 4095], "ignore")
 
 
-def detectron2_parts(depth: int, num_groups: int, width_per_group: int) -> dict[str, tuple[int, ...]]:
-    """Weights of each convolution of detectron2's ResNet; each is followed by a norm."""
-    basic = depth < 50
-    blocks = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}[depth]
-    convolutions: dict[str, tuple[int, ...]] = {"stem.conv1": (64, 3, 7, 7)}
-    inside, width, out = 64, num_groups * width_per_group, 64 if basic else 256
-    for stage, count in zip(("res2", "res3", "res4", "res5"), blocks, strict=True):
-        for block in range(count):
-            prefix = f"{stage}.{block}."
-            if inside != out:
-                convolutions[prefix + "shortcut"] = (out, inside, 1, 1)
-            if basic:
-                convolutions |= {prefix + "conv1": (out, inside, 3, 3), prefix + "conv2": (out, out, 3, 3)}
-            else:
-                convolutions[prefix + "conv1"] = (width, inside, 1, 1)
-                convolutions[prefix + "conv2"] = (width, width // num_groups, 3, 3)
-                convolutions[prefix + "conv3"] = (out, width, 1, 1)
-            inside = out
-        width, out = 2 * width, 2 * out
-    return convolutions
-
-
-def detectron2_features(
-    tensors: dict[str, Tensor], parts: dict[str, tuple[int, ...]], groups: int, x: Tensor
-) -> Tensor:
-    """Averages over res5 as detectron2's modules compute it, with STRIDE_IN_1X1 False."""
-
-    def convolve(name: str, maps: Tensor, stride: int, groups: int = 1) -> Tensor:
-        weight = tensors[f"{name}.weight"]
-        maps = F.conv2d(maps, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
-        mean, variance, scale, bias = (
-            tensors[f"{name}.norm.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
-        )
-        return F.batch_norm(maps, mean, variance, scale, bias)
-
-    x = F.max_pool2d(F.relu(convolve("stem.conv1", x, 2)), 3, 2, 1)
-    for prefix in dict.fromkeys(re.findall(r"res\d\.\d+\.", " ".join(parts))):
-        stride = 2 if prefix.endswith(".0.") and not prefix.startswith("res2") else 1
-        shortcut = convolve(prefix + "shortcut", x, stride) if prefix + "shortcut" in parts else x
-        if prefix + "conv3" in parts:
-            out = F.relu(convolve(prefix + "conv1", x, 1))
-            out = F.relu(convolve(prefix + "conv2", out, stride, groups))
-            out = convolve(prefix + "conv3", out, 1)
-        else:
-            out = convolve(prefix + "conv2", F.relu(convolve(prefix + "conv1", x, stride)), 1)
-        x = F.relu(out + shortcut)
-    return x.mean(dim=(2, 3))
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize(
-    "name", ["resnet18", "timm:resnet50", "resnext50_32x4d", pytest.param("wide_resnet50_2", marks=pytest.mark.slow)]
-)
-def test_detectron2_gets_its_keys(tmp_path: Path, name: str) -> None:
-    run, out = a_run(tmp_path / "run", name), tmp_path / "out"
-    assert export(run, "--format", "detectron2", "--output", out) == 0
-    (weights,) = out.glob("*.safetensors")
-    tensors, options = load_file(weights), DETECTRON2[name.removeprefix("timm:")]
-    parts = detectron2_parts(*options)
-    expected = {f"{part}.weight": shape for part, shape in parts.items()}
-    for part, shape in parts.items():
-        expected |= {f"{part}.norm.{stat}": shape[:1] for stat in ("weight", "bias", "running_mean", "running_var")}
-        expected[f"{part}.norm.num_batches_tracked"] = ()
-    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == expected
-    views = normalise(images())
-    with torch.no_grad():
-        found = detectron2_features(tensors, parts, options[1], views)
-    torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-6)
-    card = (out / "README.md").read_text()
-    detectron2 = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])["MODEL"]
-    np.testing.assert_allclose(detectron2["PIXEL_MEAN"], [123.675, 116.28, 103.53])
-    np.testing.assert_allclose(detectron2["PIXEL_STD"], [58.395, 57.12, 57.375])
-    for line in (f"DEPTH: {options[0]}", f"NUM_GROUPS: {options[1]}", f"WIDTH_PER_GROUP: {options[2]}", weights.name):
-        assert line in card
-
-
 @pytest.mark.guard
 def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
@@ -340,9 +255,7 @@ def test_a_checkpoint_of_a_run_that_has_not_ended(tmp_path: Path, capsys: pytest
         ("none", 3, "onnx", "encoder 'none' learns nothing: there is no encoder to export"),
         ("timm:resnet10t", 3, "torchvision", "torchvision has no counterpart of 'timm:resnet10t'"),
         ("mobilenet_v3_small", 3, "timm", "timm has no counterpart of 'mobilenet_v3_small'"),
-        ("timm:resnet26", 3, "detectron2", "detectron2 has no counterpart of 'timm:resnet26'"),
         ("timm:resnet18", 1, "torchvision", "takes colour images, but this encoder grey ones"),
-        ("timm:resnet18", 1, "detectron2", "takes colour images, but this encoder grey ones"),
         ("efficientnet_b0", 3, "timm", "its model of that name has other parts"),
     ],
 )

@@ -229,8 +229,6 @@ def test_the_config_is_as_given(tmp_path: Path) -> None:
         ("resnet18", 3, "torchvision"),
         pytest.param(*("resnet18", 1, "torchvision"), marks=pytest.mark.guard),
         ("resnet18", 1, "timm"),
-        ("resnet18", 3, "detectron2"),
-        pytest.param(*("timm:resnet18", 3, "detectron2"), marks=pytest.mark.guard),
         pytest.param(*("timm:resnet10t", 1, "timm"), marks=pytest.mark.guard),
     ],
 )

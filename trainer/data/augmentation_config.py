@@ -65,16 +65,5 @@ class AugmentationConfig:
         return replace(self, blur_sigma=(smallest, largest))
 
 
-OF_STRONG = (
-    "jitter_probability",
-    "brightness",
-    "contrast",
-    "saturation",
-    "hue",
-    "grey_probability",
-    "blur_probability",
-    "blur_sigma",
-)
-"""Settings that only a strong augmentation has."""
 AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
 """The paper's augmentation, and crop and flip only, for comparison."""

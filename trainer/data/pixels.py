@@ -29,7 +29,7 @@ class PixelScale(NamedTuple):
 MINUS_ONE_TO_ONE = PixelScale((0.5,), (0.5,))
 """Pixels from -1 to 1: the scale of encoders that were trained before it was a setting."""
 IMAGENET = PixelScale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""The scale of ImageNet-1K, as in torchvision, timm and detectron2."""
+"""The scale of ImageNet-1K, as in torchvision and timm."""
 
 
 def normalise(images: Tensor, pixels: PixelScale = MINUS_ONE_TO_ONE) -> Tensor:

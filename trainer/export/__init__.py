@@ -4,4 +4,4 @@ Import from it: the name below; `python -m trainer.export` runs it.
 It may import: `data` and `run`.
 """
 
-LIBRARIES = ("torchvision", "timm", "detectron2", "onnx")
+LIBRARIES = ("torchvision", "timm", "onnx")

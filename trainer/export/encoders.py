@@ -1,13 +1,11 @@
-"""Exports an encoder for torchvision, timm, detectron2 or ONNX: a file of weights, its SHA-256 and a model card.
+"""Exports an encoder for torchvision, timm or ONNX: a file of weights, its SHA-256 and a model card.
 
-The scale of pixels is written in each library's own form: timm's config.json, torchvision's transforms, detectron2's
-PIXEL_MEAN and PIXEL_STD. ONNX can be written of every encoder. "small" is no architecture of timm's: its export for
-timm has a Python file that registers it.
+The scale of pixels is written in each library's own form: timm's config.json, torchvision's transforms. ONNX can be
+written of every encoder. "small" is no architecture of timm's: its export for timm has a Python file that registers it.
 
 An architecture can be converted between torchvision and timm if both have a model of its name with the same keys and
 shapes (plain ResNets, ResNeXts and wide ResNets do); before anything is written, the other library's model is loaded
-with the weights, and its features must equal the encoder's. detectron2 has its own names for the parts of a ResNet, as
-in its tools/convert-torchvision-to-d2.py.
+with the weights, and its features must equal the encoder's.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import inspect
 import io
 import json
 import logging
-import re
 import warnings
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -31,7 +28,7 @@ from torch import Tensor, nn
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.export import LIBRARIES
-from trainer.export.model_card import DETECTRON2, SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
+from trainer.export.model_card import SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
 from trainer.model import (
     EncoderConfig,
     TorchvisionEncoder,
@@ -172,22 +169,9 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     name = name.partition(".")[0]  # timm: without the tag of pretrained weights
     if library != "timm" and in_channels != 3:
         raise ValueError(f"{library}'s {name} takes colour images, but this encoder grey ones: choose timm")
-    if library == "detectron2":
-        if name not in DETECTRON2:
-            raise ValueError(f"detectron2 has no counterpart of {config.name!r}: it has {', '.join(DETECTRON2)}")
-        renamed = {detectron2_key(key): tensors[key] for key in tensors}
-        return LibraryEncoder(library, name, in_channels, pixels, renamed)
     counterpart = _counterpart(encoder, config, f"{library}:{name}", in_channels)
     last = counterpart.last if isinstance(counterpart, TorchvisionEncoder) else ""
     return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
-
-
-def detectron2_key(key: str) -> str:
-    """detectron2's name for a parameter or buffer of torchvision's ResNet."""
-    key = key if key.startswith("layer") else f"stem.{key}"
-    key = re.sub(r"^layer(\d)", lambda match: f"res{int(match[1]) + 1}", key)
-    key = re.sub(r"\bbn(\d)", r"conv\1.norm", key)
-    return key.replace("downsample.0", "shortcut").replace("downsample.1", "shortcut.norm")
 
 
 def _library_tensors(encoder: nn.Module) -> dict[str, Tensor]:
@@ -225,12 +209,11 @@ def _described(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, st
     """Metadata of the weights file, from which `trainer.export.importing` builds the encoder again."""
     if converted.name == SMALL_IN_TIMM:
         return encoder_metadata(config)  # a file for `load_encoder`
-    family = "timm" if converted.library == "timm" else "torchvision"  # detectron2's weights fit torchvision's model
     return {
         "format": "pt",
-        "model": f"{family}:{converted.name}",
+        "model": f"{converted.library}:{converted.name}",
         "image_size": str(config.image_size),
-        "in_channels": str(converted.in_channels if family == "timm" else config.in_channels),
+        "in_channels": str(converted.in_channels if converted.library == "timm" else config.in_channels),
         "pixel_mean": json.dumps(converted.pixels.mean),
         "pixel_std": json.dumps(converted.pixels.std),
     }

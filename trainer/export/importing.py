@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.pixels import IMAGENET
-from trainer.export.encoders import detectron2_key
 from trainer.export.weights_file import WeightsFile, read_weights
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, measure_feature_dim
 from trainer.torchvision_schemas import import_module
@@ -161,14 +160,13 @@ def _described(file: WeightsFile) -> dict[str, Any]:
 def _matches(file: WeightsFile, name: str, model: nn.Module, prefix: str | None) -> list[_Match]:
     """The prefixes under which the file has most of the model's keys.
 
-    Under the library's names, detectron2's, or the numbers of the model's parts in nn.Sequential(*model.children()), as
+    Under the library's names, or the numbers of the model's parts in nn.Sequential(*model.children()), as
     lightly builds its backbones.
     """
     wanted = model.state_dict()
     numbers = {part: str(number) for number, (part, _) in enumerate(model.named_children())}
     numbered = {key: ".".join([numbers.get(key.split(".")[0], ""), *key.split(".")[1:]]) for key in wanted}
-    keys = {numbered[key]: key for key in wanted} | {detectron2_key(key): key for key in wanted}
-    keys |= {key: key for key in wanted}
+    keys = {numbered[key]: key for key in wanted} | {key: key for key in wanted}
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for path in file.tensors:
         parts = path.split(".")

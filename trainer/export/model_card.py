@@ -9,29 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.config import RESUMABLE, unused_settings
-from trainer.data.augmentation_config import OF_STRONG
+from trainer.config import RESUMABLE
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
-from trainer.encoder_config import OF_SMALL
 from trainer.run.directory import flat, number
 from trainer.settings import settings_of
-
-DETECTRON2 = {
-    "resnet18": (18, 1, 64),
-    "resnet34": (34, 1, 64),
-    "resnet50": (50, 1, 64),
-    "resnet101": (101, 1, 64),
-    "resnet152": (152, 1, 64),
-    "resnext50_32x4d": (50, 32, 4),
-    "resnext101_32x8d": (101, 32, 8),
-    "resnext101_64x4d": (101, 64, 4),
-    "wide_resnet50_2": (50, 1, 128),
-    "wide_resnet101_2": (101, 1, 128),
-}
-"""MODEL.RESNETS.DEPTH, NUM_GROUPS and WIDTH_PER_GROUP of models for detectron2's build_resnet_backbone."""
-
 
 SMALL_IN_TIMM = "pic_small"
 """Name of the encoder "small" in timm, once the Python file of that name beside the weights is imported."""
@@ -43,7 +26,7 @@ class LibraryEncoder:
 
     library: str
     name: str
-    """The architecture's name in the library; for detectron2, in torchvision."""
+    """The architecture's name in the library."""
     in_channels: int
     pixels: PixelScale
     """One number for each of in_channels."""
@@ -128,7 +111,7 @@ use as input of a linear layer.
 def _input(encoder: LibraryEncoder, reading: str, *, image_size: int, is_grey: bool, file: str) -> str:
     channels = "RGB" if encoder.in_channels == 3 else "grey"
     grey = " Repeat a grey image three times." if is_grey and encoder.in_channels == 3 else ""
-    ways = {"timm": _by_timm, "torchvision": _by_torchvision, "detectron2": _by_detectron2, "onnx": _by_onnx}
+    ways = {"timm": _by_timm, "torchvision": _by_torchvision, "onnx": _by_onnx}
     return f"""## How to load it
 
 {ways[encoder.library](encoder, image_size, file)}
@@ -141,7 +124,7 @@ Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..
 
 def _run(origin: Origin) -> str:
     results = _table("result", {key: value for key, value in flat(origin.summary).items() if value is not None})
-    settings = used_settings(origin.settings)
+    settings = flat({key: value for key, value in origin.settings.items() if key not in RESUMABLE})
     licence = "not stated by the exporter" if origin.licence == "unknown" else origin.licence
     return f"""## Results
 
@@ -149,26 +132,12 @@ def _run(origin: Origin) -> str:
 
 ## Settings of the run
 
-{_table("setting", settings)}
+{_table("setting", {name: value for name, value in settings.items() if value is not None})}
 
 ## Licence
 
 Licence of the weights: {licence}. Permitted uses may also depend on the images of {origin.dataset}.
 """
-
-
-def used_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings under dotted names, without those that had no effect and those that say where it ran."""
-    unused = unused_settings(settings)
-    encoder = settings.get("encoder", {})
-    if isinstance(encoder, dict) and encoder.get("name") != "small":
-        unused |= {f"encoder.{name}" for name in OF_SMALL}
-    if not settings.get("augmentation", {}).get("strong", True):
-        unused |= {f"augmentation.{name}" for name in OF_STRONG}
-    named = flat({key: value for key, value in settings.items() if key not in RESUMABLE})
-    return {
-        name: value for name, value in named.items() if value is not None and not {name, name.split(".")[0]} & unused
-    }
 
 
 def _by_timm(encoder: LibraryEncoder, image_size: int, file: str) -> str:
@@ -203,33 +172,6 @@ model.eval()
 preprocess = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize({decoded_side(image_size)}), v2.CenterCrop({image_size}),
                          v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
 ```"""
-
-
-def _by_detectron2(encoder: LibraryEncoder, image_size: int, file: str) -> str:
-    depth, groups, width = DETECTRON2[encoder.name]
-    more = "\n    RES2_OUT_CHANNELS: 64" if depth < 50 else ""
-    return f"""```python
-import torch
-from safetensors.torch import load_file
-torch.save({{"model": load_file("{file}")}}, "encoder.pth")  # detectron2 cannot read safetensors
-```
-
-```yaml
-MODEL:
-  WEIGHTS: encoder.pth
-  PIXEL_MEAN: {_listed(tuple(255 * number for number in encoder.pixels.mean))}
-  PIXEL_STD: {_listed(tuple(255 * number for number in encoder.pixels.std))}
-  RESNETS:
-    DEPTH: {depth}
-    NUM_GROUPS: {groups}
-    WIDTH_PER_GROUP: {width}
-    STRIDE_IN_1X1: False
-    NORM: SyncBN{more}
-INPUT:
-  FORMAT: RGB
-```
-
-The keys are those of the backbone, `model.backbone.bottom_up` in a model with an FPN."""
 
 
 def _listed(numbers: tuple[float, ...]) -> str:
