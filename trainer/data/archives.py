@@ -10,12 +10,13 @@ import io
 import json
 import posixpath
 import re
+import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ class Member(NamedTuple):
     length: int
 
 
-def members(path: Path, shown: str, left_out: LeftOut) -> list[Member]:
-    """The files of an archive that are not hidden, in its order; of several with one name, the last one counts.
+def members(path: Path, shown: str, left_out: LeftOut) -> dict[str, Member]:
+    """The files of an archive that are not hidden, by plain name in its order; of several with one name, the last one.
 
     Raises:
         ValueError: not a complete tar or zip file.
@@ -53,11 +54,11 @@ def members(path: Path, shown: str, left_out: LeftOut) -> list[Member]:
             if name in found:
                 left_out.add(Reason.REPEATED, f"{shown}:{member.name}")
             found[name] = member
-    return list(found.values())
+    return found
 
 
 def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
-    """Plain name and place of each file; links lead to what they name."""
+    """Plain name and place of each file; hard links lead to what they name, symbolic ones are left out."""
     try:
         is_tar = tarfile.is_tarfile(path) or not zipfile.is_zipfile(path)  # a tar's last member may be a zip
         yield from _of_tar(path, shown, left_out) if is_tar else _of_zip(path, shown, left_out)
@@ -73,8 +74,8 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
     places: dict[str, tarfile.TarInfo] = {}
     with tarfile.open(path, "r:") as tar:
         for member in tar:
-            name = posixpath.normpath(member.name).lstrip("/")
-            target = places.get(posixpath.normpath(member.linkname).lstrip("/")) if member.islnk() else member
+            name = _plain(member.name)
+            target = places.get(_plain(member.linkname)) if member.islnk() else member
             if target is not None and target.isreg() and not target.issparse():
                 places[name] = target
                 yield name, Member(member.name, target.offset_data, target.size)
@@ -86,11 +87,21 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 
 def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
-    for info in _opened_zip(path).infolist():
-        if info.flag_bits & 1:  # encrypted
-            left_out.add(Reason.SPECIAL, f"{shown}:{info.filename}")
-        elif not info.is_dir():
-            yield posixpath.normpath(info.filename), Member(info.filename, IN_ZIP, info.file_size)
+    infos = _opened_zip(path).infolist()
+    from_windows = not any("/" in info.filename for info in infos)  # whose older programs wrote backslashes
+    for info in infos:
+        name = info.filename.replace("\\", "/") if from_windows else info.filename
+        if stat.S_ISLNK(info.external_attr >> 16):
+            left_out.add(Reason.LINKED_IN_ZIP, f"{shown}:{info.filename}")
+        elif info.flag_bits & 1:
+            left_out.add(Reason.ENCRYPTED, f"{shown}:{info.filename}")
+        elif not name.endswith("/"):
+            yield _plain(name), Member(info.filename, IN_ZIP, info.file_size)
+
+
+def _plain(name: str) -> str:
+    """The name of a member as a path below the archive."""
+    return posixpath.normpath(name).lstrip("/")
 
 
 _opened_zip = lru_cache(16)(zipfile.ZipFile)
@@ -108,37 +119,40 @@ def read_member(path: Path, member: Member) -> bytes:
         return file.read(member.length)
 
 
-def images_in(path: Path, shown: str, found: Iterable[Member], left_out: LeftOut) -> Iterator[Member]:
-    """The members that are images, by suffix or content."""
-    for member in found:
-        if reason := reason_against(member.name, partial(_opened, path, member)):
+def images_in(path: Path, shown: str, found: Mapping[str, Member], left_out: LeftOut) -> Iterator[tuple[str, Member]]:
+    """The members that are images, by suffix or content, with their names."""
+    for name, member in found.items():
+        if reason := _reason_against(path, member):
             left_out.add(reason, f"{shown}:{member.name}")
         else:
-            yield member
+            yield name, member
 
 
 def samples_in(
-    path: Path, shown: str, found: Iterable[Member], left_out: LeftOut, label_key: str | None
+    path: Path, shown: str, found: Mapping[str, Member], left_out: LeftOut, label_key: str | None
 ) -> Iterator[tuple[Member, str]]:
-    """The images of a shard's samples, each with its label as a text: empty without one."""
-    samples: dict[str, list[Member]] = {}
-    for member in found:
-        samples.setdefault(_key(member.name)[0], []).append(member)
+    """The images of a shard's samples, each with its label as a text: empty without one.
+
+    Of several images of a sample, as KEY.png and KEY.mask.png, the first with the fewest suffixes is the sample's.
+    """
+    samples: dict[str, list[tuple[str, Member]]] = {}
+    for name, member in found.items():
+        key, suffix = _key(name)
+        samples.setdefault(key, []).append((suffix, member))
     for sample in samples.values():
-        images = [member for member in sample if is_image(member.name)]
-        beside = {_key(member.name)[1]: member for member in sample if member not in images}
+        images = [one for one in sample if is_image(one[1].name)]
+        images = images or [one for one in sample if not _reason_against(path, one[1])]
         if not images:
-            images = [member for member in sample if not reason_against(member.name, partial(_opened, path, member))]
-            beside = {_key(member.name)[1]: member for member in sample if member not in images}
-        if not images:
-            list(images_in(path, shown, sample, left_out))  # which names each with its reason
+            list(images_in(path, shown, dict(sample), left_out))  # which names each with its reason
             continue
-        for member in images[1:]:
-            left_out.add(Reason.SECOND, f"{shown}:{member.name}")
+        beside = {suffix: member for suffix, member in sample if (suffix, member) not in images}
         label, used = _label(path, beside, label_key)
         for suffix, member in beside.items():
             left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
-        yield images[0], label
+        (_, image), *others = sorted(images, key=lambda one: one[0].count("."))
+        for _, member in others:
+            left_out.add(Reason.SECOND, f"{shown}:{member.name}")
+        yield image, label
 
 
 def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> tuple[str, str]:
@@ -191,5 +205,5 @@ def _key(name: str) -> tuple[str, str]:
     return f"{folder}/{key}", suffix.lower()
 
 
-def _opened(path: Path, member: Member) -> io.BytesIO:
-    return io.BytesIO(read_member(path, member))
+def _reason_against(path: Path, member: Member) -> Reason | None:
+    return reason_against(member.name, lambda: io.BytesIO(read_member(path, member)))

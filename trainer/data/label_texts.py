@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
-NO_LABEL_TEXTS = ("", "-1")
 MISSING_TEXTS = ("nan", "none", "null")
 """Lower-case texts of a missing value, which among numbers say that an image has no label."""
 _NUMBER = re.compile(r"(-?\d{1,18})(?:\.0+)?")
@@ -17,12 +17,10 @@ def label_text(value: Any, where: str) -> str:
         return ""
     if isinstance(value, list | dict):
         raise ValueError(f"{where}: {str(value)[:30]} is no label: give one for each image, or name another column")
-    return " ".join(str(value).split())
+    return " ".join((os.fsdecode(value) if isinstance(value, bytes) else str(value)).split())
 
 
 def label_number(text: str) -> int | None:
-    """The number of a label such as 3 or 3.0; −1 if it is missing or negative, None if it is no number of an int64."""
-    if text.lower() in MISSING_TEXTS:
-        return -1
-    found = _NUMBER.fullmatch(text)
+    """The number of a label such as 3 or 3.0; −1 if it is empty or negative, None if it is no number of an int64."""
+    found = _NUMBER.fullmatch(text or "-1")
     return max(int(found[1]), -1) if found else None

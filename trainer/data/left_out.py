@@ -19,7 +19,6 @@ _TEXTS = frozenset(
     (".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".md", ".html", ".yaml", ".yml", ".log", ".py", ".cls")
 )
 """Suffixes of files that are not opened: there may be one for each image."""
-TABLE_SUFFIXES = (".parquet", ".arrow")
 _PICTURES = frozenset(
     (".heic", ".heif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr")
 )
@@ -35,6 +34,9 @@ class Reason(Enum):
     MISSING = "link to a missing file", "links to missing files"
     EMPTY = "empty file", "empty files"
     SPECIAL = "name that is no file", "names that are no files"
+    ENCRYPTED = "encrypted file", "encrypted files"
+    LINKED_IN_ZIP = "link in a zip file", "links in a zip file"
+    DAMAGED = "file that cannot be read", "files that cannot be read"
     SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
     HIDDEN = "hidden name", "hidden names"
     OUTPUT = "directory of a run or a pack", "directories of runs or packs"
@@ -46,7 +48,7 @@ class Reason(Enum):
         "HEIC pictures, which need pip install 'pic-weightserver[heic]'",
     )
     NO_IMAGE = "file that is no image", "files that are no images"
-    TABLE = "table (Parquet or Arrow) beside images", "tables (Parquet or Arrow) beside images"
+    TABLE = "table (Parquet or Arrow) that is not read", "tables (Parquet or Arrow) that are not read"
     REPEATED = "name that comes again", "names that come again"
     SECOND = "further image of a sample", "further images of samples"
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
@@ -90,20 +92,30 @@ def is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
+def is_table(name: str) -> bool:
+    """Whether a name has the suffix of a table (Parquet or Arrow)."""
+    return os.path.splitext(name)[1].lower() in (".parquet", ".arrow")
+
+
 def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
     """The reason why a file is no image; None for one by its suffix or, with another or none, by its content."""
     if is_image(name):
         return None
     suffix = os.path.splitext(name)[1].lower()
-    if suffix in _TEXTS or suffix in TABLE_SUFFIXES:
-        return Reason.TABLE if suffix in TABLE_SUFFIXES else Reason.NO_IMAGE
+    if is_table(name):
+        return Reason.TABLE
+    if suffix in _TEXTS:
+        return Reason.NO_IMAGE
     if suffix in _ARCHIVES:
         return Reason.COMPRESSED
-    with opened() as file:
-        if is_picture(file):
-            return None
-        file.seek(4)
-        kind = file.read(8)
+    try:
+        with opened() as file:
+            if is_picture(file):
+                return None
+            file.seek(4)
+            kind = file.read(8)
+    except OSError:
+        return Reason.DAMAGED
     if kind.startswith(b"ftyp") and kind[4:] in _HEIC:
         return Reason.HEIC
     return Reason.UNREAD if suffix in _PICTURES else Reason.NO_IMAGE

@@ -1,19 +1,20 @@
-"""Reads lists of images: text with a path a line, CSV with or without a header, JSON lines."""
+"""Reads lists of images, as text with a path a line, CSV or JSON lines, and tables, which are lists by rows."""
 
 from __future__ import annotations
 
 import csv
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
 from trainer.data.listing import image_hash
-from trainer.data.tables import IN_TABLE, columns_of, kind_of, num_rows, values_of
+from trainer.data.tables import IN_TABLE, columns_of, has_paths, num_rows, splits_of, values_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
@@ -23,67 +24,92 @@ _PROBED = 100
 
 
 class _Line(NamedTuple):
-    """An image of a list, with the number of its line."""
+    """An image of a list or table."""
 
-    number: int
+    where: str
+    """The line or row."""
     path: str
     label: str | None
     """Empty without one; None if the line has no place for one."""
 
 
-def read_list(source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[Folder, str, list[str]]:
-    """The images of a list in its order, each path once; what kind of list it is, and lines for people.
+class _Columns(NamedTuple):
+    """The columns of a list or table that are read, and what is said of them."""
+
+    image: str
+    label: str | None
+    notes: list[str]
+
+
+def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[str, list[str]]:
+    """Adds the images of a list in its order, each path once; returns what kind of list it is, and lines for people.
 
     Raises:
         ValueError: a line that cannot be read, or no path that exists.
     """
     kind, lines, notes = _lines(source, options)
-    folder, known = Folder("", left_out), set[int]()
-    labelled = any(line.label for line in lines)
+    if any(line.label for line in lines) and (without := next((line for line in lines if line.label is None), None)):
+        raise ValueError(
+            f"{source}, {without.where}: no label: give all images a label, or none; an image without one has the "
+            "label -1"
+        )
+    _add_paths(folder, source, source.name, lines, left_out, set())
+    return kind, notes
+
+
+def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOptions, left_out: LeftOut) -> list[str]:
+    """Adds the images of tables, or those that their paths name, to folders of their splits; returns lines for people.
+
+    Args:
+        tables: paths relative to `root`.
+
+    Raises:
+        ValueError: a table that cannot be read, or has no column of images; tables of several data sets.
+    """
+    notes, known = [], set[int]()
+    for shown, split in zip(tables, splits_of(tables), strict=True):
+        folder, path = top.folder(split) if split else top, root / shown
+        columns = _columns(path, columns_of(path), options)
+        values = values_of(path, columns.label) if columns.label else itertools.repeat(None, num_rows(path))
+        labels = (label_text(value, f"{path}, row {row}") for row, value in enumerate(values))
+        if has_paths(path, columns.image):
+            paths = (str(value or "") for value in values_of(path, columns.image))
+            lines = list(map(_Line, (f"row {row}" for row in itertools.count()), paths, labels))
+            _add_paths(folder, path, shown, lines, left_out, known)
+        else:
+            for row, label in enumerate(labels):
+                folder.add(shown, f"{columns.image}[{row}]", offset=row, length=IN_TABLE, label=label)
+        notes += columns.notes
+    return notes
+
+
+def _add_paths(
+    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: set[int]
+) -> None:
+    """Adds images by their paths, which are relative to the list or table, each once.
+
+    Args:
+        shown: the list's own path, relative to the source's folder.
+        known: identities of the images that were added already, and are from now on.
+
+    Raises:
+        ValueError: none of the first paths exists.
+    """
     for line in lines:
-        if labelled and line.label is None:
-            raise ValueError(
-                f"{source}, line {line.number}: no label: give all images a label, or none; an image without one has "
-                "the label -1"
-            )
-        if not line.path:
-            left_out.add(Reason.NO_PATH, f"{source.name}, line {line.number}")
-            continue
         path = _plain_path(line.path, source.parent)
-        if (key := image_hash(source.parent / path, "")) in known:
+        if not path:
+            left_out.add(Reason.NO_PATH, f"{shown}, {line.where}")
+        elif (key := image_hash(source.parent / path, "")) in known:
             left_out.add(Reason.REPEATED, path)
-            continue
-        known.add(key)
-        folder.add(path, label=" ".join((line.label or "").split()))
+        else:
+            known.add(key)
+            folder.add(os.path.join(os.path.dirname(shown), path), label=" ".join((line.label or "").split()))
     some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED] if line.path]
     if some and not any((source.parent / path).exists() for path in some):
         raise ValueError(
             f"{source}: none of its first {len(some)} paths exists, first {some[0]}: paths are relative to the list's "
-            "folder; the list may be text, CSV (--image-column) or JSON lines"
+            "folder; the list may be text, CSV (--image-column), JSON lines or a table"
         )
-    return folder, kind, notes
-
-
-def add_table(folder: Folder, path: Path, shown: str, options: SourceOptions) -> list[str]:
-    """Adds the images of a table, or those that its paths name; returns lines for people.
-
-    Raises:
-        ValueError: a table that cannot be read, or has no column of images.
-    """
-    names = columns_of(path)
-    image = _column(path, names, options.image_column, _IMAGE_COLUMNS, "--image-column")
-    label = _column(path, names, options.label_column, _LABEL_COLUMNS, "--label-column")
-    if image is None:
-        raise ValueError(f"{path} has the columns {', '.join(names)}: name that of the images by --image-column")
-    in_table = kind_of(path, image) != "paths"
-    values: Iterable[Any] = range(num_rows(path)) if in_table else values_of(path, image)
-    for value, text in zip(values, values_of(path, label) if label else itertools.repeat(None), strict=False):
-        own = label_text(text, str(path))
-        if in_table:
-            folder.add(shown, f"{image}[{value}]", offset=value, length=IN_TABLE, label=own)
-        else:
-            folder.add(str(Path(shown).parent / str(value)), label=own)
-    return [f"images from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
 
 
 def _plain_path(path: str, root: Path) -> str:
@@ -101,32 +127,48 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
         )
     with source.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-            names, rows = _json_rows(source, file)
-            return _of_columns("JSON lines", source, names, rows, options)
+            return "JSON lines", *_of_columns(source, *_json_rows(source, file), options)
         if source.suffix.lower() in (".csv", ".tsv") or options.image_column:
-            return _csv_lines(source, file.read(), options)
+            names, rows = _csv_rows(source, file, options)
+            if len(names) > 1 or options.image_column:
+                return "CSV", *_of_columns(source, names, rows, options)
+            file.seek(0)
         return "a list", list(_text_lines(source, file)), []
 
 
-def _csv_lines(source: Path, text: str, options: SourceOptions) -> tuple[str, list[_Line], list[str]]:
-    delimiter = max("\t;,", key=lambda mark: text.partition("\n")[0].count(mark))
-    rows = [row for row in enumerate(csv.reader(text.splitlines(), delimiter=delimiter), 1) if any(row[1])]
-    if not rows:
-        return "CSV", [], []
-    first = [name.strip() for name in rows[0][1]]
+def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
+    """The names of the columns of a CSV, and its rows with the numbers of their lines."""
+    line = file.readline()
+    delimiter = max("\t;,", key=line.count)
+    reader = csv.reader(itertools.chain([line], file), delimiter=delimiter, strict=True)
+    rows, start = [], 1
+    try:
+        for row in reader:
+            if row:
+                rows.append((start, row))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"{source}, line {start}: not CSV ({error}): put a cell with quotation marks into quotation marks, and "
+            "double its own; a cell has up to 131,072 characters; JSON lines have no such rules"
+        ) from None
+    names = [name.strip() for name in rows[0][1]] if rows else []
     has_header = bool(options.image_column) or not any(
-        is_image(cell) or (source.parent / cell).is_file() for cell in first if cell
+        is_image(cell) or (source.parent / cell).is_file() for cell in names if cell
     )
-    if not has_header and len(first) == 1:
-        return "a list", list(_text_lines(source, text.splitlines())), []
-    names = (
-        first
-        if has_header
-        else ["image", "label", *(f"column {number}" for number in range(3, len(first) + 1))][: len(first)]
-    )
-    body = rows[1:] if has_header else rows
-    cells = [(number, dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))) for number, row in body]
-    return _of_columns("CSV", source, names, cells, options)
+    if has_header:
+        del rows[:1]
+    else:
+        names = ["image", "label", *(f"column {number}" for number in range(3, len(names) + 1))][: len(names)]
+    for number, row in rows:
+        if any(row[len(names) :]):
+            raise ValueError(
+                f"{source}, line {number}: {len(row)} cells for {len(names)} columns: put a cell with "
+                f"{delimiter!r} into quotation marks"
+            )
+    return names, [
+        (number, dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))) for number, row in rows
+    ]
 
 
 def _json_rows(source: Path, lines: Iterable[str]) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
@@ -144,21 +186,25 @@ def _json_rows(source: Path, lines: Iterable[str]) -> tuple[list[str], list[tupl
 
 
 def _of_columns(
-    kind: str, source: Path, names: Sequence[str], rows: list[tuple[int, dict[str, Any]]], options: SourceOptions
-) -> tuple[str, list[_Line], list[str]]:
+    source: Path, names: Sequence[str], rows: list[tuple[int, dict[str, Any]]], options: SourceOptions
+) -> tuple[list[_Line], list[str]]:
+    columns, lines = _columns(source, names, options), []
+    for number, row in rows:
+        text = label_text(row.get(columns.label) if columns.label else None, f"{source}, line {number}")
+        lines.append(_Line(f"line {number}", str(row.get(columns.image) or "").strip(), text))
+    return lines, columns.notes
+
+
+def _columns(source: Path, names: Sequence[str], options: SourceOptions) -> _Columns:
     image = _column(source, names, options.image_column, _IMAGE_COLUMNS, "--image-column")
     if image is None:
-        raise ValueError(f"{source} has the columns {', '.join(names)}: name that of the paths by --image-column")
+        raise ValueError(f"{source} has the columns {', '.join(names)}: name that of the images by --image-column")
     label = _column(source, names, options.label_column, _LABEL_COLUMNS, "--label-column")
     others = [name for name in names if name not in (image, label)]
-    notes = [f"paths from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
+    notes = [f"images from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
     if others:
         notes.append(f"columns that are not used: {', '.join(others)}")
-    lines = []
-    for number, row in rows:
-        text = label_text(row.get(label) if label else None, f"{source}, line {number}")
-        lines.append(_Line(number, str(row.get(image) or "").strip(), text))
-    return kind, lines, notes
+    return _Columns(image, label, notes)
 
 
 def _column(source: Path, names: Sequence[str], given: str | None, usual: Sequence[str], option: str) -> str | None:
@@ -174,7 +220,7 @@ def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:
             raise ValueError(f"{source}, line {number}: comments are not supported: remove it, or write ./# for a file")
         if line.strip():
             path, label = _split(line.strip())
-            yield _Line(number, path, label)
+            yield _Line(f"line {number}", path, label)
 
 
 def _split(line: str) -> tuple[str, str | None]:

@@ -12,18 +12,17 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.archives import are_shards
 from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
-from trainer.data.label_texts import MISSING_TEXTS, NO_LABEL_TEXTS, label_number
-from trainer.data.left_out import LeftOut, Reason
+from trainer.data.label_texts import MISSING_TEXTS, label_number
+from trainer.data.left_out import LeftOut, Reason, is_table
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.lists import add_table, read_list
-from trainer.data.tables import tables_in
-from trainer.data.tree import Folder, Walk, add_archive
+from trainer.data.lists import add_list, add_tables
+from trainer.data.tree import Folder, Walk, add_archive, path_in
 
 _NAMED = 5
 """Most classes that the reading names."""
@@ -86,9 +85,9 @@ class Reading:
         for number, split in enumerate(self.splits):
             name = f"{split.name}/: " if split.name else f"{self.kind}: "
             unused = ", not used" if number > 1 else ""
-            lines.append(f"{name}{_counted(split.counts.total(), 'image')}, {_labels(split)}{unused}")
+            lines.append(f"{name}{counted(split.counts.total(), 'image')}, {_labels(split)}{unused}")
         if self.train.name:
-            lines.insert(0, f"{self.kind}, in {len(self.splits)} splits")
+            lines.insert(0, f"{self.kind}, in {counted(len(self.splits), 'split')}")
         used, left = sum(split.counts.total() for split in self.splits), sum(self.left_out.counts.values())
         if left:
             lines.append(f"{used + left:,} files: {used:,} images, {left:,} left out")
@@ -136,49 +135,55 @@ def read_source(
         raise ValueError(f"no images in {source}{why}: give a folder, an archive or a list of images")
     if found[0].labelled and (without := found[0].counts[NO_LABEL]):
         have = "has" if without == 1 else "have"
-        notes.append(f"{_counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")
+        notes.append(f"{counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")
     kind = kind or ("images in class folders" if found[0].classes else "images without labels")
     return Reading(source=source, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
 
 
 def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[Folder, str]:
-    """All images of a source, and its kind if its folders do not tell it."""
+    """All images of a source, and its kind if its folders do not tell it.
+
+    Raises:
+        ValueError: no such source, or one that cannot be read.
+    """
     if source.is_dir():
-        walk = Walk(source, left_out, options)
-        top = walk.folder()
-        if walk.num_shards:
-            notes.append("its tars are shards of samples: --tars classes takes each for a class")
-            return top, f"{_counted(walk.num_shards, 'shard')} of samples (webdataset)"
-        if walk.num_tars:
-            notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
-        if top.count():
-            return top, ""
-    else:
-        top = Folder("", left_out)
-    if tables := tables_in(source) if source.exists() else []:
-        for split, path in tables:
-            shown = os.path.relpath(path, source if source.is_dir() else source.parent)
-            notes += add_table(top.folder(split) if split else top, path, shown, options)
-        left_out.counts.pop(Reason.TABLE, None)
-        return top, _counted(len(tables), "table") + " of images"
-    if source.is_dir():
-        return top, ""
+        return _found_in(source, options, left_out, notes)
+    top = Folder("", left_out)
     if pattern := _PATTERN.search(source.name):
         paths = [source.with_name(source.name.replace(pattern[0], number)) for number in _numbers(*pattern.groups())]
         if missing := [path for path in paths if not path.is_file()]:
             raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
         for path in paths:
             add_archive(top, path, path.name, left_out, options, tree=False)
-        return top, f"{_counted(len(paths), 'shard')} of samples (webdataset)"
+        return top, f"{counted(len(paths), 'shard')} of samples (webdataset)"
     if not source.is_file():
         raise ValueError(f"no such folder or list of images: {source}")
+    if is_table(source.name):
+        notes += add_tables(top, source.parent, [source.name], options, left_out)
+        return top, "a table of images"
     if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
         is_shard = options.tars == "shards" or (options.tars == "auto" and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
         return top, "a shard of samples (webdataset)" if is_shard else ""
-    top, kind, said = read_list(source, options, left_out)
+    kind, said = add_list(top, source, options, left_out)
     notes += said
     return top, kind
+
+
+def _found_in(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[Folder, str]:
+    walk = Walk(source, left_out, options)
+    top = walk.folder()
+    if walk.tables and not top.count():
+        notes += add_tables(top, source, walk.tables, options, left_out)
+        return top, f"{counted(len(walk.tables), 'table')} of images"
+    for table in walk.tables:
+        left_out.add(Reason.TABLE, table)
+    if walk.num_shards:
+        notes.append("its tars are shards of samples: --tars classes takes each for a class")
+        return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)"
+    if walk.num_tars:
+        notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
+    return top, ""
 
 
 def _numbers(first: str, last: str) -> Iterator[str]:
@@ -191,7 +196,7 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
     above = ""
     while True:
         folders = {folder.name: folder for folder in top.folders()}
-        if wanted := _names_of_splits(list(folders), options, notes):
+        if wanted := _names_of_splits(folders, options, notes):
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
             if top.loose and options.stray == "use":
@@ -206,7 +211,7 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
             only.take(top)
         elif top.loose:
             left_out.add(Reason.STRAY, top.first_loose(), top.loose)
-            notes.append(f"{_counted(top.loose, 'image')} beside {only.name}/, left out: --stray use keeps them")
+            notes.append(f"{counted(top.loose, 'image')} beside {only.name}/, left out: --stray use keeps them")
         above, top = os.path.join(above, only.name), only
         notes.append(f"{above}/ is the only folder: its own folders are read")
 
@@ -218,8 +223,10 @@ def _are_strays(top: Folder, only: Folder, options: SourceOptions) -> bool:
     return bool(classes) and (options.stray != "auto" or few)
 
 
-def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str]) -> list[str]:
+def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, notes: list[str]) -> list[str]:
     """Which folders are splits: that of the training images, then tests; empty if none is."""
+    own_labels = all(folder.own_labels for folder in folders.values())
+    otherwise = "together" if own_labels else "as classes"
     if options.split == "none":
         return []
     if options.split != "auto":
@@ -236,17 +243,17 @@ def _names_of_splits(folders: list[str], options: SourceOptions, notes: list[str
             which = "several are" if train else "none is"
             first, second, *_ = sorted(folders, key=lambda name: name not in train)
             notes.append(
-                f"{', '.join(f'{name}/' for name in folders)} have names of splits, but {which} for training: read as "
-                f"classes: --split {first}:{second} reads the first as training images"
+                f"{', '.join(f'{name}/' for name in folders)} have names of splits, but {which} for training: read "
+                f"{otherwise}: --split {first}:{second} reads the first as training images"
             )
         return []
     if others := [name for name in folders if name.lower() not in SPLITS]:
         notes.append(
-            f"{train[0]}/ lies beside {others[0]}/ and is read as a class: --split {train[0]} reads it as the training "
-            "images"
+            f"{train[0]}/ lies beside {others[0]}/ and is read {'with it' if own_labels else 'as a class'}: "
+            f"--split {train[0]} reads it as the training images"
         )
         return []
-    notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them as classes")
+    notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them {otherwise}")
     tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(name.lower()))
     return [*train, *tests]
 
@@ -269,41 +276,49 @@ def _listed(
     texts, rests = [], list[bytes]()
     for place, text, rest in folder.lines():
         if by_folder and not place and not strays:
-            left_out.add(Reason.STRAY, _path_of(rest))
+            left_out.add(Reason.STRAY, path_in(rest))
             continue
         texts.append((place if by_folder else text) if labelled else "")
         rests.append(rest)
-    distinct = set(texts) - set(NO_LABEL_TEXTS)
-    numbers = {} if by_folder else {text: label_number(text) for text in distinct}
+    numbers = {text: label_number(text) for text in set(texts)}
+    missing = sorted(text for text in numbers if text.lower() in MISSING_TEXTS)
     classes: tuple[str, ...] = ()
-    if by_folder or None in numbers.values():
-        if not by_folder and (missing := sorted(text for text in distinct if text.lower() in MISSING_TEXTS)):
+    if by_folder or any(number is None for text, number in numbers.items() if text not in missing):
+        if missing and not by_folder:
             notes.append(f"label {missing[0]!r} is read as a class: an image without a label has an empty one")
-        classes = (*known, *sorted(distinct - set(known))) if distinct else ()
+        names = {text for text, number in numbers.items() if number != NO_LABEL}
+        notes += _note_of_none(numbers.keys() - names)
+        classes = (*known, *sorted(names - set(known))) if names else ()
         numbers = {text: number for number, text in enumerate(classes)}
     else:
-        notes += _notes_of_numbers(numbers)
+        notes += _note_of_none({text for text, number in numbers.items() if number in (None, NO_LABEL)})
+        _check_numbers(numbers)
     labels = [NO_LABEL if (number := numbers.get(text)) is None else number for text in texts]
     return b"".join(b"%d\t%s\n" % pair for pair in zip(labels, rests, strict=True)), labels, classes
 
 
-def _notes_of_numbers(numbers: Mapping[str, int | None]) -> Iterator[str]:
-    """A line if some labels are none. Raises ValueError if one number is written in two ways, as 01 and 1."""
-    if below := sorted(text for text, number in numbers.items() if number == NO_LABEL):
-        yield f"labels that are missing or negative are none: {', '.join(below[:_NAMED])}"
-    first: dict[int | None, str] = {NO_LABEL: ""}
-    for text in sorted(numbers.keys() - below):
-        if (other := first.setdefault(numbers[text], text)) != text:
+def _note_of_none(texts: Set[str]) -> Iterator[str]:
+    """A line if other texts than the usual ones say that an image has no label."""
+    if unusual := sorted(texts - {"", "-1"}):
+        yield f"labels that are missing or negative are none: {', '.join(unusual[:_NAMED])}"
+
+
+def _check_numbers(numbers: Mapping[str, int | None]) -> None:
+    """Raises ValueError if one number is written in two ways, as 01 and 1."""
+    first: dict[int, str] = {}
+    for text, number in sorted(numbers.items()):
+        if number is not None and number != NO_LABEL and (other := first.setdefault(number, text)) != text:
             raise ValueError(f"labels {other!r} and {text!r} are one number: write each class in one way, or as a name")
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
     """Whether the folders in a folder are classes, and whether images beside them are used."""
-    folders, loose = folder.folders(), folder.loose
+    folders = folder.classes()
+    loose = folder.count() - sum(one.count() for one in folders)
     if not folders or not loose:
         return bool(folders), True
-    beside = f"{_counted(loose, 'image')} beside {_counted(len(folders), 'folder')}"
-    if options.stray == "auto" and (len(folders) == 1 or loose > sum(one.count() for one in folders) / len(folders)):
+    beside = f"{counted(loose, 'image')} beside {counted(len(folders), 'folder')}"
+    if options.stray == "auto" and (len(folders) == 1 or loose > (folder.count() - loose) / len(folders)):
         notes.append(f"{beside}: read as images without labels: --stray ignore or use takes the folders for classes")
         return False, True
     if options.stray == "use":
@@ -313,12 +328,8 @@ def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> 
     return True, False
 
 
-def _path_of(rest: bytes) -> str:
-    _, _, path, member = os.fsdecode(rest).split("\t")
-    return f"{path}:{member}" if member else path
-
-
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number of things for people: 1 image, 2 images."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

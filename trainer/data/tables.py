@@ -12,12 +12,11 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.data.config import SPLITS
-from trainer.data.left_out import TABLE_SUFFIXES
 from weightserver.common.installing import install_advice
 
 IN_TABLE = -2
@@ -25,16 +24,23 @@ IN_TABLE = -2
 _PART = re.compile(r"[-_.]?\d{5}-of-\d{5}$")
 
 
-def tables_in(source: Path) -> list[tuple[str, Path]]:
-    """The tables of a source, each with the name of its split, or none: a file, or files in a folder."""
-    if not source.is_dir():
-        return [("", source)] if source.suffix in TABLE_SUFFIXES else []
-    found = [path for path in sorted(source.rglob("*.*")) if path.suffix in TABLE_SUFFIXES]
-    found = [path for path in found if not path.name.startswith(("cache-", "."))]
-    splits = [
-        next((name for name in (_PART.sub("", path.stem), path.parent.name) if name in SPLITS), "") for path in found
-    ]
-    return list(zip(splits if len(set(splits)) > 1 else [""] * len(found), found, strict=True))
+def splits_of(tables: Sequence[str]) -> list[str]:
+    """The split of each table by its name or its folder's, as the hub has them; empty if there are not several.
+
+    Raises:
+        ValueError: several data sets, which have splits of the same names.
+    """
+    splits, homes = [], dict[str, None]()
+    for table in map(PurePath, tables):
+        above = table.parent
+        split = next((name for name in (_PART.sub("", table.stem), above.name) if name.lower() in SPLITS), "")
+        homes[str(above.parent if split and split == above.name else above)] = None
+        splits.append(split)
+    if len(set(splits)) < 2:
+        return [""] * len(tables)
+    if len(homes) > 1:
+        raise ValueError(f"the tables in {', '.join(homes)} are data sets with splits of their own: give one folder")
+    return splits
 
 
 def columns_of(path: Path) -> list[str]:
@@ -42,10 +48,10 @@ def columns_of(path: Path) -> list[str]:
     return list(_opened(str(path)).names)
 
 
-def kind_of(path: Path, column: str) -> str:
-    """What a column of images has: bytes, bytes in structs, or paths."""
+def has_paths(path: Path, column: str) -> bool:
+    """Whether a column has paths; otherwise it has images, as bytes or as structs of bytes and path."""
     kind = str(_opened(str(path)).schema.field(column).type)
-    return "struct" if kind.startswith("struct") else "bytes" if "binary" in kind else "paths"
+    return not kind.startswith("struct") and "binary" not in kind
 
 
 def num_rows(path: Path) -> int:
@@ -67,7 +73,9 @@ def read_cell(path: Path, member: str, row: int) -> bytes:
     table = _opened(str(path))
     part = bisect.bisect_right(table.starts, row) - 1
     value = table.part(part, column)[row - table.starts[part]].as_py()
-    content = value.get("bytes") if isinstance(value, dict) else value
+    content, file = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+    if content is None and file:
+        return (path.parent / str(file)).read_bytes()
     if not isinstance(content, bytes):
         raise OSError("no image in this row")
     return content
@@ -81,8 +89,10 @@ class _Table:
             arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError:
             raise ValueError(f"{path} is a table of images, which needs pyarrow: {install_advice('parquet')}") from None
+        self._path, self._arrow = path, arrow
+        self._is_stream = path.lower().endswith(".arrow")
         try:
-            if path.endswith(".arrow"):
+            if self._is_stream:
                 self._batches: list[Any] = list(arrow.ipc.open_stream(arrow.memory_map(path)))
                 self.schema = self._batches[0].schema if self._batches else arrow.schema([])
                 counts = [len(batch) for batch in self._batches]
@@ -93,7 +103,6 @@ class _Table:
                 counts = [self._file.metadata.row_group(group).num_rows for group in groups]
         except (OSError, arrow.ArrowException) as error:
             raise ValueError(f"{path} is not a table that pyarrow can read ({error}): fetch it again") from None
-        self._is_stream = path.endswith(".arrow")
         self.names = self.schema.names
         self.starts = [0, *itertools.accumulate(counts)]
         self.part = functools.lru_cache(4)(self._part)
@@ -101,7 +110,10 @@ class _Table:
     def _part(self, part: int, column: str) -> Any:
         if self._is_stream:
             return self._batches[part].column(column)
-        return self._file.read_row_group(part, [column]).column(0)
+        try:
+            return self._file.read_row_group(part, [column]).column(0)
+        except (OSError, self._arrow.ArrowException) as error:
+            raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
 
 
 _opened = functools.lru_cache(64)(_Table)

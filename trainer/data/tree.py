@@ -21,11 +21,21 @@ class Folder:
         self.name, self._left_out = name, left_out
         self.loose = 0
         """Number of images that lie in no folder below."""
+        self._own_labels = False
         self._parts: list[bytearray | Folder] = []
 
     def folders(self) -> list[Folder]:
         """The folders with images."""
         return [part for part in self._parts if isinstance(part, Folder) and part.count()]
+
+    def classes(self) -> list[Folder]:
+        """The folders that may be classes: those with images that have no labels of their own."""
+        return [folder for folder in self.folders() if not folder.own_labels]
+
+    @property
+    def own_labels(self) -> bool:
+        """Whether images have labels of their own, or none, as the samples of shards and the rows of tables."""
+        return self._own_labels or any(folder.own_labels for folder in self.folders())
 
     def count(self) -> int:
         """Number of images, with those of all folders below."""
@@ -43,8 +53,8 @@ class Folder:
     def add_folder(self, folder: Folder) -> None:
         self._parts.append(folder)
 
-    def add(self, path: str, member: str = "", *, offset: int = -1, length: int = -1, label: str = "") -> None:
-        """Adds an image; offset and length are those in an archive."""
+    def add(self, path: str, member: str = "", *, offset: int = -1, length: int = -1, label: str | None = None) -> None:
+        """Adds an image; offset and length are those in an archive, and the label is its own, or empty."""
         if any(mark in path or mark in member for mark in "\t\n\r"):
             self._left_out.add(Reason.SEPARATOR, f"{path}:{member}" if member else path)
             return
@@ -52,14 +62,14 @@ class Folder:
             self._parts.append(bytearray())
         last = self._parts[-1]
         assert isinstance(last, bytearray)
-        last += os.fsencode(f"{label}\t{offset}\t{length}\t{path}\t{member}\n")
+        last += os.fsencode(f"{label or ''}\t{offset}\t{length}\t{path}\t{member}\n")
         self.loose += 1
+        self._own_labels = self._own_labels or label is not None
 
     def first_loose(self) -> str:
         """The path of the first image that lies in no folder below; in an archive, followed by the member's name."""
-        rest = next(rest for place, _, rest in self.lines() if not place)
-        _, _, path, member = os.fsdecode(rest).split("\t")
-        return f"{path}:{member}" if member else path
+        lines = next(part for part in self._parts if isinstance(part, bytearray))
+        return path_in(bytes(lines).partition(b"\n")[0])
 
     def take(self, other: Folder) -> None:
         """Adds the images of another folder that lie in no folder below it."""
@@ -67,16 +77,23 @@ class Folder:
         self.loose += other.loose
 
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
-        """For each image, in order: the folder of this one that it lies in (empty for none), its label as a text, and
-        the rest of its line."""
+        """For each image, in order: the class folder that it lies in (empty for none), its own label as a text, and the
+        rest of its line."""
         for part in self._parts:
             if isinstance(part, Folder):
+                place = "" if part.own_labels else part.name
                 for _, label, rest in part.lines():
-                    yield part.name, label, rest
+                    yield place, label, rest
             else:
                 for line in bytes(part).split(b"\n")[:-1]:
                     text, _, fields = line.partition(b"\t")
                     yield "", os.fsdecode(text), fields
+
+
+def path_in(line: bytes) -> str:
+    """The path of an image's file in its line of a listing; in an archive, followed by the member's name."""
+    *_, path, member = os.fsdecode(line).split("\t")
+    return f"{path}:{member}" if member else path
 
 
 class Walk:
@@ -92,6 +109,8 @@ class Walk:
         status = root.stat()
         self._walked = {(status.st_dev, status.st_ino)}
         self.num_shards = self.num_tars = 0
+        self.tables: list[str] = []
+        """Paths of the tables (Parquet or Arrow), relative to the source; they are read if there are no images."""
 
     def folder(self, path: str = "", name: str = "") -> Folder:
         """The images at and below a folder; without a path, of the source."""
@@ -116,7 +135,9 @@ class Walk:
                     self._add_tar(into, child, shard=shards, tree=alone)
             elif self._keeps_file(child):
                 reason = reason_against(child.name, lambda child=child: open(child.path, "rb"))  # type: ignore[misc]  # noqa: SIM115
-                if reason:
+                if reason is Reason.TABLE and not child.name.startswith("cache-"):  # as `datasets` calls its own
+                    self.tables.append(self._relative(child))
+                elif reason:
                     self._leave_out(reason, child)
                 else:
                     here.add(self._relative(child))
@@ -202,11 +223,11 @@ def add_archive(
             here.add(shown, member.name, offset=member.offset, length=member.length, label=label)
         return
     if tree:
-        found.sort(key=lambda member: member.name.split("/"))
-    for member in images_in(path, shown, found, left_out):
+        found = dict(sorted(found.items(), key=lambda one: one[0].split("/")))
+    for name, member in images_in(path, shown, found, left_out):
         into = here
-        for part in member.name.split("/")[:-1] if tree else ():
-            into = into.folder(part) if part != "." else into
+        for part in name.split("/")[:-1] if tree else ():
+            into = into.folder(part)
         into.add(shown, member.name, offset=member.offset, length=member.length)
 
 

@@ -164,6 +164,27 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
     assert "1 image has no label: training uses all, evaluations and probes do not" in reading.lines()
 
 
+def test_folders_of_shards_are_no_classes(tmp_path: Path) -> None:
+    for number, folder in enumerate(("x", "y/z")):
+        members = {
+            f"{key}.{end}": content
+            for key, content in enumerate((b"3", b"5"))
+            for end, content in (("jpg", jpeg(key)), ("cls", content))
+        }
+        write_tar(tmp_path / folder / f"{number:06d}.tar", members)
+    assert listed(tmp_path)[0].labels().tolist() == [3, 5, 3, 5]
+    plain_tree(tmp_path, 24)
+    assert listed(tmp_path)[1].classes == ("a", "b", "c")
+    assert "4 images beside 3 folders, left out: --stray use keeps them without labels" in read_source(tmp_path).notes
+
+
+def test_the_image_of_a_sample_is_not_its_mask(tmp_path: Path) -> None:
+    members = {"0.mask.png": jpeg(0), "0.png": jpeg(1), "0.cls": b"7"}
+    reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
+    assert reading.train.listing[0].member == "0.png"
+    assert "1 further image of a sample (s-0000.tar:0.mask.png)" in reading.left_out.line(tmp_path)
+
+
 def test_images_with_texts_have_no_labels(tmp_path: Path) -> None:
     for shard in range(2):
         write_tar(
@@ -330,7 +351,7 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
         listing, found = listed(tmp_path / name)
         assert (paths(listing), listing.labels().tolist(), found.classes) == (names, [0, 1] * 3, ()), name
     (tmp_path / "own.csv").write_text("a,b\n" + "\n".join(f"{name},x{i}" for i, name in enumerate(names)))
-    with pytest.raises(ValueError, match="has the columns a, b: name that of the paths by --image-column"):
+    with pytest.raises(ValueError, match="has the columns a, b: name that of the images by --image-column"):
         listed(tmp_path / "own.csv")
     assert not listed(tmp_path / "own.csv", image_column="a")[1].labelled
     assert any(
@@ -340,6 +361,29 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "gone.txt").write_text("nowhere.jpg\n")
     with pytest.raises(ValueError, match="none of its first 1 paths exists"):
         listed(tmp_path / "gone.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "labels"),
+    [
+        ("breaks.csv", 'path,caption,label\na.jpg,x\u2028y,1\nb.jpg,"two\nlines",2\nc.jpg,x,3\n', [1, 2, 3]),
+        ("tabs.tsv", 'path\tcaption\tlabel\na.jpg\tthe ""best""\t1\nb.jpg\tx\t2\t\nc.jpg\tx\t3\n', [1, 2, 3]),
+        ("open.tsv", 'path\tcaption\tlabel\na.jpg\tx\t1\nb.jpg\t"Hello\t2\nc.jpg\tx\t3\n', "line 3: not CSV"),
+        ("inner.csv", 'path,caption,label\na.jpg,"to be" or not,1\nb.jpg,x,2\n', "line 2: not CSV"),
+        ("large.csv", f"path,caption\na.jpg,{'x' * 140_000}\n", "line 2: not CSV"),
+        ("comma.csv", "path,caption,label\na.jpg,x,1\nb.jpg,a dog, in snow,2\n", "line 3: 4 cells for 3 columns"),
+        ("gaps.csv", "path,label\na.jpg,cat\nb.jpg,-1.0\nc.jpg,-2\n", [0, -1, -1]),
+    ],
+)
+def test_no_cell_of_a_csv_is_lost(name: str, content: str, labels: list[int] | str, tmp_path: Path) -> None:
+    for image in "abc":
+        (tmp_path / f"{image}.jpg").write_bytes(jpeg(1))
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    if isinstance(labels, str):
+        with pytest.raises(ValueError, match=labels):
+            read_source(tmp_path / name)
+    else:
+        assert read_source(tmp_path / name).train.listing.labels().tolist() == labels
 
 
 def test_tables_of_images(tmp_path: Path) -> None:
@@ -368,10 +412,44 @@ def test_tables_of_images(tmp_path: Path) -> None:
         pack(tmp_path / source, tmp_path / f"packed-{source}", PackOptions())
         assert len(PackedImages(tmp_path / f"packed-{source}")) == 6
         assert changes_since(reading.train, tmp_path / f"packed-{source}").lines() == []
+
+
+def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
     names = sorted(str(path.relative_to(tmp_path)) for path in plain_tree(tmp_path, 6).rglob("[abc]/*.jpg"))
-    parquet.write_table(arrow.table({"path": names, "label": list("xyzxyz")}), tmp_path / "list.parquet")
-    listing, found = listed(tmp_path / "list.parquet")
+
+    def table(name: str, column: Sequence[Any], labels: Sequence[Any]) -> Path:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(arrow.table({"image": column, "label": labels}), tmp_path / name)
+        return tmp_path / name
+
+    listing, found = listed(table("list.parquet", [*names, None, "", names[0]], [*"xyzxyz", "x", "x", "x"]))
     assert (paths(listing), found.classes) == (names, ("x", "y", "z"))
+    assert left_out_of(tmp_path / "list.parquet") == (
+        f"2 lines without a path (first list.parquet, row 6), 1 name that comes again ({names[0]})"
+    )
+    with pytest.raises(ValueError, match=r"none of its first 1 paths exists, first gone\.jpg"):
+        read_source(table("gone.parquet", ["gone.jpg"], [0]))
+    beside = table("beside.parquet", [{"bytes": None, "path": name} for name in names], [b"x", b"y"] * 3)
+    listing, found = listed(beside)
+    assert (listing.read(1), found.classes) == ((tmp_path / names[1]).read_bytes(), ("x", "y"))
+    for name in ("two/A.PARQUET", "two/b.parquet", "two/cache-1.parquet"):
+        table(name, [jpeg(1), jpeg(2)], [0, 1])
+    assert read_source(tmp_path / "two").train.listing.labels().tolist() == [0, 1, 0, 1]
+    assert left_out_of(tmp_path / "two") == "1 table (Parquet or Arrow) that is not read (cache-1.parquet)"
+    for name in ("hub/small/train-00000-of-00001", "hub/small/test-00000-of-00001", "hub/full/train/0000"):
+        table(f"{name}.parquet", [jpeg(1)], [0])
+    with pytest.raises(ValueError, match="the tables in full, small are data sets with splits of their own"):
+        read_source(tmp_path / "hub")
+    assert [split.name for split in read_source(tmp_path / "hub/small").splits] == ["train", "test"]
+    assert [split.name for split in read_source(tmp_path / "hub/small", SourceOptions(split="none")).splits] == [""]
+    content = bytearray(table("damaged.parquet", [jpeg(1)] * 50, list(range(50))).read_bytes())
+    footer = int.from_bytes(content[-8:-4], "little") + 8
+    content[4:-footer] = bytes(len(content) - footer - 4)
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    with pytest.raises(OSError, match=r"damaged\.parquet is damaged"):
+        read_source(tmp_path / "damaged.parquet")
 
 
 def test_a_table_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +530,25 @@ def test_a_tar_beside_the_folder_of_its_name(tmp_path: Path) -> None:
     assert {split.name: split.counts.total() for split in reading.splits} == {"train": 7, "test": 3}
     listing = reading.train.listing
     assert [listing.read(image) for image in range(7)][-1] == jpeg(1)
+
+
+def test_a_zip_is_read_as_the_folder_that_was_packed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as archive:
+        for name in ("a\\0.jpg", "a\\1", "b\\0.jpg", "b\\2"):
+            archive.writestr(name, jpeg(1))
+        link = zipfile.ZipInfo("b\\link.jpg")
+        link.create_system, link.external_attr = 3, 0o120777 << 16
+        archive.writestr(link, "0.jpg")
+        offset = archive.getinfo("b\\2").header_offset
+    content = bytearray((tmp_path / "windows.zip").read_bytes())
+    content[offset + 50 : offset + 60] = bytes(10)
+    (tmp_path / "windows.zip").write_bytes(content)
+    listing, found = listed(tmp_path / "windows.zip")
+    assert (listing.labels().tolist(), found.classes) == ([0, 0, 1], ("a", "b"))
+    assert listing.read(2) == jpeg(1)
+    assert left_out_of(tmp_path / "windows.zip") == (
+        r"1 link in a zip file (windows.zip:b\link.jpg), 1 file that cannot be read (windows.zip:b\2)"
+    )
 
 
 def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
