@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from trainer.display import duration, following
@@ -24,19 +25,20 @@ class Counting:
     Args:
         what: what is being done.
         total: the number of parts; 0 while it is not known.
+        done: those that were done before.
     """
 
-    def __init__(self, what: str, total: int = 0) -> None:
-        self._what, self._done, self._total = what, 0, total
+    def __init__(self, what: str, total: int = 0, *, done: int = 0) -> None:
+        self.what, self._done, self._total, self._before = what, done, total, done
         self._began = time.monotonic()
-        self._numbers, self._read_at = "", -_SECONDS_SHOWN
+        self.numbers, self._read_at = "", -_SECONDS_SHOWN
 
     def advance(self, count: int = 1, **shown: Tensor) -> None:
         """`count` more parts are done; `shown` are numbers to show, such as loss=…."""
         self._done += count
         if shown and time.monotonic() > self._read_at + _SECONDS_SHOWN:
             self._read_at = time.monotonic()
-            self._numbers = " ".join(f"{name} {value.item():.4g}" for name, value in shown.items())
+            self.numbers = " ".join(f"{name} {value.item():.4g}" for name, value in shown.items())
 
     def update(self, done: int, total: int) -> None:
         """`done` of `total` parts are done."""
@@ -52,35 +54,31 @@ class Counting:
         line.add_column(ratio=1, min_width=5)
         line.add_column(no_wrap=True)
         left = "" if self._seconds_left is None else f", {duration(self._seconds_left)} left"
-        numbers = f", {self._numbers}" if self._numbers else ""
         line.add_row(
-            self._what,
+            self.what,
             ProgressBar(total=self._total, completed=self._done),
-            f"{self._done / self._total:.0%}, {self._done:,} of {self._total:,}{left}{numbers}",
+            f"{self._done / self._total:.0%}, {self._done:,} of {self._total:,}{left}",
         )
-        return (line,)
+        return (line, Text(self.numbers, no_wrap=True, overflow="ellipsis")) if self.numbers else (line,)
 
     def fields(self) -> dict[str, Any]:
         if not self._total:
             return {}
-        fields = {"what": self._what, "done": self._done, "total": self._total}
-        fields |= {"numbers": self._numbers} if self._numbers else {}
+        fields = {"what": self.what, "done": self._done, "total": self._total}
+        fields |= {"numbers": self.numbers} if self.numbers else {}
         return fields | ({} if self._seconds_left is None else {"seconds_left": round(self._seconds_left)})
-
-    def activity(self) -> str:
-        return ""
 
     @property
     def _seconds_left(self) -> float | None:
-        """None before the first part."""
-        if not self._done:
+        """None before the first part of those that are done here."""
+        if self._done <= self._before:
             return None
-        return (time.monotonic() - self._began) / self._done * (self._total - self._done)
+        return (time.monotonic() - self._began) / (self._done - self._before) * (self._total - self._done)
 
 
 @contextmanager
-def counting(what: str, total: int = 0) -> Iterator[Counting]:
+def counting(what: str, total: int = 0, *, done: int = 0) -> Iterator[Counting]:
     """Shows the progress until the context ends, if a display is open."""
-    progress = Counting(what, total)
+    progress = Counting(what, total, done=done)
     with following(progress):
         yield progress

@@ -38,9 +38,6 @@ class Progress(Protocol):
     def fields(self) -> dict[str, Any]:
         """The same as fields of a log line."""
 
-    def activity(self) -> str:
-        """What it is doing if that has taken longer than usual, otherwise nothing."""
-
 
 class _Display:
     """What is being done. Threads may change it at any time: it is drawn by a thread of its own."""
@@ -74,8 +71,6 @@ class _Display:
         if stages := self.stages[-1:]:
             ((name, since),) = stages
             stage = f"{name}, {duration(time.monotonic() - since)}"
-        elif self.progress is not None:
-            stage = self.progress.activity()
         return ": ".join(filter(None, (self.notice, stage)))
 
 

@@ -18,7 +18,6 @@ from tests.helpers.terminal import COLUMNS, Terminal
 from trainer import display
 from trainer.counting import Counting, counting
 from trainer.display import Progress
-from trainer.run.progress import TrainingProgress
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -45,18 +44,6 @@ class Clock:
         return self.now
 
 
-def progress(clock: Clock, *, start: int = 0, num_steps: int = 100, num_images: int = 320) -> TrainingProgress:
-    return TrainingProgress(
-        start_step=start,
-        num_steps=num_steps,
-        batch_size=16,
-        num_images=num_images,
-        chance=6.931,
-        stage=lambda: "rows",
-        clock=clock,
-    )
-
-
 def drawn(shown: Progress) -> list[str]:
     console = Console(file=io.StringIO(), width=COLUMNS, force_terminal=False)
     for line in shown.lines():
@@ -65,68 +52,16 @@ def drawn(shown: Progress) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def record(step: int, **more: float) -> dict[str, float]:
-    return {"step": step, "loss": 6.5, "seconds": 1.0, "data_seconds": 0.031, "row_wait_seconds": 0.0} | more
-
-
-def test_the_lines_say_what_a_person_asks_and_fit() -> None:
-    clock = Clock()
-    shown = progress(clock, num_steps=500_400, num_images=1_281_167)
-    for step in range(123_457):
-        clock.now += 0.5
-        shown.advance(step + 1, (step + 1) / 2)
-    shown.update(record(123_456, knn_top1=67.8))
-    first, second = drawn(shown)
-    assert len(first) <= COLUMNS
-    assert "25% step 123,457 of 500,400, epoch 1.542 of 6.249, 2 days, 4:21:12 left" in first
-    assert second == "loss 6.50 (chance 6.93), 32 images/s, kNN 67.8 %, wait 3% data 0% rows"
-
-
-def test_an_evaluation_is_no_part_of_the_speed_but_of_the_time_left() -> None:
-    """Ten steps of one second, then a kNN of ten: there will be nine more of each."""
-    clock = Clock()
-    shown = progress(clock)
-    for step in range(10):
-        clock.now += 1
-        shown.advance(step + 1, step + 1.0)
-    assert shown.seconds_left == pytest.approx(90)
-    clock.now += 10 + 1
-    shown.advance(11, 11.0)
-    assert shown.steps_per_second == pytest.approx(1)
-    assert shown.seconds_left == pytest.approx(89 + 89 * 10 / 11)
-    assert "16 images/s" in drawn(shown)[1]
-
-
-def test_a_resumed_run_is_shown_where_it_is() -> None:
-    clock = Clock()
-    shown = progress(clock, start=80)
-    assert "80% step 80 of 100, epoch 4 of 5" in drawn(shown)[0]
-    assert "- images/s" in drawn(shown)[1]
-    clock.now += 2
-    shown.advance(81, 2.0)
-    assert shown.seconds_left == pytest.approx(38)
-
-
-def test_a_slow_step_says_what_it_waits_for() -> None:
-    clock = Clock()
-    shown = progress(clock, start=4)
-    assert shown.activity() == ""
-    clock.now += 75
-    assert shown.activity() == "step 5: waiting for rows, 0:01:15"
-
-
 def test_without_a_terminal_the_log_has_a_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(display, "_LOG_SECONDS", 0.01)
-    clock = Clock()
-    shown = progress(clock, start=80)
     caplog.set_level(logging.INFO)
-    with display.shown(), display.following(shown), display.stage("kNN evaluation"):
+    with display.shown(), counting("epoch 4 of 5", 100, done=80), display.stage("kNN evaluation"):
         while not caplog.records:
             pass
     fields = vars(caplog.records[0])
-    assert (fields["step"], fields["num_steps"], fields["epoch"]) == (80, 100, 4)
+    assert (fields["what"], fields["done"], fields["total"]) == ("epoch 4 of 5", 80, 100)
     assert fields["doing"].startswith("kNN evaluation, 0:00:0")
 
 
@@ -152,7 +87,7 @@ def test_a_run_is_never_silent(interrupted: tuple[Terminal, Path, int]) -> None:
     for stage in ("loading libraries", "building the encoder and opening the rows", "starting the weight servers"):
         assert stage in terminal.seen, stage
     assert re.search(
-        r"0% step [\d,]+ of 1,000,000, epoch [\d.]+ of 5333, (\d+ days?, )?\d+:\d\d:\d\d left", terminal.seen
+        r"epoch [\d.]+ of 5333 ━+ 0%, [\d,]+ of 1,000,000, (\d+ days?, )?\d+:\d\d:\d\d left", terminal.seen
     )
     assert re.search(r"loss \d\.\d\d \(chance 4\.16\), [\d,]+ images/s, wait \d+% data", terminal.seen)
     assert "━" in terminal.seen
@@ -211,7 +146,7 @@ def test_ctrl_c_of_a_command_that_names_its_stage(tmp_path: Path) -> None:
             terminal.interrupt()
 
     assert terminal.run(on_screen) == 130
-    assert terminal.left.strip() == "trainer.data: interrupted: repeat the command to continue"
+    assert terminal.left.strip() == "pic preview: interrupted: repeat the command to continue"
     assert not (tmp_path / "preview.png").exists()
 
 
@@ -222,9 +157,10 @@ def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch)
     assert "seconds_left" not in counted.fields()
     clock.now += 90
     counted.advance(3_000, loss=torch.tensor(1.25))
-    (line,) = drawn(counted)
+    line, numbers = drawn(counted)
     assert len(line.rstrip()) <= COLUMNS
-    assert re.fullmatch(r"held-out images ━.* 25%, 3,000 of 12,000, 0:04:30 left, loss 1.25 *", line)
+    assert re.fullmatch(r"held-out images ━.* 25%, 3,000 of 12,000, 0:04:30 left *", line)
+    assert numbers == "loss 1.25"
     assert counted.fields() == {
         "what": "held-out images",
         "done": 3_000,
@@ -232,6 +168,11 @@ def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch)
         "numbers": "loss 1.25",
         "seconds_left": 270,
     }
+    resumed = Counting("epoch 4 of 5", 100, done=80)
+    assert "80%, 80 of 100" in drawn(resumed)[0]
+    clock.now += 2
+    resumed.advance()
+    assert resumed.fields()["seconds_left"] == 38, "by the parts that were done here"
     with display.shown(), counting("outer", 2), counting("inner", 3):
         pass
     assert not Counting("packing").lines(), "nothing is known yet"

@@ -15,10 +15,10 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config import TrainConfig
-from trainer.display import following, notify
+from trainer.counting import counting
+from trainer.display import notify
 from trainer.display import stage as shown_stage
 from trainer.run.directory import METRICS_FILE, read_metrics
-from trainer.run.progress import TrainingProgress
 from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics
 from trainer.run.weights_and_biases import weights_and_biases
 from weightserver.common.stages import StageClock
@@ -69,16 +69,17 @@ class Recorder:
         self._counters = RowCounters()
         self._sinks: list[Callable[[dict[str, Any]], object]] = []
         """What takes each record: metrics.jsonl, TensorBoard, Weights & Biases, the progress; empty on other ranks."""
+        self._num_steps = config.optimization.num_steps(num_images)
         self._metrics = TrainerMetrics(
             run=config.run.output.name,
             rank=ranks.rank,
             window_size=config.sampling.window_size,
             batch_size=config.optimization.batch_size,
-            num_steps=config.optimization.num_steps(num_images),
+            num_steps=self._num_steps,
             device=ranks.device,
         )
         self._next_step = 0
-        self._recorded_seconds = 0.0
+        self._accuracy = ""
         if config.report.metrics_port is not None:
             self._serve(config.report.metrics_port and config.report.metrics_port + ranks.local_rank)
 
@@ -114,18 +115,19 @@ class Recorder:
         self._sinks = [lambda record: lines.write(json.dumps(record) + "\n"), to_board]
         if config.report.wandb_project:
             self._sinks.append(enter(weights_and_biases(config, config.report.wandb_project)))
-        self._progress = TrainingProgress(
-            start_step=start_step,
-            num_steps=config.optimization.num_steps(self._num_images),
-            batch_size=config.optimization.batch_size,
-            num_images=self._num_images,
-            chance=math.log(config.rows.num_negatives),
-            stage=lambda: self._interval.clock.stage,
-        )
+        self._progress = enter(counting("", self._num_steps, done=start_step))
         for record in read_metrics(config.run.output / METRICS_FILE)[-1:]:  # of the part before
-            self._progress.update(record)
-        self._sinks.append(self._progress.update)
-        enter(following(self._progress))
+            self._show(record)
+        self._sinks.append(self._show)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        """Shows a record, and the kNN accuracy of an earlier one."""
+        accuracy = f"kNN {record['knn_top1']:.1f} %" if "knn_top1" in record else self._accuracy
+        data, rows = (f"{record[name] / record['seconds']:.0%}" for name in ("data_seconds", "row_wait_seconds"))
+        chance, speed = math.log(self._config.rows.num_negatives), record["images_per_second"]
+        numbers = [f"loss {record['loss']:.2f} (chance {chance:.2f})", f"{speed:,.0f} images/s", accuracy]
+        self._progress.numbers = ", ".join(filter(None, [*numbers, f"wait {data} data {rows} rows"]))
+        self._accuracy = accuracy
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -157,7 +159,9 @@ class Recorder:
         """Counts and shows a step that is done."""
         self._metrics.step_finished()
         if self._ranks.is_first:
-            self._progress.advance(step + 1, self._recorded_seconds + self._interval.seconds())
+            of_epoch = self._num_images / self._config.optimization.batch_size
+            self._progress.what = f"epoch {(step + 1) / of_epoch:.4g} of {self._num_steps / of_epoch:.4g}"
+            self._progress.update(step + 1, self._num_steps)
 
     def checkpoint_saved(self) -> None:
         self._metrics.checkpoint_saved()
@@ -188,7 +192,6 @@ class Recorder:
         total = dict(zip(rows, map(round, sums), strict=True))
         *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])
         self._next_step = step + 1
-        self._recorded_seconds += seconds
         self._begin_interval()
         share = largest * ranks.world_size / max(1, total["active_rows"])
         return common | dict(zip(own, longest, strict=True)) | total | {"active_rows_share": share}
