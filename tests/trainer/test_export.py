@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,22 @@ def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys
         assert export(run, "--output", tmp_path / "later") == 0
         assert "without images.csv, as the images' paths are unknown" in capsys.readouterr().out
         assert not (tmp_path / "later/images.csv").exists()
+
+
+def test_the_documented_lines_find_images_that_are_nearly_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 3 and 40, of two files, have nearly one direction; 5 and 6 only seem to."""
+    weight = np.random.default_rng(0).standard_normal((60, 16), np.float32)
+    weight[40] = 3 * weight[3] + 0.1
+    weight[6] = weight[5] + weight[7]
+    (tmp_path / "rows").mkdir()
+    for first in (0, 30):
+        rows = slice(first, first + 30)
+        np.savez(tmp_path / "rows" / f"{first:02d}.npz", weight=weight[rows], image=100 + np.arange(60)[rows])
+    page = (Path(__file__).parents[2] / "docs/images.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page.partition("## Near-duplicates")[2], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = dict[str, Any]()
+    exec(code, names)
+    assert names["pairs"].tolist() == [[103, 140]]

@@ -2,7 +2,7 @@
 
     pic evaluate knn --run runs/a
     pic evaluate linear --encoder runs/a/encoder.safetensors --dataset fashion-mnist --data-dir DIR
-    torchrun --nproc-per-node 8 -m -- trainer.evaluate fine-tune --model resnet50 --weights moco.pth --data-dir DIR
+    torchrun --nproc-per-node 8 -m -- trainer.evaluate fine-tune --encoder moco.safetensors --data-dir DIR
     pic evaluate linear-cached --pixels
 
 Writes evaluation/NAME.json beside the run and prints it as one line; stderr shows progress and a table.
