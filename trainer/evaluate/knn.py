@@ -18,16 +18,13 @@ from weightserver.torch import Ranks
 
 SEARCHED_ROWS = 8_192
 """Queries whose neighbours are searched together, in one pass over the bank."""
-Setting = tuple[int, float]
-"""k and temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnnResult:
-    """Accuracies in percent for one k and temperature."""
+    """Accuracies in percent for one k."""
 
     k: int
-    temperature: float
     top1: float
     top5: float
 
@@ -46,36 +43,34 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
             for name, images in (("train", dataset.train_images), ("test", dataset.test_images))
         )
     frozen.check()
-    settings, labels, chosen = config.choices, dataset.train_labels, {}
+    numbers, labels, chosen = config.k or K_CHOICES, dataset.train_labels, {}
     if config.k is None:
         _, held_out = split_held_out(len(bank))
         excluded = torch.zeros(len(bank), dtype=torch.bool).index_fill_(0, held_out, True)
         with evaluation.progress("neighbours (held-out)", len(held_out)) as advance:
             wanted = labels[held_out]
-            found = classified(bank, labels, bank.take(held_out), wanted, settings, ranks, advance, excluded)
+            found = classified(bank, labels, bank.take(held_out), wanted, numbers, ranks, advance, excluded)
         best = max(found, key=lambda result: result.top1)  # the first of equals
-        settings = [(best.k, best.temperature)]
+        numbers = (best.k,)
         chosen = {
             "k": best.k,
-            "temperature": best.temperature,
             "held_out_top1": best.top1,
             "on": f"{len(held_out)} training images, not used as neighbours for it",
         }
     with evaluation.progress("neighbours (test)", len(queries)) as advance:
-        results = classified(bank, labels, queries, dataset.test_labels, settings, ranks, advance)
+        results = classified(bank, labels, queries, dataset.test_labels, numbers, ranks, advance)
     details = {} if len(results) == 1 else {"by_setting": [asdict(result) for result in results]}
     return Outcome(results={"top1": results[0].top1, "top5": results[0].top5}, chosen=chosen, details=details)
 
 
 def knn_top1(features: FeatureSet) -> ProbeResult:
     """The same for features in memory, for the demo, the report and evaluations during training."""
-    settings = [(k, VOTE_TEMPERATURE) for k in K_CHOICES]
     fitted, held_out = split_held_out(len(features.train))
     images, labels = features.train, features.train_labels
-    found = classified(images[fitted], labels[fitted], images[held_out], labels[held_out], settings)
+    found = classified(images[fitted], labels[fitted], images[held_out], labels[held_out], K_CHOICES)
     best = max(range(len(found)), key=lambda number: found[number].top1)  # the first of equals
-    (result,) = classified(images, labels, features.test, features.test_labels, [settings[best]])
-    return ProbeResult(top1=result.top1, top5=result.top5, setting=settings[best][0], held_out_top1=found[best].top1)
+    (result,) = classified(images, labels, features.test, features.test_labels, [K_CHOICES[best]])
+    return ProbeResult(top1=result.top1, top5=result.top5, setting=K_CHOICES[best], held_out_top1=found[best].top1)
 
 
 def leave_one_out_knn_top1(features: Tensor, labels: Tensor, k: int = 10) -> float:
@@ -97,12 +92,12 @@ def classified(
     bank_labels: Tensor,
     queries: Features,
     query_labels: Tensor,
-    settings: Sequence[Setting],
+    numbers: Sequence[int],
     ranks: Ranks | None = None,
     advance: Advance = lambda *_, **__: None,
     excluded: Tensor | None = None,
 ) -> list[KnnResult]:
-    """Results for each setting, over the queries of all ranks.
+    """Results for each of these numbers of neighbours, over the queries of all ranks.
 
     Args:
         excluded: bool [N], bank features that count as no one's neighbour.
@@ -110,19 +105,19 @@ def classified(
     ranks = ranks or Ranks()
     mine = ranks.share(len(queries))
     size = len(bank) - (0 if excluded is None else int(excluded.sum()))
-    num_neighbours = min(max(k for k, _ in settings), size)
+    num_neighbours = min(max(numbers), size)
     num_classes = int(torch.cat([bank_labels, query_labels]).max()) + 1
-    correct = torch.zeros(len(settings), 2, dtype=torch.float64)
+    correct = torch.zeros(len(numbers), 2, dtype=torch.float64)
     for first in range(mine.start, mine.stop, SEARCHED_ROWS):
         rows = slice(first, min(mine.stop, first + SEARCHED_ROWS))
         similarity, index = nearest(bank, queries[rows], num_neighbours, excluded=excluded, device=ranks.device)
-        for count, (k, temperature) in zip(correct, settings, strict=True):
-            predicted = predict(similarity, bank_labels[index], num_classes, k=k, temperature=temperature)
+        for count, k in zip(correct, numbers, strict=True):
+            predicted = predict(similarity, bank_labels[index], num_classes, k=k, temperature=VOTE_TEMPERATURE)
             count += num_correct(predicted, query_labels[rows])
         advance((rows.stop - rows.start) * ranks.world_size)
     sums = torch.tensor(ranks.sum_over_ranks(correct.flatten().tolist()), dtype=torch.float64).view(-1, 2)
     shares = 100 * sums / max(1, len(queries))
     return [
-        KnnResult(k=min(k, size), temperature=temperature, top1=top1, top5=top5)
-        for (k, temperature), (top1, top5) in zip(settings, shares.tolist(), strict=True)
+        KnnResult(k=min(k, size), top1=top1, top5=top5)
+        for k, (top1, top5) in zip(numbers, shares.tolist(), strict=True)
     ]

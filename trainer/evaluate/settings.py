@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +27,10 @@ class KnnConfig(Settings):
     k: tuple[int, ...] | None = None
     """Numbers of neighbours; each gives a result, as --k 10 20 100 200 for DINO's table. Default: one of 1, 5, 10, 20,
     50, 100 and 200 is chosen on held-out training images."""
-    temperature: tuple[float, ...] = (VOTE_TEMPERATURE,)
-    """A neighbour with cosine similarity s has exp(s / temperature) votes. Of several, held-out training images choose
-    (without --k), or each gives a result (with --k)."""
 
     def check(self) -> None:
         if self.k is not None and (not self.k or min(self.k) < 1):
             raise ValueError(f"--k is {self.k}: give one or more numbers, at least 1")
-        check_positive_numbers("--temperature", self.temperature)
-
-    @property
-    def choices(self) -> list[tuple[int, float]]:
-        """Each k with each temperature."""
-        return list(itertools.product(self.k or K_CHOICES, self.temperature))
 
 
 @dataclass(frozen=True, kw_only=True)

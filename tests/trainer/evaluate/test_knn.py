@@ -72,10 +72,9 @@ def test_equals_the_one_in_memory(tmp_path: Path) -> None:
 
 
 def test_each_given_setting_has_a_result(tmp_path: Path) -> None:
-    found = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(10, 400), temperature=(0.07, 1.0)))
+    found = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(10, 400)))
     assert found.chosen == {}
-    given = [(each["k"], each["temperature"]) for each in found.details["by_setting"]]
-    assert given == [(10, 0.07), (10, 1.0), (320, 0.07), (320, 1.0)], "there are only 320"
+    assert [each["k"] for each in found.details["by_setting"]] == [10, 320], "there are only 320"
     assert found.results["top1"] == found.details["by_setting"][0]["top1"]
 
 
@@ -102,8 +101,6 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
 def test_five_classes_without_a_vote_are_not_right(tmp_path: Path) -> None:
     result = knn(made_evaluation(SeesNothing(), tmp_path / "bad"), KnnConfig(k=(1,))).results
     assert result["top1"] == result["top5"] < 45, "one neighbour, one class"
-    good = knn(made_evaluation(SeesRows(), tmp_path / "good"), KnnConfig(k=(5,), temperature=(1e-4,))).results
-    assert good["top1"] > 90, "low temperatures do not underflow"
 
 
 def test_labels_are_needed(tmp_path: Path) -> None:
@@ -113,5 +110,3 @@ def test_labels_are_needed(tmp_path: Path) -> None:
     for wrong in ((), (0,), (5, -1)):
         with pytest.raises(ValueError, match=r"--k is .* at least 1"):
             KnnConfig(k=wrong).check()
-    with pytest.raises(ValueError, match=r"--temperature is .* positive and finite"):
-        KnnConfig(temperature=(0.0,)).check()

@@ -45,7 +45,7 @@ def test_rejects_a_number_of_neighbours_that_the_bank_does_not_have(wanted: int)
 def test_votes_by_hand() -> None:
     """Two neighbours of class 1 at 0.9 outvote one of class 0 at 1.0 at temperature 1, and not at 0.07."""
     similarity, labels = torch.tensor([[1.0, 0.9, 0.9]]), torch.tensor([[0, 1, 1]])
-    for k, temperature, classes in ((1, 1.0, [0, -1]), (3, 1.0, [1, 0]), (3, 0.07, [0, 1])):
+    for k, temperature, classes in ((1, 1.0, [0, -1]), (3, 1.0, [1, 0]), (3, 0.07, [0, 1]), (3, 1e-4, [0, -1])):
         assert predict(similarity, labels, 3, k=k, temperature=temperature, top=2).tolist() == [classes]
 
 
