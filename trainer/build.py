@@ -244,7 +244,11 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
         ValueError: an encoder that cannot take these views, or does not match --init-encoder.
     """
     model = build_model(
-        config.model.encoder, config.model.dim, seed=config.sampling.seed, head_layers=config.model.head_layers
+        config.model.encoder,
+        config.model.dim,
+        seed=config.sampling.seed,
+        head_layers=config.model.head_layers,
+        embedding_norm=config.model.embedding_norm,
     )
     for side in {augmentation.image_size for augmentation in config.augmentations()}:
         num_features = measure_feature_dim(model.encoder, replace(config.model.encoder, image_size=side))

@@ -87,6 +87,9 @@ class ModelConfig(Settings):
     """Layers of the projection head: two with a ReLU between them, or one linear layer (compared in Table 1)."""
     dim: int = 128
     """D, length of an embedding and of a row."""
+    embedding_norm: Literal["none", "batch"] = "none"
+    """batch: each value of the embeddings is centred and scaled by a batch's mean and variance over all ranks, without
+    parameters. New rows then turn apart, not towards the direction that embeddings share at first."""
 
     def check(self) -> None:
         check_at_least(self, 1, "dim")

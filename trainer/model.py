@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 
 from trainer.encoder_config import OF_SMALL
 from trainer.encoder_config import EncoderConfig as EncoderConfig
@@ -28,18 +30,27 @@ _FORMAT = "pic-encoder-1"
 class PICModel(nn.Module):
     """Encoder and projection head (Section 2.1), without BatchNorm in the head; images to embeddings [B, dim].
 
-    The head has two linear layers with a ReLU between them, as wide as the features, or a single one (`head_layers`).
-    With `encoder_in_bfloat16` the encoder computes under autocast; head and embeddings are always float32.
+    The head has two linear layers with a ReLU between them, as wide as the features, or a single one (`head_layers`);
+    with `embedding_norm` "batch", BatchNorm of the embeddings follows. With `encoder_in_bfloat16` the encoder computes
+    under autocast; head and embeddings are always float32.
     """
 
-    def __init__(self, config: EncoderConfig, dim: int = 128, *, head_layers: Literal[1, 2] = 2) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        dim: int = 128,
+        *,
+        head_layers: Literal[1, 2] = 2,
+        embedding_norm: Literal["none", "batch"] = "none",
+    ) -> None:
         super().__init__()
         self.config = config
         self.encoder_in_bfloat16 = False
         self.encoder = build_encoder(config)
         self.feature_dim = measure_feature_dim(self.encoder, config)
         hidden = [nn.Linear(self.feature_dim, self.feature_dim), nn.ReLU()] if head_layers == 2 else []
-        self.head = nn.Sequential(*hidden, nn.Linear(self.feature_dim, dim))
+        norm = [EmbeddingNorm(dim, affine=False)] if embedding_norm == "batch" else []
+        self.head = nn.Sequential(*hidden, nn.Linear(self.feature_dim, dim), *norm)
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.encoder_in_bfloat16):
@@ -48,15 +59,40 @@ class PICModel(nn.Module):
         return embeddings
 
 
-def build_model(
-    config: EncoderConfig, dim: int = 128, *, seed: int | None = None, head_layers: Literal[1, 2] = 2
-) -> PICModel:
-    """Builds an encoder with its head. With `seed`, weights depend on it alone and torch's generators do not change."""
+class EmbeddingNorm(nn.BatchNorm1d):
+    """BatchNorm of embeddings [b, D] whose batch is that of all ranks: torch's SyncBatchNorm is for GPUs alone."""
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(embeddings)
+        count = _sum_over_ranks(embeddings.new_tensor(float(len(embeddings))))
+        mean = _sum_over_ranks(embeddings.sum(dim=0)) / count
+        variance = _sum_over_ranks((embeddings - mean).square().sum(dim=0)) / count
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+            self.num_batches_tracked.add_(1)
+        return (embeddings - mean) * torch.rsqrt(variance + self.eps)
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum, whose gradient is summed over ranks too."""
+    total: Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
+    return total
+
+
+def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = None, **head: Any) -> PICModel:
+    """Builds an encoder with its head, whose keywords are `PICModel`'s. With `seed`, weights depend on it alone and
+    torch's generators do not change."""
     if seed is None:
-        return PICModel(config, dim, head_layers=head_layers)
+        return PICModel(config, dim, **head)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return PICModel(config, dim, head_layers=head_layers)
+        return PICModel(config, dim, **head)
 
 
 def build_encoder(config: EncoderConfig) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tests.helpers import numerics
 from trainer.distributed import process_group
+from trainer.model import EmbeddingNorm
 from weightserver.torch import Ranks, cosine_softmax_loss, padded, padded_rows
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,17 @@ def loss_and_gradients(
     return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
 
 
+def normed(ranks: Ranks) -> dict[str, Tensor]:
+    """This rank's part of seven embeddings and of their gradient, by a loss of all ranks, and the statistics."""
+    generator, share = torch.Generator().manual_seed(0), ranks.share(7)
+    embeddings, pull = torch.randn(2, 7, DIM, generator=generator, dtype=torch.float64) + 3
+    mine, norm = embeddings[share].clone().requires_grad_(), EmbeddingNorm(DIM, affine=False).double()
+    found = norm(mine)
+    (found * pull[share]).sum().backward()
+    assert mine.grad is not None
+    return {"embeddings": found.detach(), "gradient": mine.grad, **norm.state_dict()}
+
+
 def record_rank(out: Path) -> None:
     """Computes and records the results of one rank of several."""
     torch.set_num_threads(1)
@@ -118,6 +130,7 @@ def record_rank(out: Path) -> None:
 
             result = loss_and_gradients(features, weight, labels, case.temperature, ranks, autocast=True)
             recorded |= {f"{case}: autocast {name}": value.numpy() for name, value in result.items()}
+        recorded |= {f"norm {name}": value.numpy() for name, value in normed(ranks).items()}
         told = {
             "ranks": [ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size],
             "texts": [ranks.broadcast_text(text if ranks.is_first else None) for text in TEXTS],
@@ -174,6 +187,16 @@ def test_autocast_changes_no_bit(recorded: list[Recorded]) -> None:
     for case in CASES:
         plain, autocast = of_whole(recorded, case), of_whole(recorded, case, "autocast ")
         assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
+
+
+@pytest.mark.guard
+def test_embeddings_are_normalised_over_all_ranks(recorded: list[Recorded]) -> None:
+    """As torch's BatchNorm does on one rank; ranks may have different numbers of images."""
+    for name, expected in normed(Ranks()).items():
+        parts = [part[f"norm {name}"] for part in recorded]
+        found = [np.concatenate(parts)] if name in ("embeddings", "gradient") else parts
+        for one in found:
+            np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
 def test_extreme_logits_are_extreme() -> None:

@@ -62,6 +62,16 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
     assert not torch.equal(first["head.0.weight"], other["head.0.weight"])
 
 
+def test_embeddings_are_centred_and_scaled_without_parameters() -> None:
+    """The linear layers are those without; tests/integration/test_ranks.py has several ranks."""
+    plain, normed = (build_model(SMALL, 16, seed=0, embedding_norm=norm) for norm in ("none", "batch"))
+    assert [name for name, _ in normed.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    images = torch.randn(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    embeddings, expected = normed(images), plain(images)
+    expected = (expected - expected.mean(dim=0)) / (expected.var(dim=0, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(embeddings, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("config", [SMALL, GROUP], ids=["batch", "group"])
 def test_a_block_starts_as_its_shortcut(config: EncoderConfig) -> None:
     encoder = build_encoder(config)

@@ -140,7 +140,7 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
         (["reprot", "runs/a"], "did you mean report?"),
         (
             ["mnist-of-letters"],
-            "give a folder that exists, or one of fashion-mnist, demo, imagenet-1k",
+            "give a folder that exists, or one of fashion-mnist, demo, cifar-10, imagenet-1k",
         ),
         (["synthetic", "--encoder.blocks", "0"], "Error parsing model.encoder: blocks is (0,)"),
         (

@@ -19,7 +19,7 @@ TRAINING = ("train", "training")
 TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 """Lower-case names of folders that are splits where all folders beside them are; of several tests, the first counts."""
 SPLITS = dict.fromkeys((*TRAINING, *TESTS))
-SIZES = {"fashion-mnist": 60_000}
+SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
@@ -96,10 +96,10 @@ class DataConfig(SourceOptions):
     """The data set."""
 
     dataset: str = "fashion-mnist"
-    """Name of the data set: fashion-mnist, idx, folder, packed, inaturalist-2018 or synthetic."""
+    """Name of the data set: fashion-mnist, cifar-10, idx, folder, packed, inaturalist-2018 or synthetic."""
     num_images: int | None = None
-    """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist or
-    idx, whose evaluation uses all images and labels."""
+    """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist,
+    cifar-10 or idx, whose evaluation uses all images and labels."""
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files. Without it the usual places are searched, then the files are downloaded."""
     background: str = "white"

@@ -14,6 +14,8 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
+from trainer.data.cifar import CLASSES as CIFAR_CLASSES
+from trainer.data.cifar import read_cifar
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages, EncodedImages
@@ -216,8 +218,9 @@ def load_dataset(
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
     fashion-mnist: `directory`; otherwise the system's copy, the cache of an earlier download, or torchvision's
-    download. The checksums are verified. idx: any four files named like MNIST's in `directory` (required), without
-    checksums; of both, the first `num_images` training images, and all for evaluation. synthetic: `num_images`
+    download. The checksums are verified. cifar-10: `directory` with any copy that `read_cifar` reads; otherwise
+    torchvision's download. idx: any four files named like MNIST's in `directory` (required), without checksums. Of
+    these, the first `num_images` training images, and all for evaluation. synthetic: `num_images`
     (required) colour images of `image_size` pixels, generated from `seed` (used by this data set only), without labels.
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
     packed: the output of `pic pack` in `directory`, with test images packed in its test/.
@@ -407,7 +410,7 @@ def _load_fashion_mnist(directory: Path | None) -> Dataset:
             return _read_directory(place, verify=True)
     failures = [f"no copy in {SYSTEM_DIRECTORY}"]
     try:
-        _download()
+        _download("FashionMNIST", "Fashion-MNIST")
         return _read_directory(downloaded, verify=True)
     except (OSError, RuntimeError, URLError) as error:
         failures.append(f"download failed ({_one_line(error)})")
@@ -424,7 +427,7 @@ def _is_complete(directory: Path) -> bool:
 def _read_directory(directory: Path, *, verify: bool) -> Dataset:
     if not directory.is_dir():
         raise ValueError(f"no such folder: {directory}: give the folder that holds {', '.join(_FILES)} (or .gz)")
-    arrays = {}
+    arrays: dict[str, Tensor] = {}
     for name, (num_axes, md5) in _FILES.items():
         path = find_idx(directory, name)
         if path is None:
@@ -436,14 +439,34 @@ def _read_directory(directory: Path, *, verify: bool) -> Dataset:
             raise ValueError(
                 f"{directory} has {len(images)} {kind} images but {len(labels)} labels: restore the original files"
             )
+    names = _FASHION if verify else ()
+    return _in_memory(train_images[:, None], train_labels.long(), test_images[:, None], test_labels.long(), names)
+
+
+def _load_cifar(directory: Path | None) -> Dataset:
+    if directory is not None:
+        return _in_memory(*read_cifar(directory), CIFAR_CLASSES)
+    try:
+        _download("CIFAR10", "CIFAR-10")
+    except (OSError, RuntimeError, URLError) as error:
+        raise ValueError(
+            f"cifar-10 not found: download failed ({_one_line(error)}). Put torchvision's cifar-10-batches-py or the "
+            "binary version of www.cs.toronto.edu/~kriz/cifar.html into a folder and give it as --data-dir"
+        ) from error
+    return _in_memory(*read_cifar(CACHE_DIRECTORY), CIFAR_CLASSES)
+
+
+def _in_memory(
+    train_images: Tensor, train_labels: Tensor, test_images: Tensor, test_labels: Tensor, class_names: tuple[str, ...]
+) -> Dataset:
     return Dataset(
-        class_names=_FASHION if verify else (),
+        class_names=class_names,
         digests=_digests_of(train_images),
         test_digests=_digests_of(test_images),
-        train_images=train_images[:, None],
-        train_labels=train_labels.long(),
-        test_images=test_images[:, None],
-        test_labels=test_labels.long(),
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
     )
 
 
@@ -456,13 +479,14 @@ def _digest(*contents: bytes) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
-def _download() -> None:
-    """Downloads Fashion-MNIST by torchvision, which verifies each archive; fails fast without a network."""
-    say(Remark(f"downloading Fashion-MNIST into {CACHE_DIRECTORY}", directory=str(CACHE_DIRECTORY)))
+def _download(name: str, title: str) -> None:
+    """Downloads a data set by torchvision, which verifies each archive and keeps what it has; fails fast without a
+    network."""
+    say(Remark(f"downloading {title} into {CACHE_DIRECTORY}", directory=str(CACHE_DIRECTORY)))
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_TIMEOUT_SECONDS)
     try:
-        import_module("torchvision.datasets").FashionMNIST(CACHE_DIRECTORY, download=True)
+        getattr(import_module("torchvision.datasets"), name)(CACHE_DIRECTORY, download=True)
     finally:
         socket.setdefaulttimeout(before)
 
@@ -471,7 +495,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-DATASETS: dict[str, Callable[[Path | None], Dataset]] = {"fashion-mnist": _load_fashion_mnist, "idx": _load_idx}
+DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
+    "fashion-mnist": _load_fashion_mnist,
+    "cifar-10": _load_cifar,
+    "idx": _load_idx,
+}
 """Labelled data sets that are loaded into memory."""
 
 
