@@ -106,6 +106,8 @@ class LocalCluster(Closing):
 
     def restart(self, shard: int) -> None:
         """Stops a shard with SIGTERM if it runs, and starts it again at the same address with the same data."""
+        if self._process != os.getpid():
+            raise ValueError(f"this cluster was started by process {self._process}: restart its shards there")
         if not 0 <= shard < len(self.processes):
             raise ValueError(f"there is no shard {shard}: the cluster has shards 0..{len(self.processes) - 1}")
         self._stop(self.processes[shard])

@@ -103,11 +103,17 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
         r"step 20 must be a finite .* got inf",
     ),
     "a learning rate for nothing": (lambda c: c.extend_schedule(20, 0.1), ValueError, r"shape \[n\], got \[\]"),
+    "a session of no number": (lambda c: c.open_session("run", join=0), ValueError, r"join must lie in 1\.\."),
+    "an output that is read-only": (
+        lambda c: c.fetch([1], step=0, out=np.frombuffer(bytes(16), np.float32).reshape(1, 4)),
+        ValueError,
+        r"out must be a writable, .* got float32 of shape \[1, 4\], read-only: or omit it",
+    ),
     "a session without a name": (lambda c: c.open_session(""), ValueError, r"name must be a non-empty text"),
     "a place for other rows": (
         lambda c: c.fetch([1], step=0, out=np.empty((2, 4), np.float32)),
         ValueError,
-        r"out must be a contiguous float32 array of shape \[1, 4\], got float32 of shape \[2, 4\]: or omit it",
+        r"out must be a writable, contiguous float32 array of shape \[1, 4\], got float32 of shape \[2, 4\]: or",
     ),
     # what a shard refuses, in the client's classes
     "a fetch beyond the schedule": (lambda c: c.fetch([1], step=21), StepError, BEYOND),

@@ -23,6 +23,7 @@ from weightserver import (
     LocalCluster,
     NoTableError,
     RowState,
+    StepError,
     TableSpec,
     WeightClient,
 )
@@ -87,6 +88,11 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
             writer.checkpoint(name, step=3)
     with pytest.raises(ValueError, match=r"step must lie in 0\.\."):
         writer.checkpoint("x", step=-1)
+    push(writer, 4)
+    with pytest.raises(StepError, match=r"of 5 steps, so the rows of checkpoint 'x' could not be read before"):
+        writer.checkpoint("x", step=4)
+    writer.checkpoint("x", step=5)
+    writer.fetch(ROWS, step=5, checkpoint="x")
     writer.drop_table()
     assert writer.checkpoints() == []
 

@@ -39,6 +39,7 @@ from weightserver.server.service import NAME, WeightServerService, add_to_server
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
 SPECS = [SPEC, replace(SPEC, correction="paper"), replace(SPEC, dtype="bfloat16")]
@@ -269,6 +270,8 @@ class InProcess:
             spec = next(self._specs)
             do(lambda batch: batch.create_table(spec, bytes([1]) * 16))  # one that requests may name
             do(lambda batch: batch.open_session("fuzz", self.shard.state.epoch + 1, b"o" * 16))
+            header = WriteHeader(self.shard.state.epoch, b"o" * 16, b"p" * 16, 1, 0)
+            do(lambda batch: batch.checkpoint(header, "a"))  # before there are rows, as later ones are often refused
 
     def call(
         self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)

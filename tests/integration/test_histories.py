@@ -226,7 +226,7 @@ class Clients:
 
         def take() -> RecordedCall:
             names.append(f"kept {self._recorder.num_calls}")
-            return self._recorder.begin("operator", client.checkpoint, epoch, name=names[-1], step=0)
+            return self._recorder.begin("operator", client.checkpoint, epoch, name=names[-1], step=len(RATES))
 
         self._insist(take)
         self._insist(lambda: self._recorder.begin("operator", client.fetch_state, rows=ROWS, checkpoint=names[-1]))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.watching import wait_until
 from weightserver import FencedError, LocalCluster, SessionInUseError, TableSpec, WeightClient
+from weightserver.client import lease
 from weightserver.client.connection import ShardConnection
 from weightserver.common import processes
 from weightserver.shard.lease import LEASE_SECONDS, Lease
@@ -113,6 +114,19 @@ def test_a_run_keeps_its_lease_if_another_that_joined_it_ends(make_client: MakeC
     second.close()
     with pytest.raises(SessionInUseError, match="run 'first'"):
         make_client().open_session("third")
+
+
+def test_a_process_keeps_its_session_while_one_of_its_clients_holds_it(
+    client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 3600.0)
+    client.create_table(SPEC)
+    epoch = client.open_session("first", hold=True)
+    with WeightClient(cluster.addresses) as second:
+        second.open_session("first", join=epoch, hold=True)
+    monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))
+    with WeightClient(cluster.addresses) as other, pytest.raises(SessionInUseError, match="run 'first'"):
+        other.open_session("other")
 
 
 def test_an_opening_that_was_interrupted_may_still_arrive(

@@ -81,7 +81,7 @@ class Trained:
 
     def checkpoint(self, name: str) -> None:
         with self.shard.batch() as batch:
-            batch.checkpoint(self.header(), name)
+            batch.checkpoint(self.header(self.shard.state.clock), name)
 
     @property
     def data(self) -> Path:
@@ -291,7 +291,7 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
     def change() -> None:
         with shard.batch() as batch:
             if commit == "checkpoint":
-                batch.checkpoint(trained.header(), "last")
+                batch.checkpoint(trained.header(3), "last")
             elif commit == "release":
                 batch.release(trained.header(), "checkpoint 1")
             elif commit == "rollback":

@@ -575,7 +575,8 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 
     def change(method: Callable[..., object], *arguments: object) -> None:
         number = next(sequence)
-        served.do(lambda batch: method(batch, header(number), *arguments))
+        step = 1 if method is ShardChange.checkpoint else 0
+        served.do(lambda batch: method(batch, header(number, step), *arguments))
 
     for _ in range(150):
         kept = [known.name for known in served.shard.state.checkpoints]
@@ -623,7 +624,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
 def test_a_failed_sweep_is_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(served)  # what the start left to look at
     served.push(1)
-    served.do(lambda batch: batch.checkpoint(header(2), "one"))
+    served.do(lambda batch: batch.checkpoint(header(2, 1), "one"))
     served.push(3)
     served.do(lambda batch: batch.release(header(4), "one"))
 
@@ -653,7 +654,7 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     monkeypatch.setattr(sweeper, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sweeper, "SHARE", 0.5)  # a pause is as long as the piece before it, even on a slow disk
     served.push(1)
-    served.do(lambda batch: batch.checkpoint(header(2), "one"))
+    served.do(lambda batch: batch.checkpoint(header(2, 1), "one"))
     served.push(3)
     monkeypatch.setattr(sweeper, "_RETRY_SECONDS", 0.01)
     statuses = iter([OSError(errno.EIO, "Input/output error")])  # of one look at the volume, say

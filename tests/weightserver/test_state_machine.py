@@ -131,7 +131,9 @@ plans = st.builds(
 pushes = st.builds(Action, st.just("push"), some_rows, st.integers(0, HORIZON - 1))
 writes = st.builds(Action, st.just("write"), some_rows, st.integers(-1, 2))
 repetitions = st.builds(Action, st.just("repeat"), number=picks)
-checkpoints = st.builds(Action, st.just("checkpoint"), step=st.sampled_from([1, 1, 1, 2]), name=st.sampled_from(NAMES))
+checkpoints = st.builds(
+    Action, st.just("checkpoint"), step=st.sampled_from([0, 0, 0, 1, -1]), name=st.sampled_from(NAMES)
+)
 releases = st.builds(Action, st.just("release"), name=st.sampled_from(NAMES))
 rollbacks = st.builds(Action, st.just("rollback"), number=picks)
 openings = st.builds(Action, st.sampled_from(["open_session", "open_session", "join_session", "force_session"]))
@@ -516,7 +518,8 @@ class Machine(RuleBasedStateMachine):
                 state = {"weight": weight, "momentum_buffer": -weight, "last_step": last_step}
                 return self.make(writer, client.write_state, rows=rows, **state)
             case "checkpoint":
-                return self.make(writer, client.checkpoint, name=action.name, step=action.step)
+                at = min(max(self.most_used + action.step, 0), HORIZON)
+                return self.make(writer, client.checkpoint, name=action.name, step=at)
             case "release":
                 return self.make(writer, client.release, name=action.name)
             case "rollback":
@@ -538,7 +541,7 @@ class Machine(RuleBasedStateMachine):
             case "force_session":
                 return self.make(writer, client.open_session, name="run", force=True)
             case "extend_schedule":
-                start = max(0, min(max(len(shard.used) for shard in self.shards) + action.step, len(writer.rates)))
+                start = max(0, min(self.most_used + action.step, len(writer.rates)))
                 rates = RATES[start : start + 1 + action.number % len(RATES)] / (2 if action.name else 1)
                 return self.make(writer, client.extend_schedule, start_step=start, learning_rates=rates)
             case "describe":
@@ -584,15 +587,20 @@ class Machine(RuleBasedStateMachine):
             writer.timelines = self.num_timelines
         if kind in ("rollback", "describe") and not told:
             writer.most_used = 0
-        writer.most_used = max(writer.most_used, *(len(shard.used) for shard in self.shards))
+        writer.most_used = max(writer.most_used, self.most_used)
 
     @property
     def newest_epoch(self) -> int:
         return max(shard.state.epoch for shard in self.shards)
 
     @property
+    def most_used(self) -> int:
+        """The most learning rates that a shard has used."""
+        return max(len(shard.used) for shard in self.shards)
+
+    @property
     def num_rows(self) -> int:
-        """The checkpoints that all shards have."""
+        """Those of the smallest table of a shard."""
         return min(shard.num_rows for shard in self.shards)
 
     def shard_of(self, row: int) -> int:
@@ -650,7 +658,7 @@ class Machine(RuleBasedStateMachine):
             case StepError():  # which the client knows by itself
                 return num_steps(call) > len(writer.rates)
             case TableMismatchError():
-                fixed = max(writer.most_carried, writer.most_used, *(len(shard.used) for shard in self.shards))
+                fixed = max(writer.most_carried, writer.most_used, self.most_used)
                 return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)
             case ShardUnavailableError():
                 # The time of another call passes for this one too, also of one whose caller has left, and that of
@@ -761,6 +769,8 @@ class Machine(RuleBasedStateMachine):
                 rates = named[: num_steps(call)]
                 assert rates[: len(shard.used)] == shard.used[: len(rates)], (message, "uses others than were used")
                 assert len(rates) == num_steps(call), message
+                late = call.kind == "checkpoint" and len(rates) < len(shard.used)
+                assert not late or call.arguments["name"] in shard.taken, (call, "cannot be read at its step")
                 rates = shard.used = max(shard.used, rates, key=len)  # a late push follows the row to its last step
             done = self.explained(number, call, "done", rates)
             assert done is not None, (call, f"was taken by shard {number}")
@@ -833,6 +843,8 @@ class Machine(RuleBasedStateMachine):
         elif error is TableMismatchError:
             named = self.named(shard, rates_of(message))
             had_to = named is None or named[: len(shard.used)] != shard.used[: len(named)]
+        elif error is StepError and message.method == "Checkpoint":
+            had_to = call.arguments["step"] < len(shard.used)
         elif error is StepError:
             had_to = self.explained(message.shard, call, error.__name__, shard.used) is not None
         else:

@@ -105,9 +105,13 @@ def output_array(out: Float32Array | None, shape: tuple[int, int]) -> Float32Arr
     """`out` if it can hold a fetch of that shape, a new array if it is None."""
     if out is None:
         return np.empty(shape, np.float32)
-    if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-        given = f"{out.dtype} of shape {list(out.shape)}" + ("" if out.flags.c_contiguous else ", not contiguous")
-        raise ValueError(f"out must be a contiguous float32 array of shape {list(shape)}, got {given}: or omit it")
+    flags = out.flags
+    if out.shape != shape or out.dtype != np.float32 or not flags.c_contiguous or not flags.writeable:
+        given = f"{out.dtype} of shape {list(out.shape)}" + ("" if flags.c_contiguous else ", not contiguous")
+        given += "" if flags.writeable else ", read-only"
+        raise ValueError(
+            f"out must be a writable, contiguous float32 array of shape {list(shape)}, got {given}: or omit it"
+        )
     return out
 
 

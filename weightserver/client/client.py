@@ -221,7 +221,7 @@ class WeightClient(Closing):
         """
         name = arguments.checked_name(name)
         if join is not None:
-            answers, epoch = self._shards.describe(), arguments.checked_step(join, "join")
+            answers, epoch = self._shards.describe(), checked_integer(join, "join", 1, 2**63 - 1)
             session = self._writer.enter(lambda: sessions.join_session(self._shards, answers, epoch))
         else:
             session = self._open_session(name, force=force, take_over=take_over)

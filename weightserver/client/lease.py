@@ -33,7 +33,7 @@ class HeldLease:
         self.lost: FencedError | None = None
         """Why the session is no longer this client's, if it is not."""
         self._shard, self._session, self._since = shard, session, time.monotonic()
-        self._holder_id = processes.process_id()
+        self._holder_id = processes.process_id()[:8] + os.urandom(8)  # see `Holder`
         self._running = threading.Lock()  # not an Event, as `release` runs in the main thread: see threads.py
         self._running.acquire()
         self._turn = threading.Lock()

@@ -97,8 +97,8 @@ class InvalidRequestError(WeightServerError, not_applied=True):
 
 
 class StepError(WeightServerError, not_applied=True):
-    """A step beyond the schedule, before an update that the row has already seen, or after one in which SGD makes the
-    row infinite or NaN."""
+    """A step beyond the schedule, before an update that the row has already seen or a checkpoint's rows may have, or
+    after one in which SGD makes the row infinite or NaN."""
 
 
 class MissingRatesError(StepError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weightserver.core.checkpoints import ShardCheckpoint
-from weightserver.core.errors import InvalidRequestError
+from weightserver.core.errors import InvalidRequestError, StepError
 from weightserver.storage.records import MAX_CHECKPOINTS, State
 
 
@@ -18,9 +18,15 @@ def taken(state: State, name: str, step: int, checkpoint_id: bytes, mark: str, *
 
     Raises:
         InvalidRequestError: the shard retains too many checkpoints.
+        StepError: rows may have seen more updates.
     """
     _require_room(state)
-    state = _used_up_to(state, step)
+    if step < state.clock:
+        raise StepError(
+            f"writes have used the learning rates of {state.clock} steps, so the rows of checkpoint {name!r} could not "
+            f"be read before update {step}: take it at step {state.clock} or later"
+        )
+    state = replace(state, clock=step)  # its rows are read by the learning rates before its step, which stay
     checkpoint = ShardCheckpoint(
         name,
         step,
@@ -44,7 +50,7 @@ def taken_again(state: State, kept: ShardCheckpoint, step: int, checkpoint_id: b
         raise InvalidRequestError(f"checkpoint {kept.name!r} was taken at step {kept.step}: choose another name")
     again = replace(kept, checkpoint_id=checkpoint_id, marks=(mark,))
     checkpoints = tuple(again if other is kept else other for other in state.checkpoints)
-    return replace(_used_up_to(state, step), checkpoints=checkpoints)
+    return replace(state, checkpoints=checkpoints)
 
 
 def rolled_back(state: State, kept: ShardCheckpoint, timeline: str) -> State:
@@ -81,11 +87,6 @@ def copied(state: State, source: ShardCheckpoint, name: str) -> State:
     _require_room(state)
     position = state.checkpoints.index(source) + 1
     return replace(state, checkpoints=(*state.checkpoints[:position], copy, *state.checkpoints[position:]))
-
-
-def _used_up_to(state: State, step: int) -> State:
-    """The learning rates before a checkpoint's step count as used: its rows are read for that step."""
-    return replace(state, clock=max(state.clock, step))
 
 
 def _require_room(state: State) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from weightserver.core.errors import SessionInUseError
 
+PROCESS_BYTES = 8
+"""The first bytes of a holder's id name its process: several clients of one process may hold a session."""
 LEASE_SECONDS = 60.0
 """A run that has not renewed its lease for so long is taken for dead."""
 
@@ -36,12 +38,12 @@ class Lease:
         """By the ids of the holders."""
 
     def _newest(self, session_id: bytes, but: bytes = b"") -> _Held | None:
-        """What was renewed last for `session_id` and is alive, by another holder than `but`."""
-        alive = self._now() - LEASE_SECONDS
+        """What was renewed last for `session_id` and is alive, by another process than that of the holder `but`."""
+        alive, process = self._now() - LEASE_SECONDS, but[:PROCESS_BYTES]
         held = [
             held
             for holder_id, held in list(self._held.items())
-            if held.session_id == session_id and held.renewed >= alive and holder_id != but
+            if held.session_id == session_id and held.renewed >= alive and holder_id[:PROCESS_BYTES] != process
         ]
         return max(held, key=lambda held: held.renewed, default=None)
 
