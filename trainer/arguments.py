@@ -6,6 +6,7 @@ import difflib
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 import tyro
@@ -28,11 +29,12 @@ def parse_config(
     arguments: Sequence[str] | None = None,
     *,
     default: TrainConfig | None = None,
+    command: str = "trainer",
 ) -> TrainConfig:
     """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid.
 
     With --resume, all settings that are not given are those of the run in --output, and the preset may be omitted.
-    `default` replaces the preset's settings.
+    `default` replaces the preset's settings; the line that says what is invalid begins with `command`.
     """
     for settings in (*(type(part) for _, part in TrainConfig().parts()), EncoderConfig, AugmentationConfig):
         set_help_texts(settings)
@@ -45,18 +47,18 @@ def parse_config(
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if not preset and (not arguments[:1] or not arguments[0].startswith("-") or "--resume" not in given):
         _refuse_preset(arguments)
-    options = arguments[bool(preset) :]
-    config = _parsed(preset, default or (PRESETS[preset][1] if preset else TrainConfig()), options)
+    parse = partial(_parsed, preset, arguments[bool(preset) :], command)
+    config = parse(default or (PRESETS[preset][1] if preset else TrainConfig()))
     if preset and config.data.num_images and default is None:
-        config = _parsed(preset, _for_fewer_images(PRESETS[preset][1], config.data.num_images), options)
+        config = parse(_for_fewer_images(PRESETS[preset][1], config.data.num_images))
     if _is_there(config):
-        return _parsed(preset, _of_run(config, given), options)
+        return parse(_of_run(config, given))
     if not preset:
         _exit(f"{config.run.output} holds no run to resume: give its --output, or a preset to start one")
     return config
 
 
-def _parsed(preset: str, default: TrainConfig, options: Sequence[str]) -> TrainConfig:
+def _parsed(preset: str, options: Sequence[str], command: str, default: TrainConfig) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
 
     def parse(options: list[str]) -> TrainConfig:
@@ -69,7 +71,7 @@ def _parsed(preset: str, default: TrainConfig, options: Sequence[str]) -> TrainC
             config=(tyro.conf.AvoidSubcommands,),
         )
 
-    return parsed_or_exit(parse, options, command="trainer")
+    return parsed_or_exit(parse, options, command=command)
 
 
 def _for_fewer_images(preset: TrainConfig, num_images: int) -> TrainConfig:

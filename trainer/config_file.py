@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import parse_config
 from trainer.config import TrainConfig
 from trainer.presets import PRESETS
 from weightserver.common.atomic_files import to_path
@@ -50,7 +51,8 @@ def _toml(value: Any) -> str:
 def with_config_file(arguments: Sequence[str]) -> list[str]:
     """The command line with the settings of its --config FILE in place of it, which its own options override.
 
-    Exits with status 2 for a file that cannot be read, and for names that are no settings.
+    Exits with status 2 for a file that cannot be read, for names that are no settings, and for values that are none of
+    theirs.
     """
     parser = argparse.ArgumentParser(prog="pic train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=to_path)
@@ -59,6 +61,7 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         return left
     try:
         preset, settings = _read(path)
+        parse_config([preset, *settings], command=f"trainer: --config {path}")
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")

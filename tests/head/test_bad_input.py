@@ -76,6 +76,8 @@ def test_the_order_of_calls(embeddings: torch.Tensor) -> None:
         for bad in (-0.1, float("nan"), float("inf"), 1e39):
             with pytest.raises(ValueError, match=r"the learning rate of step 0 must be a finite number ≥ 0, got "):
                 head.step(bad)
+        with pytest.raises(TypeError, match=r"learning_rate must be a number, got '0\.1'"):
+            head.step("0.1")  # type: ignore[arg-type]
         head.step(torch.tensor(0.1))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="without a forward pass"):
             head.step(0.1)
@@ -167,13 +169,24 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"order_seed": "a"}, "order_seed must be an integer, got 'a'"),
         ({"capacity": 14.0}, "capacity must be an integer, got 14.0"),
         ({"capacity": 0}, "capacity must be at least 1 row, got 0: omit it"),
+        ({"temperature": "5"}, "temperature must be a number, got '5'"),
+        ({"margin": "cosface", "margin_size": "a"}, "margin_size must be a number, got 'a'"),
+        ({"label_smoothing": "a"}, "label_smoothing must be a number, got 'a'"),
+        ({"timeout_seconds": "a"}, "timeout_seconds must be a number, got 'a'"),
+        ({"learning_rate_factor": "a"}, "learning_rate_factor must be a number, got 'a'"),
+        ({"negatives": "both", "recent_share": "a"}, "recent_share must be a number, got 'a'"),
+        ({"servers": 5}, 'servers must be addresses "host:port,host:port" or a list of them, got 5'),
+        ({"servers": [5]}, r"servers must be addresses .* or a list of them, got \[5\]"),
+        ({"num_shards": 0}, r"num_shards must lie in 1\.\.inf, got 0"),
+        ({"run": 5}, "run must be a text and directory a path, got 5 and None"),
+        ({"directory": 5}, "run must be a text and directory a path, got 'head' and 5"),
         ({"recent_share": 0.3}, "recent_share is for negatives both, got negatives recent: omit it"),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {"num_negatives": 12} | settings
-    with pytest.raises((TypeError, ValueError), match=match), ClassifierHead(NUM_CLASSES, DIM, **given) as head:
-        head.rows([0])
+    with pytest.raises((TypeError, ValueError), match=match):
+        ClassifierHead(NUM_CLASSES, DIM, **given)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +208,10 @@ def test_numbers_of_classes_that_were_added(num_classes: Any) -> None:
     assert ClassifierHead(num_classes, DIM, num_negatives=12).order.sizes == (40, 5)
 
 
-@pytest.mark.parametrize("given", [0.1, [[0.1]], [-0.1], [float("nan")]])
+@pytest.mark.parametrize("given", [0.1, [[0.1]], [-0.1], [float("nan")], ["a"], [1e6]])
 def test_learning_rates_given_in_advance(make_head: MakeHead, given: Any) -> None:
-    with pytest.raises(ValueError, match=r"learning.rate"), make_head("dense", learning_rates=given) as head:
-        head.rows([0])
+    with pytest.raises((TypeError, ValueError), match=r"learning.rate"):
+        make_head("dense", learning_rates=given)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_an_iteration_that_ended_does_not_disturb_a_newer_one(make_head: MakeHea
     newer = iter(announced)
     next(newer)
     former.close()  # type: ignore[attr-defined]
-    assert head._steps.has_announced
+    assert head._steps._coming
     ids, batch = next(newer)
     assert len(ids) == len(batch)
     iter(announced)

@@ -94,7 +94,7 @@ def test_the_client_before_the_table_is_opened(make_head: MakeHead, client: Weig
         used.describe()
     head.open()
     assert (head.client, head.epoch) == (used, client.describe().epoch)
-    with pytest.raises(ValueError, match="rows='dense' are in this process, without servers"):
+    with pytest.raises(ValueError, match="rows='dense' are in this process alone, without servers and"):
         make_head("dense").connect()
 
 

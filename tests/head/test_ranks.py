@@ -240,7 +240,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         "the learning rate of step 0 is not known: give step(learning_rate=...)",
     ],
     one_class_does_not_exist: [
-        f"{A_RANK_FAILED} evaluates or predicts before step 0",
+        f"{A_RANK_FAILED} evaluates, predicts or saves before step 0",
         "class 99 does not exist: the head has classes 0..39",
     ],
     other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,

@@ -20,6 +20,7 @@ from weightserver.torch import ClassifierHead
 
 BATCHES = loaded(shuffled(0, STEPS))
 HALF = STEPS // 2
+RATE = 0.3
 WINDOW: dict[str, Any] = {"window_size": 16, "window_stride": 4, "batch_size": 4}
 
 
@@ -203,8 +204,51 @@ def test_another_number_of_classes_is_refused(make_head: MakeHead, client: Weigh
 def test_dense_rows_have_no_state(make_head: MakeHead) -> None:
     head = make_head("dense")
     trained(head, [BATCHES])
-    with pytest.raises(ValueError, match="rows='dense' leave no checkpoints: use rows='resident'"):
+    with pytest.raises(ValueError, match="rows='dense' are in this process alone, without servers and saved states"):
         head.state_dict()
+
+
+def test_a_state_of_other_rows_changes_nothing(make_head: MakeHead, tmp_path: Path) -> None:
+    """It is refused before the servers are left; of a head that was not used, when it opens."""
+    other = make_head()
+    _, _, state = first_half(other)
+    dense, encoder = make_head("dense"), Encoder()
+    trained(dense, [BATCHES], steps=2, encoder=encoder)
+    with ClassifierHead(NUM_CLASSES, 6, num_negatives=12, directory=tmp_path / "rows") as head:
+        trained(head, [BATCHES], steps=2, encoder=encoder)
+        for used, match in ((dense, "rows='dense' are in this process alone"), (head, "hold another table than that")):
+            before = used.rows(range(NUM_CLASSES))
+            with pytest.raises(ValueError, match=match):
+                used.load_state_dict(state)
+            assert used.num_steps == 2
+            trained(used, [BATCHES[2:]], steps=3, encoder=encoder)
+            assert not torch.equal(used.rows(range(NUM_CLASSES)), before)
+
+
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_rows_of_bfloat16_are_saved_between_steps(make_head: MakeHead, rows: str) -> None:
+    """Resident ones are rounded where they are saved: a run that resumes there is the one that goes on."""
+    head, encoder = make_head(rows, dtype="bfloat16"), Encoder()
+    trained(head, [BATCHES], steps=HALF, encoder=encoder)
+    ids, batch = BATCHES[HALF]
+    loss = head(encoder.module(batch), ids)
+    if rows == "resident":
+        with pytest.raises(ValueError, match=r"rows of bfloat16 are saved between steps: call checkpoint"):
+            head.state_dict()
+        head.forget_announced(in_progress=True)
+        state = head.state_dict()
+        loss = head(encoder.module(batch), ids)
+    else:
+        state = head.state_dict()
+    loss.backward()
+    head.step(RATE)
+    expected = head.rows(range(NUM_CLASSES))
+    head.load_state_dict(state)
+    again = head(encoder.module(batch), ids)
+    again.backward()
+    head.step(RATE)
+    assert torch.equal(again, loss)
+    assert torch.equal(head.rows(range(NUM_CLASSES)), expected)
 
 
 def test_heads_are_neither_copied_nor_pickled(make_head: MakeHead) -> None:

@@ -8,8 +8,9 @@ from tests.helpers.row_model import RowModel
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.core.precision import ROUNDING_ERROR
 
+ROUNDING_ERROR = 2.0**-7
+"""The largest relative error of a rounded value; of subnormal ones, 2^-133 in all."""
 _ARITHMETIC = 2.0**-20
 """Relative error of an update in float32, generously."""
 

@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.comparing import same
-from tests.helpers.rounding_model import RoundedRows
+from tests.helpers.rounding_model import ROUNDING_ERROR, RoundedRows
 from tests.helpers.row_model import schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
-from weightserver.core.precision import ROUNDING_ERROR
 
 SPEC = TableSpec(num_rows=120, dim=12, weight_decay=1e-3, rows_per_block=5, seed=3, dtype="bfloat16")
 ROWS = np.arange(SPEC.num_rows)

@@ -131,8 +131,11 @@ def test_copies_of_a_checkpoint_have_its_learning_rates(
             assert Shard(storage, shard=shard, num_shards=num_shards).used_rates.values.tolist() == RATES[:5].tolist()
 
 
-def test_shards_whose_writes_used_fewer_rates_than_a_fetch_brought_are_told_the_others(client: WeightClient) -> None:
-    """As where an evaluation reads between writes of rows that were updated at different steps."""
+def test_shards_whose_writes_used_fewer_rates_than_a_fetch_brought_are_told_the_others(
+    client: WeightClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an evaluation reads between writes of rows that were updated at different steps; in one attempt each."""
+    monkeypatch.setattr(client_rates.CarriedRates, "are_missing", lambda *_: pytest.fail("a shard had to ask"))
     client.create_table(SPEC)
     client.open_session("run")
     client.extend_schedule(0, RATES[:7])

@@ -17,7 +17,7 @@ from weightserver import FencedError, RowState, StepError, TableSpec, WeightClie
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.operations.plan import Workload, plan
-from weightserver.torch import ResidentRows
+from weightserver.torch import ResidentRows, Rows
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.slots import SlotMap
 
@@ -255,10 +255,10 @@ def test_slots_find_what_they_hold() -> None:
 
 
 def test_unstable_learning_rates_are_refused_at_once(watched: WatchedClient) -> None:
-    rates = LearningRates(SPEC)
-    rates.tell(0, 379)
+    rows = Rows(momentum=SPEC.momentum, weight_decay=SPEC.weight_decay, learning_rate_factor=2)
+    assert rows.learning_rates([189.5]) == [379]
     with pytest.raises(ValueError, match=r"rate 380 of step 1 makes rows grow without a gradient: .* than 380"):
-        rates.tell(1, 380)
+        rows.learning_rates([190], 1)
     with pytest.raises(ValueError, match="learning rate 1000 of step 0 makes rows grow without a gradient"):
         LearningRates(SPEC, np.full(200, 1_000.0, np.float32))
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from benchmarks.rounding import movements
+from tests.helpers.rounding_model import ROUNDING_ERROR
 from weightserver.core.arrays import BFloat16Array, Float32Array
 from weightserver.core.precision import (
     GRADIENT,
     MOMENTUM_BUFFER,
-    ROUNDING_ERROR,
     WEIGHT,
     BFloat16,
 )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightserver.common.addresses import is_loopback
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
-from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer
+from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer, checked_number
 from weightserver.core.errors import RowError
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
@@ -34,6 +34,10 @@ def check_addresses(
 
 
 def check_seconds(timeout_seconds: float, retry_seconds: float, connect_seconds: float) -> None:
+    """Raises TypeError for what is no number, ValueError for numbers out of range."""
+    given = {"timeout_seconds": timeout_seconds, "retry_seconds": retry_seconds, "connect_seconds": connect_seconds}
+    for name, seconds in given.items():
+        checked_number(seconds, name)
     if (
         not 0 < timeout_seconds <= _MAX_SECONDS
         or not 0 <= retry_seconds < math.inf

@@ -43,6 +43,10 @@ class CarriedRates:
         self._fixed = fixed or FixedSteps()
         self._in_doubt_before = 0
 
+    def of_shard(self, num_steps: int) -> CarriedRates:
+        """Those of the first `num_steps` alone, for a shard whose part of a write uses no others."""
+        return CarriedRates(self._known, num_steps, self._held, self._fixed)
+
     def message(self, shard: int) -> pb.Rates:
         """What a request names. If too many are missing, it names all by their digest: `missing` brings the others."""
         start = min(self._held[shard], self._num_steps)

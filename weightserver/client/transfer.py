@@ -95,6 +95,10 @@ class RowWrite:
         """The number of steps whose learning rates it uses."""
         return self.step + self.adds
 
+    def num_steps_at(self, positions: slice | Int64Array) -> int:
+        """The same of the rows at `positions` alone."""
+        return self.num_steps if self.adds else int(self.arrays["last_step"][positions].max())
+
     @property
     def array_bytes_per_row(self) -> int:
         return sum(array.nbytes // len(self.rows) for array in self.arrays.values())
@@ -153,8 +157,9 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
         def send_to_shard(shard: int) -> pb.WriteResponse:
             header = partial(writer.header, number, step=write.step, table=table.digest)
             messages = partial(write.messages, header, by_shard[shard], table.spec.rows_per_block, borrowed)
+            used = rates.of_shard(write.num_steps_at(by_shard[shard]))
             num_rows = len(write.rows[by_shard[shard]])
-            answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=rates, num_rows=num_rows)
+            answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=used, num_rows=num_rows)
             return answer
 
         rates.are_sent()

@@ -40,3 +40,13 @@ def checked_integer(value: Any, name: str, low: float = -math.inf, high: float =
     if not low <= number <= high:
         raise ValueError(f"{name} must lie in {low}..{high}, got {number}")
     return number
+
+
+def checked_number(value: Any, name: str) -> float:
+    """The argument `name` as a Python float, infinite for a huge integer. Raises TypeError for a text or a bool."""
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -24,8 +24,6 @@ from weightserver.core.splitmix import mix_seed, splitmix64
 
 WEIGHT, MOMENTUM_BUFFER, GRADIENT = range(3)
 """Which array of a row is rounded: each has random bits of its own."""
-ROUNDING_ERROR = 2.0**-7
-"""The largest relative error of a rounded value; of subnormal ones, 2^-133 in all."""
 
 _LARGEST = np.uint32(0x7F7F0000).view(np.float32)
 _INFINITE = 0x7F80

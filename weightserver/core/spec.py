@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from weightserver.core.arrays import checked_integer
+from weightserver.core.arrays import checked_integer, checked_number
 
 MAX_ROWS = 2**48
 _MAX_BLOCK_BYTES = 32 << 20
@@ -54,7 +54,7 @@ class TableSpec:
         for name, (low, high) in _INTEGERS.items():
             self._set(name, checked_integer(getattr(self, name), name, low, high))
         for name, (limit, shown) in _NUMBERS.items():
-            number = _as_float(getattr(self, name), name)
+            number = checked_number(getattr(self, name), name)
             if not 0 <= number < limit:
                 raise ValueError(f"{name} must lie in [0, {shown}), got {number!r}")
             self._set(name, number)
@@ -87,12 +87,3 @@ class TableSpec:
     def is_another_size_of(self, other: TableSpec) -> bool:
         """Whether the two differ in num_rows and in nothing else."""
         return self != other and replace(self, num_rows=other.num_rows) == other
-
-
-def _as_float(value: Any, name: str) -> float:
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:  # of a huge integer
-        return math.inf

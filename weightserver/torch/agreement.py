@@ -27,7 +27,7 @@ class Doing(IntEnum):
     LOOKS = 5
 
 
-_WORDS = ("announces", "has no batch for", "gives a batch of", "ends", "skips", "evaluates or predicts before")
+_WORDS = ("announces", "has no batch for", "gives a batch of", "ends", "skips", "evaluates, predicts or saves before")
 
 
 class Agreement:

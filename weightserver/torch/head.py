@@ -11,6 +11,7 @@ for ids, batch in head.announced(loader):
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from weightserver import Checkpoint, TableSpec, WeightClient
-from weightserver.core.arrays import Int64Array, checked_integer
+from weightserver.core.arrays import Int64Array, checked_integer, checked_number
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, checked_ids, class_counts
@@ -45,7 +46,7 @@ from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Step
 from weightserver.torch.step_classes import Announced
 from weightserver.torch.steps import Steps
-from weightserver.torch.table import Table, float32_rates
+from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
 _Arguments = ParamSpec("_Arguments")
@@ -132,6 +133,8 @@ class ClassifierHead(nn.Module):
             raise ValueError(
                 "servers are given, but directory and num_shards are of a head's own ones: omit one of them"
             )
+        if not isinstance(run, str) or not isinstance(directory, str | os.PathLike | None):
+            raise TypeError(f"run must be a text and directory a path, got {run!r} and {directory!r}")
         ranges = class_counts(num_classes)
         self.order = RangesOrder(ranges, checked_integer(order_seed, "order_seed"))
         spec = of_rows.spec(self.order.num_rows, dim)
@@ -154,7 +157,7 @@ class ClassifierHead(nn.Module):
             self.negatives,
             run=run,
             directory=Path("rows") / run if directory is None else Path(directory),
-            learning_rates=float32_rates(learning_rates),
+            learning_rates=of_rows.learning_rates([] if learning_rates is None else learning_rates),
         )
         self._steps = Steps(self._table, self.negatives, self.order)
         classes = {"num_classes": ranges, "dim": dim, "order_seed": order_seed}
@@ -549,7 +552,7 @@ class ClassifierHead(nn.Module):
         """
         table = self._open()
         if learning_rate is not None:
-            table.tell(self.num_steps, float(learning_rate))
+            table.tell(self.num_steps, checked_number(learning_rate, "learning_rate"))
         elif self.num_steps >= len(table.rates):
             raise ValueError(f"the learning rate of step {self.num_steps} is not known: give step(learning_rate=...)")
         agreement.same(
@@ -678,10 +681,18 @@ class ClassifierHead(nn.Module):
             name: by default made from the step.
 
         Raises:
-            ValueError: dense rows.
+            ValueError: dense rows, or bfloat16 ones that a forward pass of the step in progress has read before they
+                are rounded: a run that resumes there would not be the one that goes on.
             InvalidRequestError: the name was used for another state.
         """
-        kept, self._saved = self._open().checkpoint(name, step=self.num_steps)
+        table, step = self._open(), self._steps.current
+        with self._agreement(Doing.LOOKS):
+            if step is not None and step.weight is not None and table.is_rounded:
+                raise ValueError(
+                    "rows of bfloat16 are saved between steps: call checkpoint() and state_dict() after step(), or "
+                    "forget_announced(in_progress=True) before"
+                )
+        kept, self._saved = table.checkpoint(name, step=self.num_steps)
         return kept
 
     def get_extra_state(self) -> Tensor:
@@ -709,7 +720,8 @@ class ClassifierHead(nn.Module):
         none: loading it changes nothing, and is refused after the first step.
 
         Raises:
-            ValueError: a damaged state, one of rows in another order, or none of this head's rows.
+            ValueError: a damaged state, one of rows in another order or of dense rows, or, if the head is open, none of
+                its rows; nothing is changed.
         """
         if not len(state):
             if self.num_steps:
@@ -720,7 +732,6 @@ class ClassifierHead(nn.Module):
             return
         saved, recent = from_tensor(state)
         saved.check_order(self.order)
-        if self._table.is_open:
-            self._table.disconnect()
+        self._table.leave_for(saved)
         self._saved = saved
         self._steps.reset(saved.step, recent)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from weightserver.core.arrays import checked_number
 from weightserver.torch.condensed import are_many, condensed
 from weightserver.torch.margins import (
     NO_MARGIN,
@@ -53,7 +54,7 @@ class Loss:
         if self.softmax not in ("cosine", "plain"):
             raise ValueError(f"softmax must be 'cosine' or 'plain', got {self.softmax!r}")
         checked_temperature(self.temperature)
-        if not 0 <= self.label_smoothing < 1:
+        if not 0 <= checked_number(self.label_smoothing, "label_smoothing") < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
         margin_of(self.margin, self.margin_size)
         if self.softmax == "plain" and self.margin != "none":
@@ -95,8 +96,8 @@ class Loss:
 
 
 def checked_temperature(temperature: float) -> float:
-    """The temperature. Raises ValueError unless it is positive and finite."""
-    if not 0 < temperature < math.inf:
+    """The temperature. Raises TypeError if it is no number, ValueError unless it is positive and finite."""
+    if not 0 < checked_number(temperature, "temperature") < math.inf:
         raise ValueError(f"temperature must be positive, got {temperature}")
     return temperature
 

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weightserver.core.arrays import checked_number
+
 MarginKind = Literal["none", "cosface", "arcface", "adaface"]
 MARGINS: tuple[MarginKind, ...] = ("none", "cosface", "arcface", "adaface")
 DEFAULT_SIZES: dict[MarginKind, float] = {"none": 0.0, "cosface": 0.35, "arcface": 0.5, "adaface": 0.4}
@@ -42,6 +44,7 @@ class Margin:
     def __post_init__(self) -> None:
         if self.kind not in MARGINS:
             raise ValueError(f"margin must be {', '.join(MARGINS[:-1])} or {MARGINS[-1]}, got {self.kind}")
+        checked_number(self.size, "margin_size")
         largest = {"none": 0.0, "cosface": 1.0, "arcface": math.pi / 2, "adaface": math.pi / 2}[self.kind]
         if self.kind != "none" and not 0 < self.size < largest:
             raise ValueError(

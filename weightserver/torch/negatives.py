@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from weightserver.core.arrays import Int64Array
+from weightserver.core.arrays import Int64Array, checked_number
 from weightserver.core.initial import derive_seed, splitmix64
 from weightserver.torch.recency import ActiveRows, Visited, check_num_active
 from weightserver.torch.windows import RowOrder
@@ -100,7 +100,7 @@ class NegativeSampler:
     ) -> None:
         if kind not in NEGATIVES:
             raise ValueError(f"negatives must be {', '.join(NEGATIVES[:-1])} or {NEGATIVES[-1]}, got {kind}")
-        if kind == "both" and not 0 < recent_share < 1:
+        if kind == "both" and not 0 < checked_number(recent_share, "recent_share") < 1:
             raise ValueError(
                 f"recent_share must lie between 0 and 1, got {recent_share:g}: for one kind only, choose negatives "
                 "recent or uniform"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy.typing as npt
 
 from weightserver import TableSpec
-from weightserver.core.correction import Schedule, checked_rates
+from weightserver.core.correction import Schedule
 
 
 class LearningRates:
@@ -24,26 +24,18 @@ class LearningRates:
         return len(self._rates)
 
     def tell(self, step: int, learning_rate: float) -> None:
-        """Sets the learning rate of update `step`, the first that was not made; another one may have been told for an
-        attempt at it that failed.
-
-        Raises:
-            ValueError: the learning rate of `step` was given in advance and differs, or it is negative, infinite, NaN
-                or unstable.
+        """Sets the learning rate of update `step`, a float32 and the first that was not made; another one may have been
+        told for an attempt at it that failed. Raises ValueError if that of `step` was given in advance and differs.
         """
-        schedule = self._schedule
-        (rate,) = checked_rates(
-            [learning_rate], momentum=schedule.momentum, weight_decay=schedule.weight_decay, start_step=step
-        )
         if step < self._num_given:
-            if rate != self._rates[step]:
+            if learning_rate != self._rates[step]:
                 raise ValueError(
                     f"the learning rate of step {step} was given as {self.of_step(step):g}, got {learning_rate:g}: "
                     "omit it, or give no learning_rates in advance"
                 )
             return
         assert step in (len(self) - 1, len(self)), "updates are told in order"
-        self._rates[step:] = [float(rate)]
+        self._rates[step:] = [learning_rate]
 
     def of_step(self, step: int) -> float:
         """The learning rate of update `step`, as the float32 that rows are updated with."""

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -14,13 +15,15 @@ import numpy.typing as npt
 
 from weightserver import TableSpec, WeightClient
 from weightserver.common.addresses import parse_addresses
-from weightserver.core.arrays import Float32Array, checked_integer
+from weightserver.core.arrays import Float32Array, checked_integer, checked_number
+from weightserver.core.correction import checked_rates
 from weightserver.torch.loss import Loss
 
 DEFAULT_PREFETCH_STEPS = 8
 BLOCK_OF_WINDOWS, BLOCK_OF_ANY_ORDER = 63, 7
 """Rows of a block where a window visits neighbouring rows, and where rows are scattered: writing those takes 0.29 of
 the time in the smaller blocks."""
+_SECONDS = ("timeout_seconds", "retry_seconds", "connect_seconds")
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,22 @@ class Servers:
     """Whether servers on other machines may be called without credentials."""
 
     def __post_init__(self) -> None:
-        checked_integer(self.num_shards, "num_shards")
+        checked_integer(self.num_shards, "num_shards", 1)
+        for name in _SECONDS:
+            checked_number(getattr(self, name), name)
         self.parsed()
 
     def parsed(self) -> list[str]:
-        """The addresses. Raises ValueError for one that is none."""
-        given = self.addresses or []
-        return parse_addresses(*([given] if isinstance(given, str) else given))
+        """The addresses. Raises TypeError for what is no text, ValueError for one that is no address."""
+        given = [] if self.addresses is None else self.addresses
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f'servers must be addresses "host:port,host:port" or a list of them, got {given!r}')
+        return parse_addresses(*texts)
 
     def client(self, addresses: Sequence[str]) -> WeightClient:
         """A client of these addresses: the given ones, or those of a head's own servers, which are on loopback."""
-        seconds = {name: getattr(self, name) for name in ("timeout_seconds", "retry_seconds", "connect_seconds")}
+        seconds = {name: getattr(self, name) for name in _SECONDS}
         security = {name: getattr(self, name) for name in ("credentials", "token", "insecure")}
         return WeightClient(addresses, **seconds, **(security if self.addresses else {}))
 
@@ -103,7 +111,7 @@ class Rows:
                 raise ValueError(f"capacity is a number of resident rows, but rows={self.where!r}: omit one of them")
         if checked_integer(self.prefetch_steps, "prefetch_steps") < 0:
             raise ValueError(f"prefetch_steps must be at least 0, got {self.prefetch_steps}")
-        if not (math.isfinite(self.learning_rate_factor) and self.learning_rate_factor > 0):
+        if not 0 < checked_number(self.learning_rate_factor, "learning_rate_factor") < math.inf:
             raise ValueError(f"learning_rate_factor must be positive, got {self.learning_rate_factor}")
         if self.where != "dense":
             return
@@ -112,10 +120,12 @@ class Rows:
         if self.dtype != "float32":
             raise ValueError(f"rows='dense' are float32, not {self.dtype}: omit dtype, or use rows='resident'")
 
-    def learning_rates(self, of_steps: npt.ArrayLike) -> Float32Array:
-        """The rows' own learning rates, float32 [n], from those of n steps."""
-        with np.errstate(over="ignore"):  # infinite ones are refused where they are used
-            return (np.asarray(of_steps, np.float32) * np.float64(self.learning_rate_factor)).astype(np.float32)
+    def learning_rates(self, of_steps: npt.ArrayLike, start_step: int = 0) -> Float32Array:
+        """The rows' own learning rates, float32 [n], from those of n steps. Raises as `checked_rates` does."""
+        checked = partial(checked_rates, momentum=self.momentum, start_step=start_step)
+        with np.errstate(over="ignore"):
+            own = (checked(of_steps, weight_decay=0.0) * np.float64(self.learning_rate_factor)).astype(np.float32)
+        return checked(own, weight_decay=self.weight_decay)
 
     def spec(self, num_rows: int, dim: int) -> TableSpec:
         """The table of these rows; its blocks are those of any order unless `rows_per_block` is given."""

@@ -63,11 +63,6 @@ class Steps:
         return self._begun if self._begun is not None and self._begun.number == self.number else None
 
     @property
-    def has_announced(self) -> bool:
-        """Whether a step was announced that has not begun."""
-        return bool(self._coming)
-
-    @property
     def visited(self) -> Visited:
         """What was recently visited before the next update: rows (≤ K,) and their last visits."""
         following = [self.current.announced] if self.current else list(self._coming)

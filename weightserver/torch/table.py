@@ -39,7 +39,7 @@ class Table:
         spec: of a new table; later of the one that was opened.
         order: the row of each class.
         directory: of the servers that rank 0 starts if no addresses are given.
-        learning_rates: float32 [n], those of the first n steps if they are known in advance.
+        learning_rates: float32 [n], the rows' own of the first n updates, if they are known in advance.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Table:
         self._rows = rows
         self._negatives = negatives
         self._directory = directory
-        self._learning_rates = rows.learning_rates(learning_rates)
+        self._learning_rates = learning_rates
         self.ranks = Ranks(device=torch.device("meta"))
         """Those that share the rows, and their device; of none before the first use."""
         self._set_unopened()
@@ -84,6 +84,22 @@ class Table:
         """Ends the threads, the session, and the servers if rank 0 started them; it may be opened again."""
         self._stack.close()
         self._set_unopened()
+
+    def leave_for(self, saved: SavedRows) -> None:
+        """As `disconnect`, if it is open and may then be opened as it was when `saved` was taken.
+
+        Raises:
+            ValueError: dense rows, or, if it is open, other servers than those of `saved`.
+        """
+        self._require_servers()
+        if self.is_open:
+            self.ranks.of_first(partial(saved.check_held, self.connect(self.ranks.device)))
+            self.disconnect()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether resident rows are rounded when they are stored."""
+        return self._rows.where == "resident" and self.spec.dtype != "float32"
 
     def close(self) -> None:
         """As `disconnect`, for good; does nothing in a process that was forked from its owner."""
@@ -117,12 +133,17 @@ class Table:
         """
         self.require_usable()
         ranks = self.ranks_on(device)
-        if self._rows.where == "dense":
-            raise ValueError("rows='dense' are in this process, without servers: use rows='resident'")
+        self._require_servers()
         if self.client is None:
             addresses = ranks.of_first(partial(self._start_servers, ranks))
             self.client = self._stack.enter_context(self.servers.client(addresses))
         return self.client
+
+    def _require_servers(self) -> None:
+        if self._rows.where == "dense":
+            raise ValueError(
+                "rows='dense' are in this process alone, without servers and saved states: use rows='resident'"
+            )
 
     def _start_servers(self, ranks: Ranks) -> list[str]:
         if addresses := self.servers.parsed():
@@ -163,8 +184,6 @@ class Table:
     def _open(self, saved: SavedRows | None, in_windows: bool) -> None:
         ranks = self.ranks
         if self._rows.where == "dense":
-            if saved is not None:
-                raise ValueError("rows='dense' are in this process alone and cannot be restored: use rows='resident'")
             self.spec = self._in_blocks(None, in_windows)
             self.rates = LearningRates(self.spec, self._learning_rates)
             return
@@ -232,7 +251,7 @@ class Table:
 
     def tell(self, step: int, learning_rate: float) -> None:
         """See `LearningRates.tell`, for the rows' own; the client sends it with their updates."""
-        self.rates.tell(step, float(self._rows.learning_rates(learning_rate)))
+        self.rates.tell(step, *self._rows.learning_rates([learning_rate], step).tolist())
         if self.client is not None:
             self.client.extend_schedule(step, [self.rates.of_step(step)])
 
@@ -319,8 +338,8 @@ class Table:
             ValueError: dense rows.
             InvalidRequestError: the name was used for another state.
         """
-        if (client := self.client) is None:
-            raise ValueError("rows='dense' leave no checkpoints: use rows='resident'")
+        self._require_servers()
+        client = self.connect(self.ranks.device)
         name = f"step-{step:012d}" if name is None else name
         self._make_durable()
         if self.ranks.is_first:
@@ -344,11 +363,3 @@ def _enlarged(client: WeightClient, *num_rows: int) -> TableSpec:
         with contextlib.suppress(ValueError):
             return client.extend_table(number)
     return client.describe().spec
-
-
-def float32_rates(learning_rates: Any) -> Float32Array:
-    """Learning rates given in advance, float32 [n]; none if None. Raises ValueError for another shape."""
-    rates = np.zeros(0, np.float32) if learning_rates is None else np.asarray(learning_rates, np.float32)
-    if rates.ndim != 1:
-        raise ValueError(f"learning_rates must have shape (n,), one for each step, got {rates.shape}")
-    return rates
