@@ -96,6 +96,8 @@ def test_a_forked_process_cannot_use_an_inherited_client(cluster: LocalCluster, 
 def test_a_forked_process_does_not_close_the_cluster() -> None:
     with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as client:
         assert in_fork(cluster.close)[1] == ""
+        line = in_fork(lambda: cluster.restart(0))[1]
+        assert line == f"ValueError: this cluster was started by process {os.getpid()}: restart its shards there"
         assert Path(cluster.directory / "shard-0" / "data.mdb").exists()
         client.create_table(SPEC)
 

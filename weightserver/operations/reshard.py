@@ -76,6 +76,9 @@ def reshard(
     """
     if len({path.resolve() for path in [*sources, *targets]}) < len(sources) + len(targets):
         raise ValueError("a directory is given twice")
+    for target, source in itertools.product(targets, sources):
+        if target.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"{target} lies in {source}, an old shard's directory: give one beside it")
     with ExitStack() as stack:
         shards = [open_source(directory, stack) for directory in sources]
         old = common_spec(shards)

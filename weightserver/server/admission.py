@@ -126,7 +126,8 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _watched(self, context: grpc.ServicerContext) -> Iterator[_Call]:
-        """Watches a call from now on until its answer was taken; errors become its status."""
+        """Watches a call from now on until its answer was taken. Its handler answers all errors but that its caller is
+        gone."""
         call = _Call(context)
         self._calls.add(call)
         try:
@@ -134,8 +135,6 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
                 self._calls.discard(call)
                 raise CancelledError
             yield call
-        except WeightServerError as error:
-            abort(context, error)
         except CancelledError:
             context.abort(grpc.StatusCode.CANCELLED, "the caller is gone")
         finally:

@@ -218,6 +218,8 @@ def test_reshard_rejects_invalid_directories(
     shutil.copytree(sources[0], tmp_path / "copy")
     fails("two directories hold the same shard of 2", source=[sources[0], tmp_path / "copy"])
     fails("a directory is given twice", target=sources)
+    fails("an old shard's directory: give one beside it", target=targets_in(sources[1] / "new", 3))
+    assert not (sources[1] / "new").exists()
     fails("holds no weight server data", source=[tmp_path / "empty", sources[1]])
     fails("is served by another process", source=[cluster.directory / "shard-0", sources[1]])
     old_copy = Path(shutil.copytree(sources[0], tmp_path / "old copy"))
