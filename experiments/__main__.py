@@ -18,6 +18,7 @@ from experiments.quick import quick
 from experiments.results import check_results
 from experiments.runner import MOST_SEEDS, Runner
 from experiments.tables import TABLES
+from experiments.tables.cifar import CIFAR_10
 from trainer.cores import usable_cores
 from weightserver.common.atomic_files import directory_lock
 from weightserver.common.logs import print_error
@@ -95,7 +96,7 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
     chosen = list(TABLES) if names is None else names.split(",")
     if unknown := [name for name in chosen if name not in TABLES]:
         raise ValueError(f"--tables has {unknown[0]!r}: give names among {', '.join(TABLES)}")
-    tables = [TABLES[name] for name in chosen]
+    tables = [TABLES[name] for name in chosen if not (is_quick and names is None and TABLES[name] in CIFAR_10)]
     return [quick(table) for table in tables] if is_quick else tables
 
 

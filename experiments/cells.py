@@ -36,6 +36,8 @@ class Evaluation:
     """Further options that make it short."""
     all_images: bool = False
     """Whether it has all labelled training images, even if the cell was trained on a part of them."""
+    validation: bool = False
+    """Whether the last 5,000 of them stand for the test images: for settings that are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class Cell:
     row: str
     column: str = ""
     method: str = PIC
+    preset: str = "fashion-mnist"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from the preset's; a mapping changes single fields of a nested setting."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -60,14 +63,15 @@ class Cell:
 
     def identity(self, seed: int) -> str:
         """Name of the run's directory: equal for cells of several tables with the same method, settings and seed."""
-        text = json.dumps([self.method, self.settings], sort_keys=True)
+        preset = [] if self.preset == Cell.preset else [self.preset]
+        text = json.dumps([self.method, self.settings, *preset], sort_keys=True)
         if AFTER in text and self.after is not None:
             text = text.replace(AFTER, self.after.identity(seed))
         return f"{self.method}-{hashlib.sha256(text.encode()).hexdigest()[:10]}-{seed}"
 
     def config(self, seed: int) -> TrainConfig:
         """The settings of its run with this seed, without a directory. Raises TypeError for an unknown setting."""
-        _, preset = PRESETS["fashion-mnist"]
+        _, preset = PRESETS[self.preset]
         return preset.with_settings(**flat(self.settings) | {"seed": seed, "order_seed": seed})
 
 

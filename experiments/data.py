@@ -29,6 +29,8 @@ def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:
     Raises:
         ValueError: it cannot be made, or another one is in its place.
     """
+    if config.data.dataset == "cifar-10" and (folder / "cifar-10").is_dir():
+        return config.with_settings(data_dir=folder / "cifar-10")  # otherwise torchvision's download
     sizes = _SIZES.get(str(config.data.data_dir))
     if sizes is None:
         return config

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from experiments.data import with_data
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
 from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
+from trainer.data import Dataset
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
 from trainer.evaluate.features import FeatureSet, encoder_features
@@ -46,12 +47,14 @@ from weightserver.torch import Ranks
 _NICENESS = 10
 _CHECKPOINT_STEPS = 200
 _CPU_SECONDS = 60.0
+_NUM_VALIDATION = 5_000
 
 
 def write_cell(directory: Path, cell: Cell, seed: int, after: Path | None) -> None:
     """Writes the description of a cell's run that this program reads."""
     content = {
         "method": cell.method,
+        "preset": cell.preset,
         "settings": cell.settings,
         "evaluations": [asdict(each) for each in cell.evaluations],
         "seed": seed,
@@ -73,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     threading.Thread(target=_follow_parent, daemon=True).start()
     with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
         content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
-        cell = Cell(row="", method=content["method"], settings=content["settings"])
+        cell = Cell(row="", method=content["method"], preset=content["preset"], settings=content["settings"])
         config = with_data(_plain(cell.config(content["seed"])).with_settings(output=directory))
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
@@ -130,10 +133,23 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
         return
     command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)
+    if evaluation.validation:
+        images = _validated(images)
     subject = load_subject(command.subject)
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
     made = evaluations.Evaluation(subject=subject, load=lambda: images, state=state)
     evaluations.evaluate(made, command.name, function_of(command.name), command.settings, file)
+
+
+def _validated(images: Dataset) -> Dataset:
+    """The last 5,000 training images in place of the test images."""
+    return replace(
+        images,
+        train_images=images.train_images[:-_NUM_VALIDATION],
+        train_labels=images.train_labels[:-_NUM_VALIDATION],
+        test_images=images.train_images[-_NUM_VALIDATION:],
+        test_labels=images.train_labels[-_NUM_VALIDATION:],
+    )
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """All tables as data, in the order in which they are run: those that say most about the paper first."""
 
 from experiments.tables.beyond import BEYOND, ROW_PRECISION
+from experiments.tables.cifar import CIFAR_10
 from experiments.tables.components import COMPONENTS, PARTITION
 from experiments.tables.glyphs import GLYPHS
 from experiments.tables.methods import METHODS, SEMI_SUPERVISED, VIEWS
@@ -11,6 +12,7 @@ from experiments.tables.windows import LARGER, LENGTHS, TRIALS, WINDOWS
 TABLES = {
     table.name: table
     for table in (
+        *CIFAR_10,
         NEGATIVES,
         CROSS_VALIDATED,
         LENGTHS,

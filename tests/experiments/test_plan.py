@@ -1,0 +1,72 @@
+"""The plan for CIFAR-10: its cells have the paper's proportions, and its statistics are the textbook's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from scipy import stats
+
+from experiments.__main__ import main
+from experiments.cells import PIC
+from experiments.paired import holm, paired_effect
+from experiments.run_cell import _validated
+from experiments.tables.cifar import CIFAR_10, METHODS, SEEDS, TRIALS
+from trainer.data import Dataset
+from trainer.presets import PRESETS
+from trainer.proportions import proportions
+
+UNMATCHED = {"negatives_of_batch", "learning_per_pass"}
+"""What PLAN.md says cannot be matched."""
+
+
+def test_the_cells_have_the_papers_proportions() -> None:
+    paper = asdict(proportions(PRESETS["imagenet-1k"][1], 1_281_167))
+    config = next(cell for cell in METHODS.cells if cell.method == PIC).config(0)
+    ours = asdict(proportions(config, config.data.num_images or 0))
+    matched = paper.keys() - UNMATCHED
+    assert {name: ours[name] for name in matched} == pytest.approx({name: paper[name] for name in matched}, rel=0.05)
+
+
+def test_every_cell_can_run_and_has_five_seeds() -> None:
+    for table in CIFAR_10:
+        assert table.seeds == (1 if table is TRIALS else SEEDS)
+        for cell in table.cells:
+            config = cell.config(0)
+            config.check()
+            config.check_classes(config.data.num_images or 0)
+            assert all(each.validation == (table is TRIALS) for each in cell.evaluations)
+    identities = {cell.identity(0) for table in CIFAR_10[1:] for cell in table.cells}
+    assert 12 + SEEDS * len(identities) <= 130, "PLAN.md counts them"
+
+
+def test_settings_are_chosen_on_images_that_no_run_is_trained_on() -> None:
+    images, labels = torch.arange(6_000)[:, None], torch.arange(6_000)
+    found = _validated(
+        Dataset(train_images=images, train_labels=labels, test_images=images[:1], test_labels=labels[:1])
+    )
+    assert isinstance(found.test_images, torch.Tensor)
+    assert found.train_labels.tolist() == list(range(1_000))
+    assert found.test_labels.tolist() == found.test_images[:, 0].tolist() == list(range(1_000, 6_000))
+
+
+def test_paired_effects_are_those_of_the_t_test() -> None:
+    better, worse = [51.0, 52.5, 50.1, 53.2, 51.9], [50.2, 51.0, 50.3, 52.1, 50.8]
+    found, expected = paired_effect(better, worse), stats.ttest_rel(better, worse)
+    interval = expected.confidence_interval()
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(tuple(interval))
+    assert found.p == pytest.approx(expected.pvalue)
+    with pytest.raises(ValueError, match="1 pairs of runs tell no spread: give at least 2"):
+        paired_effect([1.0], [2.0])
+
+
+def test_holms_correction() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_quick_cells_need_no_further_data_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--tables", "cifar_nothing"]) == 1
+    assert "cifar_trials" in capsys.readouterr().err
