@@ -106,16 +106,6 @@ def test_a_run_that_joins_its_own_session_keeps_its_lease(make_client: MakeClien
         make_client().open_session("second")
 
 
-def test_a_run_keeps_its_lease_if_another_that_joined_it_ends(make_client: MakeClient) -> None:
-    first, second = make_client(), make_client()
-    epoch = first.open_session("first", hold=True)
-    second.open_session("first", join=epoch, hold=True)
-    first._lease.renew()  # type: ignore[union-attr]
-    second.close()
-    with pytest.raises(SessionInUseError, match="run 'first'"):
-        make_client().open_session("third")
-
-
 def test_a_process_keeps_its_session_while_one_of_its_clients_holds_it(
     client: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
