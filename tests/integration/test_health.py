@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -18,6 +22,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.commands import weightserver
+from tests.helpers.failing_disk import FailingDisk
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.server.health import ShardHealth
@@ -59,19 +64,69 @@ def test_a_shard_whose_pages_are_scrambled_is_not_serving(tmp_path: Path) -> Non
             client.push_gradients(ROWS, ONES, step=1)
         status, said = asked(cluster)
         assert (status, said.partition(":")[0]) == (1, "NOT_SERVING")
-        assert weightserver("health", cluster.addresses[0])[:2] == (1, "NOT_SERVING\n")
+        assert weightserver("health", cluster.addresses[0])[:2] == (1, f"{said}\n")
         assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 0
     assert '"event": "not serving' in (tmp_path / "shard-0.log").read_text()
 
 
 def test_a_shard_whose_volume_is_nearly_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = ShardHealth(lambda: "", tmp_path)
+    shard.serve()
     assert shard.ready() == (HTTPStatus.OK, "SERVING")
     monkeypatch.setattr("weightserver.server.health._MIN_FREE_MIB", 1 << 40)
     status, said = shard.ready()
     assert status is HTTPStatus.SERVICE_UNAVAILABLE
     assert f"NOT_READY: the volume of {tmp_path} is nearly full" in said
     assert shard.live() == (HTTPStatus.OK, "SERVING")
+
+
+def test_a_shard_is_ready_while_it_serves_only(tmp_path: Path) -> None:
+    """One that starts or drains lives: a restart would only make it take longer."""
+    shard = ShardHealth(lambda: "", tmp_path)
+    assert shard.ready() == (HTTPStatus.SERVICE_UNAVAILABLE, "NOT_READY: the shard is starting")
+    shard.serve()
+    assert shard.ready() == (HTTPStatus.OK, "SERVING")
+    shard.drain()
+    assert shard.ready() == (HTTPStatus.SERVICE_UNAVAILABLE, "NOT_READY: the shard is draining")
+    assert shard.live() == (HTTPStatus.OK, "SERVING")
+
+
+def test_a_shard_whose_disk_refuses_writes_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a write succeeds. It lives and serves fetches: a restart would change nothing."""
+    disk = FailingDisk(tmp_path)
+    disk.install(monkeypatch)
+    with LocalCluster(1, tmp_path / "servers") as cluster, WeightClient(cluster.addresses, retry_seconds=2) as client:
+        fill(client)
+        disk.fail(1, 1, errno.ENOSPC)
+        with pytest.raises(StorageError, match="No space left on device"):
+            client.push_gradients(ROWS, ONES, step=1)
+        status, said = asked(cluster, "/readyz")
+        assert status == 1
+        assert said.startswith("NOT_READY: the last write was refused: ")
+        assert "No space left on device" in said
+        assert weightserver("health", cluster.addresses[0])[:2] == (1, f"{said}\n")
+        assert asked(cluster) == (0, "SERVING")
+        assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 1
+        client.push_gradients(ROWS, ONES, step=1)
+        assert asked(cluster, "/readyz") == (0, "SERVING")
+
+
+def test_a_shard_whose_database_stays_unusable_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its supervisor starts it again: Docker restarts no container that is only unhealthy."""
+    code = "import weightserver.server.health as h; h._LASTING_SECONDS = 0.5; from weightserver.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", "--init", "--data-dir", str(tmp_path / "data"), "--announce"]
+    command += ["--listen", "127.0.0.1:0", "--metrics-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["metrics_address"]
+        assert answered(address, "/healthz") == (200, b"SERVING\n")
+        (tmp_path / "data/data.mdb").rename(tmp_path / "aside")
+        assert answered(address, "/healthz")[0] == 503
+        with contextlib.suppress(ConnectionError):
+            wait_until(lambda: answered(address, "/healthz")[0] != 503)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert re.search(r"^weightserver serve: .*data\.mdb cannot be read .*$", log, re.MULTILINE)
 
 
 @pytest.mark.guard

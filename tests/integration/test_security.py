@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.commands import weightserver
 from tests.helpers.secure_shards import Served, served
-from tests.helpers.watching import metric, page
+from tests.helpers.watching import metric, page, wait_until
 from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.cli import main
 from weightserver.client.security import ClientSecurity
@@ -35,7 +35,7 @@ from weightserver.common.security import TOKEN_VARIABLE, read_token
 from weightserver.operations.certificates import write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.server.config import ServerConfig
-from weightserver.server.security import server_tls
+from weightserver.server.security import ServerTls
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
@@ -121,6 +121,83 @@ def test_two_authorities_are_trusted_while_certificates_are_renewed(place: Place
     both.write_bytes((place.other / "ca.pem").read_bytes() + (place.own / "ca.pem").read_bytes())
     with place.client("tls", tls(place.own, tls_ca=both)) as client:
         client.drop_table()
+
+
+@pytest.fixture
+def renewed(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
+    """A shard of its own, and its certificates, which expire in a minute."""
+    own = tmp_path / "certs"
+    write_certificates(own, ["127.0.0.1"], days=1, start=datetime.now(UTC) - timedelta(days=1, minutes=-1))
+    files = [f"--tls-cert={own}/server.pem", f"--tls-key={own}/server-key.pem", f"--tls-client-ca={own}/ca.pem"]
+    with served({"shard": [*files, f"--token-file={own}/token"]}) as shards:
+        yield shards["shard"], own
+        assert "Traceback" not in shards["shard"].log.read_text()
+
+
+def test_certificates_are_read_again_without_a_restart(renewed: tuple[Served, Path], tmp_path: Path) -> None:
+    """By the shard for the next connection, by the client for its next one. Here the CA is another one afterwards, so
+    that neither accepts the other's old certificate."""
+    shard, own = renewed
+
+    def refusals() -> int:
+        assert page(shard.metrics_address)  # a scrape makes the shard look
+        return shard.log.read_text().count("; what was read before is used")
+
+    def days() -> float:
+        return (metric(shard.metrics_address, "weightserver_certificate_expiry") - time.time()) / 86400
+
+    with WeightClient([shard.address], **everything(own).client_arguments()) as client:
+        client.create_table(SPEC)
+        write_certificates(tmp_path / "new", ["127.0.0.1"], days=30)
+        os.replace(tmp_path / "new/server-key.pem", own / "server-key.pem")
+        wait_until(lambda: refusals() == 1)
+        for name in ("server.pem", "client-key.pem", "client.pem", "ca.pem"):
+            os.replace(tmp_path / "new" / name, own / name)
+        wait_until(lambda: days() > 29)
+        (channel,) = client._shards.connections()[0]._channels._all
+        channel.is_useless = True  # as after a connection that is lost
+        assert client.describe().spec == SPEC
+    (own / "server.pem").write_text("damaged")
+    wait_until(lambda: refusals() == 2)
+    assert days() > 29
+    with WeightClient([shard.address], **everything(own).client_arguments()) as client:
+        assert client.describe().spec == SPEC
+
+
+def test_a_shard_whose_certificate_has_expired_is_not_ready(place: Place, renewed: tuple[Served, Path]) -> None:
+    """It lives: a restart would change nothing."""
+    url = f"http://{place.shards['expired'].metrics_address}"
+    with pytest.raises(urllib.error.HTTPError) as unready:
+        urllib.request.urlopen(f"{url}/readyz")
+    assert re.search(
+        r"^NOT_READY: --tls-cert .*expired on .* and clients refuse it: renew it$", unready.value.read().decode()
+    )
+    unready.value.close()
+    assert urllib.request.urlopen(f"{url}/healthz").read() == b"SERVING\n"
+    assert urllib.request.urlopen(f"http://{renewed[0].metrics_address}/readyz").read() == b"SERVING\n"
+
+
+def test_a_token_is_replaced_without_a_restart(renewed: tuple[Served, Path]) -> None:
+    """Added as the second line, then the first, then alone: no call fails on the way, however long a client lives."""
+    shard, own = renewed
+    client_file = own / "client-token"
+    old, new = (own / "token").read_text().strip(), "another-token-of-the-shard"
+    client_file.write_text(old)
+    before = unauthenticated(shard)
+    with WeightClient([shard.address], **everything(own, token_file=client_file).client_arguments()) as client:
+        client.create_table(SPEC)
+        for shards, clients in ((f"{old}\n{new}\n", old), (f"{new}\n{old}\n", new), (f"{new}\n", new)):
+            (own / "token").write_text(shards)
+            client_file.write_text(clients)
+            for _ in range(12):  # either side may look at its file first
+                client.describe()
+                time.sleep(0.1)
+        assert unauthenticated(shard) == before
+    with (
+        WeightClient([shard.address], **everything(own).client_arguments() | {"token": old}) as client,
+        pytest.raises(AuthenticationError, match="is not this shard's"),
+    ):
+        client.describe()
 
 
 Refused = tuple[str, Callable[[Place], ClientSecurity], str]
@@ -290,7 +367,7 @@ def test_a_secret_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pyte
         assert (f"--token-file {file} can be read or changed by others" in caplog.text) is warned
     write_certificates(tmp_path / "certs", ["a"])
     (tmp_path / "certs" / "server-key.pem").chmod(0o644)
-    server_tls(tmp_path / "certs" / "server.pem", tmp_path / "certs" / "server-key.pem", None)
+    ServerTls(tmp_path / "certs" / "server.pem", tmp_path / "certs" / "server-key.pem", None)
     assert "server-key.pem can be read or changed by others" in caplog.text
     assert "server.pem can be" not in caplog.text
 

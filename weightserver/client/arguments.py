@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -18,13 +17,11 @@ from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 _MAX_SECONDS = 86_400
 
 
-def check_addresses(
-    addresses: Sequence[str], *, credentials: grpc.ChannelCredentials | None, token: str | None, insecure: bool
-) -> None:
+def check_addresses(addresses: Sequence[str], *, credentials: object, token: object, insecure: bool) -> None:
     """Raises ValueError unless these addresses may be called with these credentials."""
     if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
         raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
-    if token is not None and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
+    if isinstance(token, str) and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
         raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
     for address in addresses:
         if not is_loopback(address) and credentials is None and not insecure:

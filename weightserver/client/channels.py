@@ -16,8 +16,8 @@ import sys
 import threading
 import traceback
 from _thread import start_new_thread
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -28,6 +28,9 @@ from weightserver.client.threads import outcomes
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT_SECONDS, MAX_MESSAGE_BYTES
+
+Credentials: TypeAlias = grpc.ChannelCredentials | Callable[[], grpc.ChannelCredentials] | None
+"""TLS credentials, or what makes them for each channel; without them calls are plain."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightServer"]
 _OPTIONS = [
@@ -58,11 +61,11 @@ def require_process(process: int) -> None:
         )
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
     """A channel straight to a shard, with TLS if credentials are given."""
     if credentials is None:
         return grpc.insecure_channel(address, _OPTIONS)
-    return grpc.secure_channel(address, credentials, _OPTIONS)
+    return grpc.secure_channel(address, credentials() if callable(credentials) else credentials, _OPTIONS)
 
 
 class Channel:
@@ -132,7 +135,7 @@ def _bytes_of(message: Message) -> bytes:
 class Channels:
     """Those to one address. Safe to use from any thread."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
         self._process, self._lock = os.getpid(), threading.Lock()
         self._is_closed = False

@@ -19,16 +19,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
 from weightserver.client import arguments, metrics, sessions
+from weightserver.client.channels import Credentials
 from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
@@ -63,8 +63,10 @@ class WeightClient(Closing):
 
     Args:
         addresses: host:port of every shard, in any order; each shard says which one it is.
-        credentials: gRPC channel credentials (TLS); without them only loopback addresses are accepted.
-        token: bearer token sent with every call; it leaves this machine over TLS only, or with `insecure`.
+        credentials: gRPC channel credentials (TLS), or what makes them for each new channel; without them only loopback
+            addresses are accepted.
+        token: bearer token sent with every call, or what returns it; it leaves this machine over TLS only, or with
+            `insecure`.
         timeout_seconds: deadline of one attempt; for a fetch, the time in which some of its rows must arrive.
         retry_seconds: how long calls are retried of a shard that has answered before and cannot be reached now.
         connect_seconds: how long the first call of each shard is tried.
@@ -75,8 +77,8 @@ class WeightClient(Closing):
         self,
         addresses: Sequence[str],
         *,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
+        credentials: Credentials = None,
+        token: str | Callable[[], str] | None = None,
         timeout_seconds: float = 30,
         retry_seconds: float = 300,
         connect_seconds: float = 15,

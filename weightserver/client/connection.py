@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from weightserver.client.calls import WATCH, Call
-from weightserver.client.channels import Channel, Channels, answer_of
+from weightserver.client.channels import Channel, Channels, Credentials, answer_of
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
@@ -51,8 +51,8 @@ class ShardConnection:
         self,
         address: str,
         *,
-        credentials: grpc.ChannelCredentials | None,
-        token: str | None,
+        credentials: Credentials,
+        token: str | Callable[[], str] | None,
         timeout_seconds: float,
         retry_seconds: float,
         connect_seconds: float,
@@ -66,7 +66,8 @@ class ShardConnection:
         self._retry_seconds = retry_seconds
         self._connect_seconds = connect_seconds
         self._has_answered = False
-        self._metadata = [(VERSION_KEY, __version__), *([("authorization", f"Bearer {token}")] if token else [])]
+        self._metadata = [(VERSION_KEY, __version__)]
+        self._token = token
         self._lock = threading.Lock()
         self.acknowledged = ""
         """The shard's newest mark that was seen; every attempt sends it. Empty before the first answer."""
@@ -123,7 +124,7 @@ class ShardConnection:
         with contextlib.suppress(ValueError):
             channel, has_returned = self._channels.take(), False
             try:
-                channel.call(method, request, {"timeout": seconds, "metadata": self._metadata})
+                channel.call(method, request, {"timeout": seconds, "metadata": self._known_metadata()})
                 has_returned = True
             except grpc.RpcError:
                 has_returned = True
@@ -216,10 +217,15 @@ class ShardConnection:
 
     # ---- attempts
 
+    def _known_metadata(self) -> list[tuple[str, str]]:
+        """The metadata of every call, with the token that is the client's now."""
+        token = self._token() if callable(self._token) else self._token
+        return [*self._metadata, *([("authorization", f"Bearer {token}")] if token else [])]
+
     def _options(self, request_id: str, acknowledged: str = "") -> dict[str, Any]:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
-        metadata = [*self._metadata, *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+        metadata = [*self._known_metadata(), *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
         if self.table:
             metadata.append((TABLE_KEY, self.table.hex()))
         seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)

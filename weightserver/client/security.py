@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightserver.common.options import option
-from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair, read_token
+from weightserver.common.security import TOKEN_VARIABLE, Followed, expiry, has_token, read_ca, read_pair, read_token
 
 if TYPE_CHECKING:
     import grpc
@@ -53,9 +53,14 @@ class ClientSecurity:
         return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def client_arguments(self) -> dict[str, Any]:
-        """The `credentials`, `token` and `insecure` arguments of `WeightClient`.
+        """The `credentials`, `token` and `insecure` arguments of `WeightClient`, which follow the files.
 
         Raises:
             ValueError: a file cannot be read, is damaged or does not match the others.
         """
-        return {"credentials": self.credentials(), "token": read_token(self.token_file), "insecure": self.insecure}
+        credentials = token = None
+        if self.tls_ca is not None:
+            credentials = Followed(self.credentials, self.tls_ca, self.tls_cert, self.tls_key)
+        if has_token(self.token_file):
+            token = Followed(lambda: read_token(self.token_file), self.token_file)
+        return {"credentials": credentials, "token": token, "insecure": self.insecure}

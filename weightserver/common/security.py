@@ -1,7 +1,8 @@
-"""Reads TLS certificates, keys and the bearer token, for shards and their clients.
+"""Reads TLS certificates, keys and the bearer token, for shards and their clients, and again when their files change.
 
 The token comes from a file or from the environment, never from an argument, which the list of processes would show. No
-message and no log contains it.
+message and no log contains it. While a token is replaced the file holds two, one a line: shards accept each, clients
+send the first.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import logging
 import os
 import ssl
 import stat
+import threading
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 TOKEN_VARIABLE = "WEIGHTSERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
@@ -19,7 +24,53 @@ MIN_TOKEN_CHARACTERS = 16
 MAX_TOKEN_CHARACTERS = 1024
 """gRPC limits a call's metadata to 8 KiB and reports more like overload."""
 
+_LOOK_SECONDS = 1.0
+"""How often files are looked at."""
+
+Content = TypeVar("Content")
 _log = logging.getLogger(__name__)
+
+
+class Followed(Generic[Content]):
+    """What files hold, read again when one of them has changed. Thread-safe.
+
+    If they are invalid then, as between the writes of a certificate and of its key, a warning says so, and what they
+    held before stays.
+
+    Args:
+        read: reads the content; raises ValueError if a file is invalid.
+        files: the files; None for one that is not given.
+    """
+
+    def __init__(self, read: Callable[[], Content], *files: Path | None) -> None:
+        self._read = read
+        self._files = [file for file in files if file is not None]
+        self._lock = threading.Lock()
+        self._looked, self._found = time.monotonic(), self._look()
+        self._content = read()
+
+    def __call__(self) -> Content:
+        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            with self._lock:
+                self._looked, found = time.monotonic(), self._look()
+                if found != self._found:
+                    self._found = found
+                    self._reread()
+        return self._content
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        """What changes when a file is written or replaced."""
+        stats = [file.stat() if file.exists() else None for file in self._files]
+        return [known and (known.st_ino, known.st_mtime_ns, known.st_size) for known in stats]
+
+    def _reread(self) -> None:
+        names = ", ".join(map(str, self._files))
+        try:
+            self._content = self._read()
+        except ValueError as error:
+            _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
+        else:
+            _log.info("read %(files)s again", {"files": names})
 
 
 def has_token(file: Path | None) -> bool:
@@ -28,25 +79,33 @@ def has_token(file: Path | None) -> bool:
 
 
 def read_token(file: Path | None) -> str | None:
-    """Reads the bearer token from `file`, or without one from $WEIGHTSERVER_TOKEN; None if neither is given.
+    """Reads the token that clients send, as `read_tokens` does; None if none is given."""
+    return next(iter(read_tokens(file)), None)
+
+
+def read_tokens(file: Path | None) -> list[str]:
+    """Reads the bearer tokens, one a line, from `file`, or without one from $WEIGHTSERVER_TOKEN; none if neither is
+    given.
 
     Raises:
-        ValueError: the file cannot be read, or the token is too short, too long or not printable ASCII.
+        ValueError: the file cannot be read, or a token is too short, too long or not printable ASCII.
     """
     if not has_token(file):
-        return None
+        return []
     if file is None:
-        where, token = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE].strip()
+        where, text = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE]
     else:
-        where, token = f"--token-file {file}", _read(file, "--token-file", secret=True).decode(errors="replace").strip()
-    if len(token) > MAX_TOKEN_CHARACTERS:
-        raise ValueError(f"{where} holds {len(token)} characters: give a token of at most {MAX_TOKEN_CHARACTERS}")
-    if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(
-            f"{where} holds no valid token: give at least {MIN_TOKEN_CHARACTERS} printable ASCII characters "
-            "without spaces, such as 'weightserver certs' creates"
-        )
-    return token
+        where, text = f"--token-file {file}", _read(file, "--token-file", secret=True).decode(errors="replace")
+    tokens = text.strip().split("\n")
+    for token in tokens:
+        if len(token) > MAX_TOKEN_CHARACTERS:
+            raise ValueError(f"{where} holds {len(token)} characters: give a token of at most {MAX_TOKEN_CHARACTERS}")
+        if len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError(
+                f"{where} holds no valid token: give at least {MIN_TOKEN_CHARACTERS} printable ASCII characters "
+                "without spaces, such as 'weightserver certs' creates"
+            )
+    return tokens
 
 
 def _read(file: Path, option: str, *, secret: bool = False) -> bytes:

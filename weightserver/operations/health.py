@@ -1,4 +1,4 @@
-"""Checks whether a shard serves, for containers and operators."""
+"""Checks whether a shard is ready for clients, for containers and operators."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from weightserver.client.security import ClientSecurity
 from weightserver.common.options import add_options, given_options
 from weightserver.core.errors import ShardUnavailableError
 from weightserver.operations.arguments import add_addresses, given_addresses, positive_seconds
+from weightserver.protocol.codec import NOT_READY_KEY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +33,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _serving_status(address: str, security: ClientSecurity, timeout_seconds: float) -> str:
-    """Name of the gRPC health status.
+    """SERVING, or why the shard is not ready.
 
     Raises:
         ShardUnavailableError: the shard did not answer.
     """
     with open_channel(address, security.credentials()) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+            check = health_pb2_grpc.HealthStub(channel).Check
+            answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
         except grpc.RpcError as error:
             cause = " ".join(f"{error.code().name}: {error.details()}".split())
             raise ShardUnavailableError(
                 f"{address} does not answer ({cause}): check that its shard is running and listens there, and the TLS "
                 "options of both sides, or give a longer --timeout-seconds"
             ) from None
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    reason: bytes = dict(call.trailing_metadata() or ()).get(NOT_READY_KEY, b"")
+    return reason.decode() or str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -36,6 +36,8 @@ one message, which the shard then sends together with the status; older shards o
 OWN_TIME_KEY = "weightserver-own-us"
 """Key of the trailing metadata in which a shard says how long a call took it, without waiting for the caller's messages
 or until the caller took its own, in microseconds."""
+NOT_READY_KEY = "weightserver-not-ready-bin"
+"""Key of the trailing metadata of a health check in which a shard says why it is not ready, in UTF-8."""
 MAX_ROWS = 1 << 19
 """Number of rows that one fetch, or one message of a write, may name: 4 MiB if they are scattered."""
 MAX_WRITE_ROWS = 1 << 24

@@ -40,7 +40,7 @@ class Calls:
 
     Args:
         slow_seconds: calls that take longer are logged.
-        on_storage_error: called when a call could not use the database.
+        on_write: called after each write, with the reason if the disk refused it.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Calls:
         metrics: ShardMetrics,
         *,
         slow_seconds: float,
-        on_storage_error: Callable[[], object],
+        on_write: Callable[[str], object],
     ) -> None:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
         self._slow_seconds = slow_seconds
-        self._on_storage_error = on_storage_error
+        self._on_write = on_write
         self._logged: dict[tuple[str, str], float] = {}
 
     def answer(self, method: str, behaviour: Callable[[Any, Any], Any], *, of_one: bool) -> Callable[..., Any]:
@@ -98,8 +98,6 @@ class Calls:
                 self._metrics.fenced.inc()
             if isinstance(error, DamagedRecordError):
                 self._metrics.damaged.inc()
-            if isinstance(error, StorageError):
-                self._on_storage_error()
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log("refused", method):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())
@@ -166,7 +164,14 @@ class Calls:
             future = self._committer.submit(operation)
             if not context.add_callback(future.cancel):  # called too when the deadline passes
                 future.cancel()
-            return future.result()
+            result = future.result()
+            self._on_write("")
+            return result
+        except DamagedRecordError:  # other rows can be written
+            raise
+        except StorageError as error:
+            self._on_write(str(error))
+            raise
         finally:
             clock.start(stage)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
@@ -13,6 +12,7 @@ from weightserver.core.errors import WeightServerError
 from weightserver.server.admission import MAX_THREADS, CallLimiter
 from weightserver.server.health import ShardHealth
 from weightserver.server.request_memory import RequestMemory
+from weightserver.server.security import ServerTls
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 
@@ -53,14 +53,12 @@ def publish_load(
 
 
 def publish_health(registry: CollectorRegistry, health: ShardHealth) -> None:
-    _publish(
-        registry, {"serving": ("1 while the shard serves, 0 if its database does not.", lambda: not health.look())}
-    )
+    _publish(registry, {"serving": ("1 while the database can be used, 0 if it cannot.", lambda: not health.look())})
 
 
-def publish_certificate(registry: CollectorRegistry, expires: datetime) -> None:
+def publish_certificate(registry: CollectorRegistry, tls: ServerTls) -> None:
     text = "When the shard's TLS certificate expires, in seconds since 1970."
-    _publish(registry, {"certificate_expiry_timestamp_seconds": (text, expires.timestamp)})
+    _publish(registry, {"certificate_expiry_timestamp_seconds": (text, lambda: tls.expires.timestamp())})
 
 
 def _publish(registry: CollectorRegistry, gauges: Gauges) -> None:

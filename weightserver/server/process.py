@@ -17,7 +17,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from http import HTTPStatus
 
 import grpc
@@ -26,7 +25,7 @@ from weightserver.common.addresses import is_loopback, split_address
 from weightserver.common.logs import log_events
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.metrics_http import serve_metrics
-from weightserver.common.security import read_token
+from weightserver.common.security import Followed, has_token, read_tokens
 from weightserver.common.version import __version__
 from weightserver.core import kernel
 from weightserver.core.errors import StorageError
@@ -43,7 +42,7 @@ from weightserver.server.gauges import publish_certificate, publish_health, publ
 from weightserver.server.health import ShardHealth
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
-from weightserver.server.security import ServerTls, TokenInterceptor, server_tls
+from weightserver.server.security import ServerTls, TokenInterceptor
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
@@ -149,7 +148,9 @@ def serve(config: ServerConfig) -> None:
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
         )
-        _serve_shard(config, front, shard, ShardHealth(storage.problem, config.data_dir), stop)
+        hindrance = front.tls.problem if front.tls else str
+        healthy = ShardHealth(storage.problem, config.data_dir, hindrance=hindrance, on_lasting=stop.fail)
+        _serve_shard(config, front, shard, healthy, stop)
     _log.info("closed")
 
 
@@ -159,7 +160,6 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
     publish_health(front.metrics.registry, healthy)
     metrics_address = _serve_metrics(config, front.metrics, healthy)
     healthy.add_to_server(front.server)
-    healthy.look()
     committer = Committer(shard.batch, front.metrics.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:
@@ -170,10 +170,11 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
             front.metrics,
             front.memory,
             slow_seconds=config.slow_request_seconds,
-            on_storage_error=healthy.look,
+            on_write=healthy.wrote,
         )
         service.add_to_server(handlers, front.server)
         stop.serving()
+        healthy.serve()
         status, text = healthy.ready()
         if status is not HTTPStatus.OK:
             _log.warning("%(reason)s", {"reason": text})
@@ -201,7 +202,6 @@ class _Front:
     address: str
     """host:port that it listens on."""
     tls: ServerTls | None
-    has_token: bool
     metrics: ShardMetrics
     memory: RequestMemory
     limiter: CallLimiter
@@ -212,15 +212,18 @@ def _listening_server(config: ServerConfig) -> _Front:
     metrics = ShardMetrics(shard=config.shard, num_shards=config.num_shards, version=__version__)
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
-        tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
-        publish_certificate(metrics.registry, tls.expires)
-    token = read_token(config.token_file)
+        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        publish_certificate(metrics.registry, tls)
+    interceptors: list[grpc.ServerInterceptor] = []
+    if has_token(config.token_file):
+        tokens = Followed(lambda: read_tokens(config.token_file), config.token_file)
+        interceptors.append(TokenInterceptor(tokens, metrics.unauthenticated.inc))
     memory = RequestMemory(config.request_memory_mib << 20)
     limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.cut_off.inc)
     limiter.start()
     server = grpc.server(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
-        interceptors=[*([] if token is None else [TokenInterceptor(token, metrics.unauthenticated.inc)]), limiter],
+        interceptors=[*interceptors, limiter],
         maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
@@ -236,7 +239,7 @@ def _listening_server(config: ServerConfig) -> _Front:
         ],
     )
     address = _listen(server, config.listen, tls)
-    return _Front(server, address, tls, token is not None, metrics, memory, limiter)
+    return _Front(server, address, tls, metrics, memory, limiter)
 
 
 def _check_streams(config: ServerConfig) -> None:
@@ -260,7 +263,7 @@ def _log_start(config: ServerConfig, front: _Front, shard: Shard, metrics_addres
             "stored_rows": shard.state.rows_stored,
         },
     )
-    _log_security(config, front.tls, front.has_token)
+    _log_security(config, front.tls)
 
 
 def _listen(server: grpc.Server, address: str, tls: ServerTls | None) -> str:
@@ -325,14 +328,13 @@ def _serve_metrics(config: ServerConfig, metrics: ShardMetrics, healthy: ShardHe
     return f"{_in_address(config.metrics_host)}:{port}"
 
 
-def _log_security(config: ServerConfig, tls: ServerTls | None, token: bool) -> None:
-    """Logs who can call the shard, and warns of an expired certificate and of missing TLS or token."""
+def _log_security(config: ServerConfig, tls: ServerTls | None) -> None:
+    """Logs who can call the shard, and warns of missing TLS or token."""
     if tls is not None:
         clients = "only to clients with a certificate" if config.tls_client_ca else "to any client"
         until = {"certificate_holds_until": f"{tls.expires:%Y-%m-%d %H:%M} UTC"}
         _log.info("TLS %(clients)s", {"clients": clients}, extra=until)
-        if tls.expires <= datetime.now(UTC):
-            _log.warning("the shard's certificate has expired and clients refuse it: renew it and restart")
+    token = has_token(config.token_file)
     if not is_loopback(config.listen) and (tls is None or not token):
         missing = " or ".join([*(["TLS"] if tls is None else []), *([] if token else ["a token"])])
         _log.warning(

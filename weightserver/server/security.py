@@ -1,49 +1,70 @@
-"""A shard's TLS, and the interceptor that checks the bearer token."""
+"""A shard's TLS, and the interceptor that checks the bearer token. Both follow their files, without a restart."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from weightserver.common.security import TOKEN_VARIABLE, expiry, read_ca, read_pair
+from weightserver.common.security import TOKEN_VARIABLE, Followed, expiry, read_ca, read_pair
 from weightserver.core.errors import AuthenticationError
 from weightserver.server.admission import abort
 
 _HEALTH = "/grpc.health.v1.Health/"
 
 
-@dataclass(frozen=True)
 class ServerTls:
-    """A shard's TLS configuration."""
+    """A shard's TLS configuration: each new connection gets what the files hold then.
 
-    credentials: grpc.ServerCredentials
-    expires: datetime
-    """When the certificate expires."""
-
-
-def server_tls(cert: Path, key: Path, client_ca: Path | None) -> ServerTls:
-    """Reads the TLS configuration; `client_ca` restricts clients to those with a certificate signed by that CA.
+    Args:
+        client_ca: restricts clients to those with a certificate signed by that CA.
 
     Raises:
         ValueError: a file cannot be read, is damaged or does not match the others.
     """
-    pair = read_pair(cert, key, "--tls-cert", "--tls-key")
-    authority = None if client_ca is None else read_ca(client_ca, "--tls-client-ca")
-    credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
-    return ServerTls(credentials, expiry(pair[1]))
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        def read() -> tuple[grpc.ServerCertificateConfiguration, datetime]:
+            pair = read_pair(cert, key, "--tls-cert", "--tls-key")
+            authority = None if client_ca is None else read_ca(client_ca, "--tls-client-ca")
+            return grpc.ssl_server_certificate_configuration([pair], authority), expiry(pair[1])
+
+        self._cert = cert
+        self._files = Followed(read, cert, key, client_ca)
+        self._given, _ = self._files()
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._given, self._changed, require_client_authentication=client_ca is not None
+        )
+
+    @property
+    def expires(self) -> datetime:
+        """When the certificate expires."""
+        return self._files()[1]
+
+    def problem(self) -> str:
+        """Why clients refuse the certificate; empty if they do not."""
+        if (end := self.expires) > datetime.now(UTC):
+            return ""
+        return f"--tls-cert {self._cert} expired on {end:%Y-%m-%d %H:%M} UTC and clients refuse it: renew it"
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before each handshake; None keeps what it has."""
+        found, _ = self._files()
+        if found is self._given:
+            return None
+        self._given = found
+        return found
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token before reading any message; health checks need no token."""
+    """Refuses calls without one of the tokens before reading any message; health checks need no token."""
 
-    def __init__(self, token: str, on_refused: Callable[[], None]) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, tokens: Callable[[], list[str]], on_refused: Callable[[], None]) -> None:
+        self._tokens = tokens
         self._on_refused = on_refused
         self._without = _refusal(
             f"the call has no token, and this shard requires one: give --token-file or set {TOKEN_VARIABLE}"
@@ -60,7 +81,8 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             for key, value in handler_call_details.invocation_metadata
             if key == "authorization"
         ]
-        if any(hmac.compare_digest(value, self._expected) for value in given):
+        expected = [f"Bearer {token}".encode() for token in self._tokens()]
+        if any(hmac.compare_digest(value, one) for value in given for one in expected):
             return continuation(handler_call_details)
         self._on_refused()
         return self._wrong if given else self._without

@@ -65,12 +65,12 @@ class WeightServerService:
         memory: RequestMemory,
         *,
         slow_seconds: float = math.inf,
-        on_storage_error: Callable[[], object] = lambda: None,
+        on_write: Callable[[str], object] = lambda refused: None,
     ) -> None:
         self._shard = shard
         self._metrics = metrics
         self._memory = memory
-        self.calls = Calls(shard, committer, metrics, slow_seconds=slow_seconds, on_storage_error=on_storage_error)
+        self.calls = Calls(shard, committer, metrics, slow_seconds=slow_seconds, on_write=on_write)
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)

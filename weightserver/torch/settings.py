@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -42,10 +42,12 @@ class Servers:
     """How long calls are retried of a server that has answered before and cannot be reached."""
     connect_seconds: float = 15
     """How long the first call of each server is tried."""
-    credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
-    """gRPC channel credentials (TLS) for servers on other machines."""
-    token: str | None = field(default=None, repr=False)
-    """Bearer token sent with every call."""
+    credentials: grpc.ChannelCredentials | Callable[[], grpc.ChannelCredentials] | None = field(
+        default=None, repr=False
+    )
+    """gRPC channel credentials (TLS) for servers on other machines, or what makes them for each new channel."""
+    token: str | Callable[[], str] | None = field(default=None, repr=False)
+    """Bearer token sent with every call, or what returns it."""
     insecure: bool = False
     """Whether servers on other machines may be called without credentials."""
 
