@@ -45,10 +45,9 @@ DIRECTORY = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
 """The source in provisioning/datasources/prometheus.yml."""
 _WINDOW = "[$__rate_interval]"
-_SHARD = "* on (cluster, instance) group_left (shard) weightserver_build_info"
 _RUN = "* on (cluster, instance) group_left (run) pic_trainer_run_info"
 _METRIC = re.compile(r"\b((?:weightserver|pic_trainer)_\w+|pic:\w+:\w+|(?:up|process_start_time_seconds)(?=\{))(\{)?")
-_FETCHES = '{method="Fetch", status="OK"}'
+_FETCHES = '{method="Fetch", outcome="ok"}'
 _OBJECTIVE_SECONDS = 0.1
 """The objective of the alert FetchSlow: 99 % of fetches take at most this long."""
 
@@ -111,20 +110,20 @@ def _requests() -> timeseries.Panel:
         "How many requests does each shard answer?",
         "All methods, including calls that fail. The lines of the shards coincide: rows are spread evenly.",
         units.RequestsPerSecond,
-        (f"sum by (shard) (rate(weightserver_request_seconds_count{_WINDOW}) {_SHARD})", "shard {{shard}}"),
+        (f"sum by (shard) (rate(weightserver_request_seconds_count{_WINDOW}))", "shard {{shard}}"),
     )
 
 
 def _failures() -> timeseries.Panel:
-    requests = "weightserver_request_seconds_count"
+    requests = "weightserver_requests_total"
     return _lines(
         "Which requests fail or are refused?",
         "Errors by gRPC status, and a line at 0 for each shard. Calls that have no token or stall end before a method "
         "runs.",
         units.RequestsPerSecond,
         (
-            f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}) {_SHARD})'
-            f" or sum by (shard) (0 * rate({requests}{_WINDOW}) {_SHARD})",
+            f'sum by (shard, status) (rate({requests}{{status!="OK"}}{_WINDOW}))'
+            f" or sum by (shard) (0 * rate({requests}{_WINDOW}))",
             "shard {{shard}} {{status}}",
         ),
         (f"sum(rate(weightserver_cut_off_calls_total{_WINDOW}))", "cut off: silent caller"),
@@ -133,12 +132,12 @@ def _failures() -> timeseries.Panel:
 
 
 def _durations() -> timeseries.Panel:
-    series = 'weightserver_request_seconds_bucket{method=~"Fetch|PushGradients|WriteState", status="OK"}'
+    series = 'weightserver_request_seconds_bucket{method=~"Fetch|PushGradients|WriteState", outcome="ok"}'
     return _lines(
         "How long do a shard's slowest requests take?",
         "99th percentile of fetches and writes, from a request's arrival to the end of its answer.",
         units.Seconds,
-        (_quantile(0.99, series, "shard, method", _SHARD), "shard {{shard}} {{method}}"),
+        (_quantile(0.99, series, "shard, method"), "shard {{shard}} {{method}}"),
     )
 
 
@@ -150,7 +149,7 @@ def _refused_writes() -> timeseries.Panel:
             "Does any shard refuse writes?",
             "Writes that failed for good in ten minutes; above 0 the alert WritesFail fires. A fenced writer is none.",
             units.Short,
-            (f"sum by (shard) (increase({refused}{{{kinds}}}[10m]) {_SHARD})", "shard {{shard}}"),
+            (f"sum by (shard) (increase({refused}{{{kinds}}}[10m]))", "shard {{shard}}"),
         ),
         0.5,
     )
@@ -165,11 +164,11 @@ def _restarts() -> timeseries.Panel:
             "RowsDamaged.",
             units.Short,
             (
-                f'sum by (shard) (changes(process_start_time_seconds{{job="weightserver"}}[1h]) {_SHARD})',
+                'sum by (shard) (changes(process_start_time_seconds{job="weightserver"}[1h]))',
                 "shard {{shard}} restarts",
             ),
-            (f"sum by (shard) ((1 - weightserver_serving) {_SHARD})", "shard {{shard}} does not serve"),
-            (f"sum by (shard) (weightserver_damaged_reads_total {_SHARD})", "shard {{shard}} met damaged records"),
+            ("sum by (shard) ((1 - weightserver_serving))", "shard {{shard}} does not serve"),
+            ("sum by (shard) (weightserver_damaged_reads_total)", "shard {{shard}} met damaged records"),
         ),
         2.5,
     )
@@ -219,7 +218,7 @@ def _stages() -> timeseries.Panel:
         units.Seconds,
         *(
             (
-                _quantile(0.99, f"weightserver_{kind}_stage_seconds_bucket", "shard, stage", _SHARD),
+                _quantile(0.99, f"weightserver_{kind}_stage_seconds_bucket", "shard, stage"),
                 f"shard {{{{shard}}}} {kind} {{{{stage}}}}",
             )
             for kind in ("fetch", "write")
@@ -275,7 +274,7 @@ def _client_calls() -> timeseries.Panel:
             "Which shard is slow for clients?",
             "99th percentile of fetches from one shard, as clients measure them, by the largest number of rows in one.",
             units.Seconds,
-            (_quantile(0.99, series, "shard, rows"), "shard {{shard}}, {{rows}} rows"),
+            (_quantile(0.99, series, "shard, size_class"), "shard {{shard}}, {{size_class}} rows"),
         ),
         _OBJECTIVE_SECONDS,
     )
@@ -302,8 +301,8 @@ def _volume() -> timeseries.Panel:
         "Free space on each shard's volume, now and if the last hour's trend continues; below 1 GB the alert DiskFull "
         "fires.",
         units.BytesIEC,
-        (f"sum by (shard) ({free} {_SHARD})", "shard {{shard}}"),
-        (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600) {_SHARD})", "shard {{shard}} in 4 h"),
+        (f"sum by (shard) ({free})", "shard {{shard}}"),
+        (f"sum by (shard) (predict_linear({free}[1h], 4 * 3600))", "shard {{shard}} in 4 h"),
     )
     return _threshold_line(panel, 1e9, below=True)
 
@@ -314,8 +313,8 @@ def _commits() -> timeseries.Panel:
         "99th percentiles of the time that a write waits for its transaction and that the transaction takes; if "
         "that is above the line for ten minutes, the alert CommitsSlow fires.",
         units.Seconds,
-        (_quantile(0.99, "weightserver_commit_wait_seconds_bucket", "shard", _SHARD), "shard {{shard}} wait"),
-        (_quantile(0.99, "weightserver_commit_seconds_bucket", "shard", _SHARD), "shard {{shard}} transaction"),
+        (_quantile(0.99, "weightserver_commit_wait_seconds_bucket", "shard"), "shard {{shard}} wait"),
+        (_quantile(0.99, "weightserver_commit_seconds_bucket", "shard"), "shard {{shard}} transaction"),
     )
     return _threshold_line(panel, 1.0)
 
@@ -327,11 +326,10 @@ def _groups() -> timeseries.Panel:
         "Average number of writes per transaction, and writes that wait for one: a slow disk makes both grow.",
         units.Short,
         (
-            f"sum by (shard) (rate({writes}_sum{_WINDOW}) {_SHARD})"
-            f" / sum by (shard) (rate({writes}_count{_WINDOW}) {_SHARD})",
+            f"sum by (shard) (rate({writes}_sum{_WINDOW})) / sum by (shard) (rate({writes}_count{_WINDOW}))",
             "shard {{shard}} in a transaction",
         ),
-        (f"sum by (shard) (weightserver_commit_queue_writes {_SHARD})", "shard {{shard}} waiting"),
+        ("sum by (shard) (weightserver_commit_queue_writes)", "shard {{shard}} waiting"),
     )
 
 
@@ -406,7 +404,7 @@ def _clocks() -> timeseries.Panel:
         units.Short,
         (
             f"sum by (shard) (clamp_min(max by (cluster) ({clock} offset 2m)"
-            f" - on (cluster) group_right () {clock}, 0) {_SHARD})",
+            f" - on (cluster) group_right () {clock}, 0))",
             "shard {{shard}}",
         ),
         ("2 * max(pic_trainer_window_size_rows / pic_trainer_batch_size)", "2·W/B"),
@@ -521,9 +519,9 @@ def _query(letter: str, expression: str, legend: str) -> prometheus.Dataquery:
     )
 
 
-def _quantile(quantile: float, buckets: str, by: str, join: str = "") -> str:
+def _quantile(quantile: float, buckets: str, by: str) -> str:
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({quantile}, sum by ({labels}) (rate({buckets}{_WINDOW}) {join}))".replace(" )", ")")
+    return f"histogram_quantile({quantile}, sum by ({labels}) (rate({buckets}{_WINDOW})))"
 
 
 def _stacked(panel: timeseries.Panel) -> timeseries.Panel:

@@ -82,7 +82,7 @@ def test_stages_and_clients_are_shown_by_shard() -> None:
         assert f"weightserver_{kind}_stage_seconds_bucket" in query
         assert re.search(r"sum by \((le, )?shard, stage(, le)?\)", query)
     (calls,) = queries("Which shard is slow for clients")
-    assert re.search(r"sum by \((le, )?shard, rows(, le)?\)", calls)
+    assert re.search(r"sum by \((le, )?shard, size_class(, le)?\)", calls)
 
 
 def test_clients_are_compared_with_the_slowest_shard_of_the_same_fetches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import urllib.request
 from collections.abc import Callable
@@ -33,7 +34,10 @@ def page(metrics_address: str) -> str:
 
 
 def metric(metrics_address: str, name: str) -> float:
-    """The sum over the labels of all metrics that begin with name, from the shard's /metrics."""
-    lines = [line for line in page(metrics_address).splitlines() if line.startswith(name)]
-    assert lines, f"no metric {name}"
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    """The sum of the metrics of this name that have the labels in its braces, if any, from /metrics."""
+    wanted, _, braces = name.partition("{")
+    labels = set(braces.rstrip("}").split(",")) - {""}
+    samples = re.findall(r"^(\w+)(?:{(.*)})? (\S+)$", page(metrics_address), re.MULTILINE)
+    values = [float(value) for found, has, value in samples if found == wanted and labels <= set(has.split(","))]
+    assert values, f"no metric {name}"
+    return sum(values)

@@ -86,11 +86,11 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
     of_shard = {"shard": "1", "method": "Fetch"}
     with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses, timeout_seconds=1.5) as client:
         fill(client)
-        before = [value(f"{name}_sum", rows="2048") for name in ("fetch_seconds", "slowest_shard_seconds")]
+        before = [value(f"{name}_sum", size_class="2048") for name in ("fetch_seconds", "slowest_shard_seconds")]
         client.fetch(ROWS, step=1)
-        after = [value(f"{name}_sum", rows="2048") for name in ("fetch_seconds", "slowest_shard_seconds")]
+        after = [value(f"{name}_sum", size_class="2048") for name in ("fetch_seconds", "slowest_shard_seconds")]
         assert 0 < after[1] - before[1] <= after[0] - before[0], "a fetch counts once, with the slowest of its shards"
-        ended = value("call_seconds_count", rows="2048", **of_shard)
+        ended = value("call_seconds_count", size_class="2048", outcome="ok", **of_shard)
         assert value("waiting_calls", **of_shard) == value("oldest_call_seconds", **of_shard) == 0
         with in_thread(lambda: client.fetch(ROWS, step=1)) as fetch:
             pass
@@ -109,12 +109,12 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
             assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
             assert value("oldest_call_seconds", **of_shard) > 3, "of the call, not of its attempt"
             wait_until(lambda: len(lines()) >= 3)
-            assert value("call_seconds_count", rows="2048", **of_shard) == ended + 1
+            assert value("call_seconds_count", size_class="2048", outcome="ok", **of_shard) == ended + 1
         fetch.join(60)
         wait_until(lambda: "answers again" in lines()[-1]["text"])
         assert value("waiting_calls", **of_shard) == 0
         assert value("late_calls_total", **of_shard) == late + 1, "counted once"
-        assert value("call_seconds_count", rows="2048", **of_shard) == ended + 2
+        assert value("call_seconds_count", size_class="2048", outcome="ok", **of_shard) == ended + 2
         first, second, third, *_ = said = lines()
     assert {line["shard"] for line in said} == {"1"}
     assert first["method"] == "Fetch"

@@ -78,7 +78,7 @@ def shard() -> Iterator[LocalCluster]:
 
 def asked_rows(cluster: LocalCluster) -> float:
     """Number of rows requested by all fetches since the shard's start."""
-    return metric(cluster.metrics_addresses[0], 'weightserver_request_rows_sum{operation="fetch"}')
+    return metric(cluster.metrics_addresses[0], 'weightserver_requested_rows_total{operation="fetch"}')
 
 
 def assert_same(one: RowState, other: RowState) -> None:

@@ -71,7 +71,7 @@ class Crowd:
         return int(found.rss - found.shared)
 
     def metric(self, name: str) -> float:
-        return metric(self.cluster.metrics_addresses[0], f"weightserver_{name} ")
+        return metric(self.cluster.metrics_addresses[0], f"weightserver_{name}")
 
     def channel(self, number: int = 0) -> grpc.Channel:
         return self._channels[number % len(self._channels)]

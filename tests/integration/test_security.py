@@ -373,7 +373,7 @@ def test_a_secret_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pyte
 
 
 def unauthenticated(shard: Served) -> float:
-    return metric(shard.metrics_address, "weightserver_unauthenticated_calls_total ")
+    return metric(shard.metrics_address, "weightserver_unauthenticated_calls_total")
 
 
 LETTERS = "sixteen-letters-and-more"

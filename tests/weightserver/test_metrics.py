@@ -6,12 +6,16 @@ import time
 from itertools import product
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.watching import metric, page
-from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
+from weightserver import FencedError, LocalCluster, StepError, TableSpec, WeightClient
+from weightserver.client import metrics as metrics_of_clients
+from weightserver.common import metrics as shared
 from weightserver.common.stages import StageClock
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS
@@ -50,10 +54,10 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
     epoch = client.open_session("first")
     names = {
         "fetches": "fetch_stage_seconds_count",
-        "end to end": 'request_seconds_sum{method="Fetch",status="OK"}',
+        "end to end": 'request_seconds_sum{method="Fetch",outcome="ok"}',
         "stages": "fetch_stage_seconds_sum",
-        "requested": 'request_rows_sum{operation="fetch"}',
-        "pushed": 'request_rows_sum{operation="push"}',
+        "requested": 'requested_rows_total{operation="fetch"}',
+        "pushed": 'requested_rows_total{operation="push"}',
         "commits": "commit_seconds_count",
         "writes": "commit_writes_sum",
         "waits": "commit_wait_seconds_count",
@@ -102,13 +106,9 @@ def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:
             assert family.name.endswith(("_seconds", "_rows", "_steps", "_writes")), family.name
 
 
-def test_an_idle_shard_exports_all_statuses_of_fetches(tmp_path: Path) -> None:
-    """A rate would not see a new series start at 1. The page also survives the loss of the directory."""
+def test_the_page_survives_the_loss_of_the_directory(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path) as cluster:
         address = cluster.metrics_addresses[0]
-        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
-            name = f'weightserver_request_seconds_count{{method="Fetch",status="{status}"}}'
-            assert metric(address, name) == 0
         assert metric(address, "weightserver_disk_bytes") > 0
         (tmp_path / "shard-0").rename(tmp_path / "moved")
         assert metric(address, "weightserver_clock_steps") == 0
@@ -147,5 +147,71 @@ def test_every_status_of_every_method_exists_from_the_start(metrics: ShardMetric
     assert counted() == dict.fromkeys(calls, 0)
     for number, (method, status) in enumerate(calls, start=1):
         for _ in range(number):
-            metrics.answered(method, status, 0.01)
+            metrics.answered(method, grpc.StatusCode[status], "none", 0.01)
     assert counted() == {call: number for number, call in enumerate(calls, start=1)}
+
+
+def test_both_sides_count_the_same_calls_in_the_same_series(client: WeightClient, cluster: LocalCluster) -> None:
+    client.create_table(TableSpec(num_rows=8000, dim=8, rows_per_block=10))
+    client.extend_schedule(0, np.full(10, 0.1, np.float32))
+    client.open_session("first")
+    expected = {
+        ("Fetch", "128", "ok"): 3,
+        ("Fetch", "32768", "ok"): 2,
+        ("Fetch", "128", "refused"): 1,
+        ("PushGradients", "2048", "ok"): 1,
+    }
+
+    def count(text: str) -> dict[tuple[str, str, str], float]:
+        """The calls of shard 1 that a page shows."""
+        return {
+            (sample.labels["method"], sample.labels["size_class"], sample.labels["outcome"]): sample.value
+            for family in text_string_to_metric_families(text)
+            if family.name in ("weightserver_request_seconds", "weightserver_client_call_seconds")
+            for sample in family.samples
+            if sample.name.endswith("_count") and sample.labels["shard"] == "1"
+        }
+
+    def counts() -> list[dict[tuple[str, str, str], float]]:
+        return [count(shared.page(metrics_of_clients.registry).decode()), count(page(cluster.metrics_addresses[1]))]
+
+    before = counts()
+    for _ in range(3):
+        client.fetch(np.arange(20), step=0)
+    for _ in range(2):
+        client.fetch(np.arange(8000), step=0)
+    client.push_gradients(np.arange(1000), np.ones((1000, 8), np.float32), step=0)
+    with pytest.raises(StepError):
+        client.fetch_state(np.arange(10, 20), step=0)  # older than what is stored
+    for was, now in zip(before, counts(), strict=True):
+        assert {call: now[call] - was.get(call, 0) for call in expected} == expected
+
+
+def test_a_histogram_is_the_same_for_the_page_and_for_the_library() -> None:
+    """And finds a time within a step of 1.25, up to the seconds of a call's deadline."""
+    registry = shared.Registry(shard="0")
+    family = shared.Histograms("x_seconds", "Text.", ("name",), registry)
+    random = np.random.default_rng(0)
+    durations = 10 ** random.uniform(-5, 3, 500)
+    for seconds in durations:
+        family.labels('a "b"\\\n').observe(seconds)
+    (mine,) = text_string_to_metric_families(shared.page(registry).decode())
+    (theirs,) = text_string_to_metric_families(generate_latest(registry).decode())
+    assert mine.samples == theirs.samples
+    for sample in mine.samples:
+        assert (sample.labels["name"], sample.labels["shard"]) == ('a "b"\\\n', "0")
+        if sample.name == "x_seconds_bucket":
+            assert sample.value == np.sum(durations <= float(sample.labels["le"]))
+    bounds = np.array(shared.SECONDS)
+    assert len(bounds) <= 60
+    assert bounds[0] <= 0.0002
+    assert bounds[-1] == 600
+    assert np.all(bounds[1:] <= np.where(bounds[1:] < 24, 1.25, 3.4) * bounds[:-1])
+    assert set(shared.SLOW_SECONDS.values()) <= set(shared.SECONDS), "alerts ask for their buckets"
+
+
+def test_nothing_says_when_a_series_was_created(cluster: LocalCluster, client: WeightClient) -> None:
+    client.create_table(TableSpec(num_rows=40, dim=8, rows_per_block=10))
+    for text in (page(cluster.metrics_addresses[0]), shared.page(metrics_of_clients.registry).decode()):
+        assert "_total" in text
+        assert "_created" not in text

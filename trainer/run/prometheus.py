@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector
+from prometheus_client import Counter, Gauge, Info, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from weightserver import WeightClient
+from weightserver.common.metrics import Registry
 from weightserver.common.metrics_http import serve_metrics
 from weightserver.common.stages import StageClock
 from weightserver.torch import RowCounters
@@ -52,7 +53,7 @@ class TrainerMetrics:
     def __init__(
         self, *, run: str, rank: int, window_size: int, batch_size: int, num_steps: int, device: torch.device
     ) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self._lock = threading.Lock()
         self._batch_size = batch_size
         self._counters, self._clock = RowCounters(), StageClock("other")

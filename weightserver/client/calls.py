@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from weightserver.client import metrics
 from weightserver.common.logs import new_request_id
+from weightserver.common.metrics import SLOW_SECONDS, size_class
+from weightserver.core.errors import WeightServerError, WrongShardError
+from weightserver.protocol.status import OUTCOMES, outcome_of, status_of
 
 if TYPE_CHECKING:
     from weightserver.client.fetched_rows import FetchedRows
 
-LATE_SECONDS = 0.1
-"""A call that takes longer is late: the objective of the alert FetchSlow."""
 SILENT_SECONDS = 2.5
 """A shard that has sent nothing for so long although a call waits for it is reported."""
 _REMINDER_SECONDS = 60.0
@@ -57,7 +58,11 @@ class Call:
     budget_seconds: float = 0.0
     """For how long it is tried, as of that failure."""
     is_late: bool = False
-    gave_up: bool = False
+    outcome: str = "ok"
+    """How it ended."""
+
+    def __post_init__(self) -> None:
+        self.size_class = size_class(self.num_rows)
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -71,6 +76,15 @@ class Call:
     def failed(self, status: str) -> None:
         self.failure = status
         metrics.errors(*self.labels, status).inc()
+
+    def gave_up(self, error: BaseException) -> None:
+        """It ends with this error. One that is not of a shard is the caller's: it has left or closed the client."""
+        if isinstance(error, WrongShardError):
+            self.outcome = "failed"
+        elif isinstance(error, WeightServerError):
+            self.outcome = outcome_of(status_of(type(error)))
+        else:
+            self.outcome = "cancelled"
 
     def answered_by(self, other: str) -> None:
         metrics.wrong_answers(self.shard, self.expected, other).inc()
@@ -95,6 +109,8 @@ class CallWatch:
             self._known.add(call.labels)
         if is_new:
             metrics.late(*call.labels)
+            for outcome in OUTCOMES:  # a rate misses the step from a missing series to 1
+                metrics.calls(*call.labels, outcome)
             metrics.waiting(*call.labels).set_function(lambda: float(len(self._ages(call.labels))))
             metrics.oldest(*call.labels).set_function(lambda: max(self._ages(call.labels), default=0.0))
         if is_first:
@@ -104,14 +120,15 @@ class CallWatch:
         """No thread waits for the call any more."""
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
-        metrics.call_seconds(*call.labels, metrics.row_class(call.num_rows)).observe(seconds)
+        metrics.calls(*call.labels, call.outcome).inc()
+        metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
 
     def _ages(self, labels: tuple[str, str]) -> list[float]:
         now = time.monotonic()
         return [now - call.started for call in list(self.waiting) if call.labels == labels]
 
     def _count_if_late(self, call: Call, seconds: float) -> None:
-        if seconds > LATE_SECONDS:
+        if seconds > SLOW_SECONDS[call.size_class]:
             with self._lock:
                 is_counted, call.is_late = call.is_late, True
             if not is_counted:
@@ -143,7 +160,7 @@ class CallWatch:
             self._silences[target] = since, reported, call
         for target in self._silences.keys() - silent.keys():
             since, _, call = self._silences.pop(target)
-            outcome = "calls were given up" if call.gave_up else "it answers again"
+            outcome = "it answers again" if call.outcome == "ok" else "calls were given up"
             _log.warning(
                 "%(target)s did not answer for %(seconds).1f s: %(outcome)s",
                 {"shard": call.shard, "target": target, "seconds": round(now - since, 1), "outcome": outcome},

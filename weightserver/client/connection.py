@@ -272,7 +272,7 @@ class ShardConnection:
                 call.budget_seconds = self._retry_seconds if self._has_answered else self._connect_seconds
                 retries.after(failure, has_answered=self._has_answered)
         except BaseException as error:
-            call.gave_up = True
+            call.gave_up(error)
             if isinstance(error, ValueError):
                 self._channels.require_open()
             if isinstance(error, DataLossError):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 from functools import cache, partial
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge
+
+from weightserver.common.metrics import Histograms, Registry
 
 _NAME = "weightserver_client"
 _CALL = ("shard", "method")
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_ROW_CLASSES = (128, 2048, 32_768)
 
-registry = CollectorRegistry()
+registry = Registry()
 _counter = partial(Counter, registry=registry)
-_histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+_gauge = partial(Gauge, registry=registry)
 # labels() takes longer than observe() and inc().
 attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
 retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
@@ -31,30 +31,37 @@ wrong_answers = cache(
         ("shard", "expected", "answered"),
     ).labels
 )
-late = cache(_counter(f"{_NAME}_late_calls", "Calls that take over 100 ms, counted before they end.", _CALL).labels)
-waiting = cache(Gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL, registry=registry).labels)
+late = cache(
+    _counter(
+        f"{_NAME}_late_calls",
+        "Calls that take longer than the objective of their size, counted before they end.",
+        _CALL,
+    ).labels
+)
+waiting = cache(_gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL).labels)
 oldest = cache(
-    Gauge(
-        f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL, registry=registry
+    _gauge(f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL).labels
+)
+calls = cache(
+    _counter(
+        f"{_NAME}_calls",
+        "Calls of one shard that have ended, retries included: ok, refused for a mistake of the caller's, failed, or "
+        "cancelled by the caller.",
+        (*_CALL, "outcome"),
     ).labels
 )
-call_seconds = cache(
-    _histogram(
-        f"{_NAME}_call_seconds",
-        "Time of calls of one shard that have ended, retries included, by their largest number of rows.",
-        (*_CALL, "rows"),
-    ).labels
-)
-fetch_seconds = cache(
-    _histogram(f"{_NAME}_fetch_seconds", "Time of fetches from all shards together.", ("rows",)).labels
-)
-slowest_shard_seconds = cache(
-    _histogram(
-        f"{_NAME}_slowest_shard_seconds",
-        "Time that the slowest shard of each of these fetches worked on it, as it says itself.",
-        ("rows",),
-    ).labels
-)
+call_seconds = Histograms(
+    f"{_NAME}_call_seconds", "Time of these calls.", (*_CALL, "size_class", "outcome"), registry
+).labels
+fetch_seconds = Histograms(
+    f"{_NAME}_fetch_seconds", "Time of fetches from all shards together.", ("size_class",), registry
+).labels
+slowest_shard_seconds = Histograms(
+    f"{_NAME}_slowest_shard_seconds",
+    "Time that the slowest shard of each of these fetches worked on it, as it says itself.",
+    ("size_class",),
+    registry,
+).labels
 _lock = threading.Lock()
 _registered = False
 
@@ -66,10 +73,3 @@ def register_once() -> None:
         if not _registered:
             REGISTRY.register(registry)
             _registered = True
-
-
-def row_class(num_rows: int) -> str:
-    """The size class of a call: the largest number of rows of its class; "more" beyond them; "" without rows."""
-    if not num_rows:
-        return ""
-    return next((str(most) for most in _ROW_CLASSES if num_rows <= most), "more")

@@ -20,6 +20,7 @@ from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
 from weightserver.client.table import KnownTable
 from weightserver.client.writer import Writer
+from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
@@ -66,7 +67,7 @@ def fetch_rows(
             if whole is not None and values is not None:
                 whole[:] = values[inverse]
     known = [part.shard_seconds for _, part in parts if part.shard_seconds is not None]
-    size = metrics.row_class(len(rows))
+    size = size_class(len(rows))
     metrics.fetch_seconds(size).observe(time.monotonic() - started)
     if known and len(known) == len(parts):
         metrics.slowest_shard_seconds(size).observe(max(known))

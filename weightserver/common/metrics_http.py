@@ -12,7 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from weightserver.common.metrics import page
 
 MAX_CONNECTIONS = 16
 _SECONDS = 5.0
@@ -68,10 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            return HTTPStatus.OK, kind, encode(self.registry)
-        if page := self.pages.get(path):
-            status, text = page()
+            return HTTPStatus.OK, CONTENT_TYPE_PLAIN_0_0_4, page(self.registry)
+        if other := self.pages.get(path):
+            status, text = other()
             return status, _TEXT, f"{text}\n".encode()
         known = ", ".join(["/metrics", *self.pages])
         return HTTPStatus.NOT_FOUND, _TEXT, f"there is no such page: ask for {known}\n".encode()

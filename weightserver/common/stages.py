@@ -12,6 +12,8 @@ class StageClock:
     def __init__(self, stage: str, started: float | None = None) -> None:
         self._started = self._since = time.perf_counter() if started is None else started
         self.stage = stage
+        self.num_rows = 0
+        """Rows that the task is about, as far as they are known."""
         self.seconds: dict[str, float] = {}
 
     def start(self, stage: str) -> str:

@@ -38,6 +38,17 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: StorageError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
 }
+OUTCOMES = ("ok", "refused", "failed", "cancelled")
+"""How a call ends: with an answer, with an error that is its caller's, or with the service's, or its caller leaves."""
+_OUTCOMES = {
+    grpc.StatusCode.OK: "ok",
+    grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.INTERNAL: "failed",
+    grpc.StatusCode.UNAVAILABLE: "failed",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "failed",
+    grpc.StatusCode.FAILED_PRECONDITION: "failed",
+    grpc.StatusCode.DATA_LOSS: "failed",
+}
 _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
 
 
@@ -56,6 +67,11 @@ def error_fields(metadata: Iterable[tuple[str, str]] | None) -> dict[str, int]:
     found = dict(metadata or ())
     given = {name: found.get(f"weightserver-error-{name}", "") for name in _FIELDS}
     return {name: int(value) for name, value in given.items() if value.isascii() and value.isdigit()}
+
+
+def outcome_of(status: grpc.StatusCode) -> str:
+    """Which of OUTCOMES a call with this status has."""
+    return _OUTCOMES.get(status, "refused")
 
 
 def is_of_shard(metadata: Iterable[tuple[str, str]] | None) -> bool:

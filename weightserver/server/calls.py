@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from weightserver.common.metrics import size_class
 from weightserver.common.stages import StageClock, call_clock
 from weightserver.common.version import __version__, works_with
 from weightserver.core.errors import (
@@ -114,7 +115,7 @@ class Calls:
         finally:
             clock.start("end")
             seconds = clock.elapsed_seconds()
-            self._metrics.answered(method, status.name, seconds)
+            self._metrics.answered(method, status, size_class(clock.num_rows), seconds)
             if seconds >= self._slow_seconds:
                 self._log_slow(method, status.name, seconds, clock)
 

@@ -5,35 +5,33 @@ from __future__ import annotations
 from functools import cache, partial
 from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+import grpc
+from prometheus_client import Counter, Gauge, Histogram, Info, ProcessCollector
 
+from weightserver.common.metrics import SLOW_SECONDS, Durations, Histograms, Registry
 from weightserver.core import kernel
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.status import ERROR_OF_STATUS
+from weightserver.protocol.status import ERROR_OF_STATUS, outcome_of
 
-# 100 µs to 30 s: fetches of a few rows take about 1 ms, of 65,536 rows around 30 ms, a full disk seconds. The alerts
-# watch the objective of 100 ms.
-_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
-_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304)
 _METHODS = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods)
-_STATUSES = ("OK", "CANCELLED", *(status.name for status in ERROR_OF_STATUS))
+_STATUSES = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, *ERROR_OF_STATUS)
 _OPERATIONS = ("fetch", "push", "write_state")
 
 
 class ShardMetrics:
-    """All metrics of one shard. Thread-safe."""
+    """All metrics of one shard, whose number they have as a label. Thread-safe."""
 
     def __init__(self, *, shard: int, num_shards: int, version: str) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = Registry(shard=str(shard))
         Info("weightserver_build", "Version, kernel and place of this shard.", registry=registry).info(
-            {"version": version, "kernel": kernel.name(), "shard": str(shard), "num_shards": str(num_shards)}
+            {"version": version, "kernel": kernel.name(), "num_shards": str(num_shards)}
         )
         Gauge("weightserver_cluster_shards", "Shards of the cluster, this one included.", registry=registry).set(
             num_shards
         )
         ProcessCollector(registry=registry)
         counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        seconds = partial(_seconds, registry)
         self.fenced = counter("weightserver_fenced_writes", "Writes refused because a newer session exists.")
         self.unauthenticated = counter(
             "weightserver_unauthenticated_calls", "Calls refused because they lack the token."
@@ -45,14 +43,18 @@ class ShardMetrics:
         self._duplicates = counter("weightserver_duplicate_writes", "Repeated writes that were already applied.")
         # A rate misses the step from a missing series to 1, so these exist from the start; and labels() takes longer
         # than observe() and inc().
-        text, of_call = "Time from a request's arrival to the end of its answer.", ("method", "status")
-        self._seconds = cache(histogram("weightserver_request_seconds", text, of_call, buckets=_SECONDS).labels)
+        self._seconds = Histograms(
+            "weightserver_request_seconds",
+            "Time from a request's arrival to the end of its answer.",
+            ("method", "size_class", "outcome"),
+            registry,
+        ).labels
         text = "Answered requests; every method with every status."
-        self._number = cache(counter("weightserver_requests", text, of_call).labels)
-        for call in product(_METHODS, _STATUSES):
-            self._number(*call)
-        for status in ("OK", "CANCELLED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "INTERNAL"):
-            self._seconds("Fetch", status)
+        self._number = cache(counter("weightserver_requests", text, ("method", "status", "outcome")).labels)
+        for method, status in product(_METHODS, _STATUSES):
+            self._number(method, status.name, outcome_of(status))
+        for size_class in SLOW_SECONDS:
+            self._seconds("Fetch", size_class, "ok")
         self._fetch_stages = _stages(
             "fetch",
             ("queue", "receive", "read", "correct", "send"),
@@ -68,26 +70,26 @@ class ShardMetrics:
             "(receive), being checked (work), and waiting until it was on disk (commit).",
             registry,
         )
-        text = "Rows in one request to this shard."
-        request_rows = histogram("weightserver_request_rows", text, ["operation"], buckets=_COUNTS)
+        text = "Rows that fetches asked for, pushes and state writes brought."
+        asked = counter("weightserver_requested_rows", text, ["operation"])
         rows = counter("weightserver_rows", "Rows fetched, pushed to, or written as state.", ["operation"])
         text = "Bytes of the rows fetched, pushed, or written as state."
         num_bytes = counter("weightserver_row_bytes", text, ["operation"])
-        self._of_rows = {
-            name: (request_rows.labels(name), rows.labels(name), num_bytes.labels(name)) for name in _OPERATIONS
-        }
-        seconds = partial(histogram, buckets=_SECONDS)
+        self._of_rows = {name: (asked.labels(name), rows.labels(name), num_bytes.labels(name)) for name in _OPERATIONS}
         self._wait = seconds("weightserver_commit_wait_seconds", "Time that a write waited for its transaction.")
         self._commit_seconds = seconds(
             "weightserver_commit_seconds", "Time that a transaction took, from its first write until it was on disk."
         )
         sizes = (1, 2, 4, 8, 16, 32, 64)
-        self._commit_writes = histogram("weightserver_commit_writes", "Writes in one transaction.", buckets=sizes)
+        self._commit_writes = Histogram(
+            "weightserver_commit_writes", "Writes in one transaction.", buckets=sizes, registry=registry
+        )
 
-    def answered(self, method: str, status: str, seconds: float) -> None:
+    def answered(self, method: str, status: grpc.StatusCode, size_class: str, seconds: float) -> None:
         """Counts and times a call."""
-        self._seconds(method, status).observe(seconds)
-        self._number(method, status).inc()
+        outcome = outcome_of(status)
+        self._seconds(method, size_class, outcome).observe(seconds)
+        self._number(method, status.name, outcome).inc()
 
     def fetched(self, wanted: int, rows: int, num_bytes: int) -> None:
         """Counts a fetch, and what of it was answered."""
@@ -105,8 +107,8 @@ class ShardMetrics:
             stage.observe(seconds.get(name, 0.0))
 
     def _count(self, operation: str, wanted: int, rows: int, num_bytes: int) -> None:
-        request_rows, all_rows, all_bytes = self._of_rows[operation]
-        request_rows.observe(wanted)
+        asked, all_rows, all_bytes = self._of_rows[operation]
+        asked.inc(wanted)
         all_rows.inc(rows)
         all_bytes.inc(num_bytes)
 
@@ -119,7 +121,11 @@ class ShardMetrics:
                 self._wait.observe(wait)
 
 
-def _stages(kind: str, names: tuple[str, ...], text: str, registry: CollectorRegistry) -> dict[str, Histogram]:
+def _seconds(registry: Registry, name: str, text: str) -> Durations:
+    return Histograms(name, text, (), registry).labels()
+
+
+def _stages(kind: str, names: tuple[str, ...], text: str, registry: Registry) -> dict[str, Durations]:
     """A histogram of the seconds of each stage of a `kind` of call."""
-    seconds = Histogram(f"weightserver_{kind}_stage_seconds", text, ["stage"], buckets=_SECONDS, registry=registry)
-    return {name: seconds.labels(name) for name in names}
+    stages = Histograms(f"weightserver_{kind}_stage_seconds", text, ("stage",), registry)
+    return {name: stages.labels(name) for name in names}

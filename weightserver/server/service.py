@@ -144,6 +144,7 @@ class WeightServerService:
         num_bytes = fetch_bytes(self._shard.require_table().spec, named.count, self._shard.num_other_rates(rates))
         self._memory.reserve(num_bytes, context)
         rows = named.array()
+        clock.num_rows = len(rows)
         self._shard.check_rows(rows)
         step = None if request.raw else request.step
         chunks = self._shard.fetch(
@@ -206,6 +207,7 @@ class WeightServerService:
         """Receives a write, whose fields of values are `names`, and commits it."""
         clock = call_clock()
         write = receive(messages, names, self._shard, partial(self._memory.reserve, context=context))
+        clock.num_rows = len(write.rows)
         self._shard.check_rows(write.rows)
         applied = self.calls.commit(context, lambda batch: change(batch, write))
         clock.start("end")

@@ -1,0 +1,156 @@
+"""What metrics of shards and clients share: histograms of seconds, size classes of calls, and the page of a registry.
+
+prometheus_client renders a sample in about 9 µs, of which a client of 64 shards has some 12,000; the page of these
+histograms takes a tenth of that (`python -m benchmarks.measuring`).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+SECONDS = (*(float(f"{10 ** (power / 11 - 1):.3g}") for power in range(-30, 27)), 60.0, 180.0, 600.0)
+"""Upper bounds of all histograms of seconds: eleven in each power of ten from 0.19 ms to 23 s, so in steps of less than
+1.25 and with 1, 10 and 100 ms among them; above, where calls are retried, 60, 180 and 600 s."""
+SLOW_SECONDS = {"none": 0.1, "128": 0.1, "2048": 0.1, "32768": 0.1, "more": 0.231}
+"""Size class of a call, the largest number of rows in it, to the seconds after which such a call is late: the
+objectives of deploy/slo.yml."""
+_CLASSES = tuple((int(name), name) for name in SLOW_SECONDS if name.isdigit())
+
+
+def size_class(num_rows: int) -> str:
+    """The size class of a call of `num_rows` rows; "none" without rows."""
+    if not num_rows:
+        return "none"
+    return next((name for most, name in _CLASSES if num_rows <= most), "more")
+
+
+class Registry(CollectorRegistry):
+    """A registry whose samples all have `labels`, and none of which says when its series was created."""
+
+    def __init__(self, **labels: str) -> None:
+        super().__init__()
+        self.labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            if not isinstance(family, _Family):
+                family.samples = [
+                    sample._replace(labels=self.labels | sample.labels)
+                    for sample in family.samples
+                    if not sample.name.endswith("_created")
+                ]
+            yield family
+
+
+class Durations:
+    """One histogram of seconds. Thread-safe."""
+
+    def __init__(self, name: str, labels: dict[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
+        self._name, self._labels = name, labels
+        self._texts = [f"{sample}{{{_in_braces(all_labels)}}} " for sample, all_labels in self._names()]
+
+    def _names(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """The names and labels of its samples, in the order of `_values`."""
+        for bound in (*map(str, SECONDS), "+Inf"):
+            yield f"{self._name}_bucket", self._labels | {"le": bound}
+        yield f"{self._name}_count", self._labels
+        yield f"{self._name}_sum", self._labels
+
+    def observe(self, seconds: float) -> None:
+        at = bisect_left(SECONDS, seconds)
+        with self._lock:
+            self._counts[at] += 1
+            self._sum += float(seconds)  # of NumPy, it would be written otherwise
+
+    def _values(self) -> list[float]:
+        """Those of the buckets, which include all smaller ones, of the count and of the sum."""
+        with self._lock:
+            counts, total = self._counts.copy(), self._sum
+        upto = list(accumulate(counts))
+        return [*upto, upto[-1], total]
+
+    def lines(self) -> Iterator[str]:
+        """The series on a page."""
+        return map(str.__add__, self._texts, map(repr, self._values()))
+
+    def samples(self) -> Iterator[Sample]:
+        """The same for prometheus_client."""
+        return (Sample(*names, value) for names, value in zip(self._names(), self._values(), strict=True))
+
+
+class Histograms(Collector):
+    """A family of histograms of seconds."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: Registry) -> None:
+        self._name, self._text, self._labels, self._constant = name, text, labels, registry.labels
+        self._series: dict[tuple[str, ...], Durations] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Durations:
+        """The histogram of these values of the labels; it exists from now on."""
+        found = self._series.get(values)
+        if found is None:
+            labels = self._constant | dict(zip(self._labels, values, strict=True))
+            found = self._series.setdefault(values, Durations(self._name, labels))
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        yield _Family(self._name, self._text, list(self._series.values()))
+
+
+class _Family(Metric):
+    """Makes samples only for who asks for them: `page` does not."""
+
+    def __init__(self, name: str, text: str, series: list[Durations]) -> None:
+        self._series: list[Durations] = []
+        super().__init__(name, text, "histogram")
+        self._series = series
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for series in self._series for sample in series.samples()]
+
+    @samples.setter
+    def samples(self, _: list[Sample]) -> None:
+        """Metric begins with none."""
+
+    def lines(self) -> Iterator[str]:
+        yield f"# HELP {self.name} {self.documentation}"
+        yield f"# TYPE {self.name} histogram"
+        for series in self._series:
+            yield from series.lines()
+
+
+class _Collected:
+    """Families that were collected, as a registry for prometheus_client."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+def page(registry: CollectorRegistry) -> bytes:
+    """All metrics of a registry in Prometheus' text format 0.0.4."""
+    families = list(registry.collect())
+    lines = [line for family in families if isinstance(family, _Family) for line in family.lines()]
+    rest = [family for family in families if not isinstance(family, _Family)]
+    return generate_latest(_Collected(rest)) + "".join(f"{line}\n" for line in lines).encode()
+
+
+def _in_braces(labels: dict[str, str]) -> str:
+    escaped = (
+        (name, value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for name, value in labels.items()
+    )
+    return ",".join(f'{name}="{value}"' for name, value in sorted(escaped))
