@@ -21,6 +21,7 @@ from trainer.evaluate.frozen import Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
 from trainer.feature_files import Batch, check_output, write_features
+from trainer.run.directory import is_run
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import Remark, say
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> NoReturn:
 def _embed(options: argparse.Namespace) -> str:
     """Writes the features; returns the line that says so."""
     check_output(options.output)
-    kind = "run" if options.encoder.is_dir() and (options.encoder / "config.json").exists() else "encoder"
+    kind = "run" if is_run(options.encoder) else "encoder"
     with stage("loading the encoder and listing the images"):
         found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
         images = images_of(found, options)

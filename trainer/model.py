@@ -7,8 +7,10 @@ normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`). BatchN
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -190,10 +192,12 @@ class TorchvisionEncoder(nn.Module):
         return features
 
 
-def save_encoder(encoder: nn.Module, config: EncoderConfig, path: Path) -> None:
-    """Writes an encoder and its config atomically as one safetensors file."""
+def save_encoder(
+    encoder: nn.Module, config: EncoderConfig, path: Path, metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Writes an encoder and its config atomically as one safetensors file, with more metadata."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()}
-    atomic_write(path, lambda partial: save_file(tensors, partial, metadata=encoder_metadata(config)))
+    atomic_write(path, lambda partial: save_file(tensors, partial, metadata=encoder_metadata(config) | dict(metadata)))
 
 
 def encoder_metadata(config: EncoderConfig) -> dict[str, str]:

@@ -77,7 +77,7 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
         _log.info("the run had ended before", extra={"steps": summary["steps"]})
         return TrainResult(config, dataset, model, summary)
     started = time.perf_counter()
-    save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE)
+    save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE, config.data.metadata())
     results: dict[str, ProbeResult] = {}
     if config.report.evaluate:
         with _results_can_wait(config):
@@ -208,7 +208,8 @@ def next_commands(config: TrainConfig) -> list[str]:
     possible = {
         f"report {run}": True,
         f"train --resume --output {run} {length}": config.rows.rows != "dense",
-        f"export encoder {run} --format {library} --output {run}/exported": encoder != "none",
+        f"export encoder {run} --format {library} --output {run}/exported": encoder != "none"
+        and not (config.run.output / "exported").exists(),
         f"evaluate knn --run {run}": config.report.evaluate and encoder != "none",
     }
     return [f"{pic()} {command}" for command, makes_sense in possible.items() if makes_sense][:3]

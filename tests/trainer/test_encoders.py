@@ -22,9 +22,12 @@ from tests.helpers.small_run import EVERY, small_run
 from trainer.data import load_dataset
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import IMAGENET, normalise
+from trainer.evaluate.options import SubjectOptions
+from trainer.evaluate.subjects import load_subject
 from trainer.export.__main__ import main
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
+from trainer.run.directory import is_run
 from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import sha256
 
@@ -224,7 +227,10 @@ def test_an_export_says_how_its_run_read_pixels(tmp_path: Path, name: str) -> No
     assert "A fourth channel was left out (--alpha ignore)." in card
     with safe_open(next(out.glob("*.safetensors")), "pt") as file:
         metadata = file.metadata()
-    assert (json.loads(metadata["pixel_range"]), metadata["alpha"]) == ([0, 4095], "ignore")
+    assert (json.loads(metadata["pixel_range"]), json.loads(metadata["alpha"])) == ([0, 4095], "ignore")
+    images = load_subject(SubjectOptions(encoder=out)).images
+    assert (images.pixel_range, images.alpha) == ((0, 4095), "ignore")
+    assert (is_run(run), is_run(out)) == (True, False), "both have a config.json"
 
 
 @pytest.mark.guard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import Rendering, background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable, settings_of
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -21,6 +23,7 @@ TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 SPLITS = dict.fromkeys((*TRAINING, *TESTS))
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
+_OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
 
@@ -108,6 +111,15 @@ class DataConfig(SourceOptions):
     decode_threads: int | None = resumable(None)
     """Threads of each rank that decode images. Without it: the rank's share of the cores that the machine, the
     process's affinity and its cgroup allow, at most 16."""
+
+    @classmethod
+    def of_metadata(cls, metadata: Mapping[str, str]) -> Self:
+        """How a file of weights says that its images became colours; the defaults if it does not say it."""
+        return settings_of(cls, {name: json.loads(metadata[name]) for name in _OF_PIXELS if name in metadata})
+
+    def metadata(self) -> dict[str, str]:
+        """How pixels become colours, for the metadata of a file of weights."""
+        return {name: json.dumps(getattr(self, name)) for name in _OF_PIXELS}
 
     def check(self) -> None:
         super().check()

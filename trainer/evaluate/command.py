@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import tyro
 
+from trainer.data.config import SourceOptions
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
 from trainer.evaluate.protocols import PROTOCOLS
-from trainer.settings import Settings, set_help_texts
+from trainer.settings import Settings, flag, set_help_texts
 from trainer.wrong_arguments import parsed_or_exit
 
 
@@ -22,6 +24,8 @@ class Command(NamedTuple):
     subject: SubjectOptions
     options: EvaluationOptions
     settings: Settings
+    reading: dict[str, Any]
+    """The options that are given of how images are read, by name."""
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -36,7 +40,7 @@ def parse(arguments: Sequence[str]) -> Command:
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(PROTOCOLS)}"
         raise ValueError(f"unknown protocol {name!r}: {hint}")
     of_protocols = (protocol.settings for protocol in PROTOCOLS.values())
-    for settings in (SubjectOptions, EvaluationOptions, *of_protocols):
+    for settings in (SubjectOptions, EvaluationOptions, SourceOptions, *of_protocols):
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:
@@ -50,9 +54,10 @@ def parse(arguments: Sequence[str]) -> Command:
         return parsed
 
     parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate")
-    for part in (parsed.subject, parsed.options, parsed.settings):
+    for part in (parsed.subject, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
         part.check()
-    return parsed
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    return parsed._replace(reading={name: value for name, value in parsed.reading.items() if flag(name) in flags})
 
 
 def _without_commas(arguments: Sequence[str]) -> list[str]:
@@ -68,10 +73,15 @@ def _without_commas(arguments: Sequence[str]) -> list[str]:
 
 
 def _parsed_by(name: str, settings: type[Settings], summary: str) -> Callable[..., Command]:
-    def command(subject: SubjectOptions, general: EvaluationOptions, protocol: Any) -> Command:
-        return Command(name, subject, general, protocol)
+    def command(subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, protocol: Any) -> Command:
+        given = {one.name: getattr(reading, one.name) for one in fields(SourceOptions)}
+        return Command(name, subject, general, protocol, given)
 
     command.__annotations__["protocol"] = settings
-    command.__annotations__ |= {"subject": SubjectOptions, "general": EvaluationOptions}  # not their names as text
+    command.__annotations__ |= {
+        "subject": SubjectOptions,
+        "general": EvaluationOptions,
+        "reading": SourceOptions,
+    }  # not their names as text
     command.__doc__ = summary
     return command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
+from trainer.data.config import SourceOptions
 from trainer.display import stage
 from trainer.distributed import process_group
 from trainer.evaluate.command import Command
@@ -21,6 +22,7 @@ from trainer.evaluate.options import EvaluationOptions
 from trainer.evaluate.protocol import check_classes, with_held_out
 from trainer.evaluate.protocols import PROTOCOLS, function_of
 from trainer.evaluate.subjects import Subject, load_subject
+from trainer.settings import flag
 from weightserver.common.logs import Remark, say
 
 DIRECTORY = "evaluation"
@@ -80,12 +82,14 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
     """
     options, own_format = command.options, PROTOCOLS[command.name].images
     if own_format:
+        _refuse_reading(command, own_format)
         if options.dataset is not None:
             raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
         return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
     name, directory = subject.data(options.dataset, options.data_dir)
     background = subject.images.background if options.background is None else options.background
-    loaded = _load(subject, name, directory, options, background)
+    reading = _reading(command, subject, name, directory)
+    loaded = _load(subject, name, directory, options, background, reading)
     dataset, held_out = loaded.evaluated, False
     if PROTOCOLS[command.name].labelled:
         if held_out := loaded.can_hold_out and not subject.knows_labels:
@@ -98,7 +102,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
     for labels in (dataset.train_labels, dataset.test_labels):
         digest.update(labels.numpy().tobytes())
     digest.update(json.dumps([dataset.digests, dataset.test_digests]).encode())
-    images = {
+    images: dict[str, Any] = {
         "dataset": name,
         "data_dir": directory and str(directory),
         "train_images": len(dataset.train_images),
@@ -107,6 +111,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
         "images_digest": digest.hexdigest(),
     }
     images |= ({"background": background} if name in DECODED else {}) | ({"held_out": True} if held_out else {})
+    images |= {"pixels": reading.of_pixels.given} if reading.of_pixels.given else {}
     return images, lambda: dataset
 
 
@@ -114,14 +119,35 @@ def _no_labelled_images() -> Dataset:
     raise NotImplementedError("the protocol reads images of its own format")
 
 
-def _load(subject: Subject, name: str, directory: Path | None, options: EvaluationOptions, background: str) -> Dataset:
+def _reading(command: Command, subject: Subject, name: str, directory: Path | None) -> SourceOptions:
+    """How the images are read: as is given, the run's own as in the run, others with its pixels."""
+    own = subject.images
+    if name not in DECODED:
+        _refuse_reading(command, name)
+    is_own = directory and own.data_dir and directory.resolve() == own.data_dir.resolve()
+    return replace(own if is_own else own.of_pixels, **command.reading)
+
+
+def _refuse_reading(command: Command, images: str) -> None:
+    """Raises ValueError if options are given of how images in files are read."""
+    if command.reading:
+        raise ValueError(f"{', '.join(map(flag, command.reading))}: {images} is read in one way only: omit it")
+
+
+def _load(
+    subject: Subject,
+    name: str,
+    directory: Path | None,
+    options: EvaluationOptions,
+    background: str,
+    reading: SourceOptions,
+) -> Dataset:
     """The labelled images, of the encoder's size; a broken test image is an error."""
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
     size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
-    source = subject.images if directory == subject.images.data_dir else subject.images.of_pixels
     dataset = load_dataset(
-        name, directory, decode_threads=options.decode_threads, background=background, options=source, **size
+        name, directory, decode_threads=options.decode_threads, background=background, options=reading, **size
     )
     dataset = dataset.strict()
     if subject.config is not None:

@@ -44,7 +44,7 @@ class Subject:
     """Where evaluation/NAME.json is written. Of a run its own, of an export its own, of weights/a.safetensors
     weights/a, otherwise one in runs/."""
     images: DataConfig = field(default_factory=DataConfig)
-    """The run's images, and how it reads them; the defaults without a run."""
+    """The run's images, and how it reads them; of a file, how it says that pixels become colours."""
     knows_labels: bool = False
     """Whether the run trained on labels, so that none of its images can be held out."""
     notes: tuple[str, ...] = ()
@@ -170,7 +170,13 @@ def _of_file(path: Path) -> Subject:
     metadata = _metadata(file)
     if metadata.get("format", "").startswith("pic-encoder"):
         encoder, config = load_encoder(file)
-        return Subject(name=str(file), encoder=encoder, config=config, directory=_directory_for(file))
+        return Subject(
+            name=str(file),
+            encoder=encoder,
+            config=config,
+            directory=_directory_for(file),
+            images=DataConfig.of_metadata(metadata),
+        )
     if file.exists() and "model" not in metadata:
         raise ValueError(f"{file} does not say which model it is for: give it to 'pic export import'")
     imported = import_encoder(file, ImportOptions())
@@ -179,6 +185,7 @@ def _of_file(path: Path) -> Subject:
         encoder=imported.encoder,
         config=imported.config,
         directory=path if path.is_dir() else _directory_for(file),
+        images=DataConfig.of_metadata(metadata),
         notes=tuple(imported.notes),
     )
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.data.config import SourceOptions
+from trainer.data.config import DataConfig
 from trainer.data.decode import decoded_side
 from trainer.export import LIBRARIES
 from trainer.export.model_card import SMALL_IN_TIMM, LibraryEncoder, Origin, model_card
@@ -80,10 +80,7 @@ def export_encoder(
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
         tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
-        reading = settings_of(SourceOptions, settings)
-        metadata = _described(converted, config) | {"alpha": reading.alpha}
-        if reading.pixel_range:
-            metadata["pixel_range"] = json.dumps(reading.pixel_range)
+        metadata = _described(converted, config) | settings_of(DataConfig, settings).metadata()
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(

@@ -27,6 +27,17 @@ PLOT_FILE = "training.png"
 RESULT_FILES = (SUMMARY_FILE, ENCODER_FILE, COMPARISON_FILE, PLOT_FILE)
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a directory is a run's, also of another version or damaged; an export for timm has a config.json too."""
+    try:
+        content = json.loads((directory / CONFIG_FILE).read_bytes())
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return "order_seed" in content or "format" in content
+
+
 def read_settings(run: Path) -> dict[str, Any]:
     """The settings in the run's config.json, those that identify its rows among them.
 

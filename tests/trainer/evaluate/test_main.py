@@ -14,9 +14,13 @@ from PIL import Image
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
+from trainer.data.config import DataConfig
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import linear_cached
+from trainer.evaluate.command import parse
 from trainer.evaluate.protocols import PROTOCOLS
+from trainer.evaluate.run import _reading
+from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, build_model, save_encoder
 
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
@@ -75,6 +79,22 @@ OWN_FORMATS = {"detect", "segment", "partition"}
 
 def test_every_protocol_is_tested() -> None:
     assert {*SHORT, *OWN_FORMATS} == {*PROTOCOLS}
+
+
+@pytest.mark.parametrize("spelled", ["tree/../tree", "linked", None])
+def test_images_are_read_as_in_the_run_however_their_folder_is_spelled(spelled: str | None, tmp_path: Path) -> None:
+    plain_tree(tmp_path / "tree/bus", 6)
+    plain_tree(tmp_path / "tree/train", 6)
+    (tmp_path / "linked").symlink_to(tmp_path / "tree")
+    images = DataConfig(dataset="folder", data_dir=tmp_path / "tree", split="train", alpha="ignore")
+    subject = Subject(name="a", encoder=None, config=None, images=images)
+    given = ["knn", "--pixels", "--data-dir", str(tmp_path / (spelled or "other")), "--pixel-range", "0", "4095"]
+    command = parse(given)
+    with pytest.raises(ValueError, match="--pixel-range: idx is read in one way only"):
+        _reading(command, subject, "idx", None)
+    reading = _reading(command, subject, "folder", Path(given[3]))
+    assert (reading.split, reading.alpha) == ("train" if spelled else "auto", "ignore")
+    assert reading.given["pixel_range"] == (0, 4095)
 
 
 @pytest.mark.parametrize("protocol", SHORT)
