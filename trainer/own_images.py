@@ -142,7 +142,7 @@ def _resumed(config: TrainConfig) -> TrainConfig:
         stored = read_settings(config.run.output)
         if stored.get("dataset") == "packed":
             packed = Path(stored["data_dir"])
-            check_same_source(config.data.data_dir, packed, config.data)
+            check_same_source(config.data.data_dir, packed)
             return config.with_settings(dataset="packed", data_dir=packed)
     return config
 
@@ -157,7 +157,7 @@ def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[D
         problems.append(f"--dataset {kind} is not for a folder of images: omit it, or train with the preset for it")
         return None
     try:
-        if config.data.data_dir.is_dir() and not is_packed(config.data.data_dir) and kind == "packed":
+        if kind == "packed" and not is_packed(config.data.data_dir):
             kind = "folder"  # to be packed
         with shown(), stage("listing images"):
             # only headers are read

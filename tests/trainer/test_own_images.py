@@ -18,7 +18,6 @@ from PIL import Image
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import once_within
 from trainer.data import load_dataset
-from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.own_images import images_config, problems_with
 from trainer.own_packs import check_same_source
@@ -209,12 +208,13 @@ def test_a_pack_of_other_or_changed_images_is_not_used(
     assert packed_of(first) == (one, 12, added)
     assert packed_of(first) == (one, 12, "")
     with pytest.raises(ValueError, match=r"the run's images are packed from .*/p1/pics.2024 in R/pics"):
-        check_same_source(second, Path(one), SourceOptions())
-    check_same_source(first, Path(one), SourceOptions())
+        check_same_source(second, Path(one))
+    check_same_source(first, Path(one))
     (first / "a/0000.jpg").unlink()
     config = images_config(["--data-dir", str(first), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
     lines = capsys.readouterr().err.splitlines()
-    assert f"{one} is not used: 1 of its images were removed from {first} or overwritten since" in lines
+    removed = "1 removed since, still packed: to remove them, pack into a new directory (a/0000.jpg)"
+    assert f"{one} is not used: {removed}" in lines
     assert (str(config.data.data_dir), Manifest.load(Path(three)).num_images) == (three, 11)
 
 

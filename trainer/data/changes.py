@@ -1,82 +1,168 @@
-"""Compares a pack with the source that it came from: images that were added, removed or overwritten since."""
+"""Compares a pack with what its source says now.
+
+A pack keeps what its source said: each range has a listing with the path and the label of every image, and the manifest
+the names of the classes, and the options by which the source was read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.data.listing import Entry, Listing
-from trainer.data.manifest import Manifest, listing_path
+from trainer.data.decode import BrokenImageError, facts
+from trainer.data.listing import NO_LABEL, Entry, Listing
+from trainer.data.manifest import Manifest, is_packed, listing_path
 from trainer.data.packed import PackedImages
-from trainer.data.reading import Split
+from trainer.data.reading import Reading, Split
 
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Changes:
-    """Names of images that differ between a source and its pack."""
+    """Images that differ between a source and its pack: those to pack, and the names of others."""
 
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    """Their files have other bytes now."""
+    added: list[Entry] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    """Their bytes are packed under another name, which the source has no more."""
+    changed: list[str] = field(default_factory=list)
+    """Their files have other bytes now, or are no longer broken."""
+    relabelled: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """What differs, a line for each kind, with the first names."""
         kinds = {
-            "added since, not packed: give --extend to pack them": self.added,
-            "removed or renamed since, still packed: to remove them, pack into a new directory": self.removed,
+            "added since, not packed: give --extend to pack them": [entry.name for entry in self.added],
+            "removed since, still packed: to remove them, pack into a new directory": self.removed,
+            "renamed since, packed under the old names: to have the new, pack into a new directory": self.renamed,
             "changed since, packed as they were: to have them as they are, pack into a new directory": self.changed,
+            "labelled anew since, packed with the old labels: to have the new, pack into a new directory": (
+                self.relabelled
+            ),
         }
         return [f"{len(names):,} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
 
+    def outdated(self) -> str:
+        """The first of the lines that no extension of the pack helps against; empty if there is none."""
+        return next(iter(replace(self, added=[]).lines()), "")
 
-def changes_since(split: Split, packed: Path) -> Changes:
-    """Compares the complete pack `packed` with the images that a source has now; other sources' images are left out.
+    def __iadd__(self, other: Changes) -> Changes:
+        for name, found in vars(other).items():
+            getattr(self, name).extend(found)
+        return self
 
-    Files are compared by path, length and time. Only those are read that were written after the pack.
+
+def changes_since(reading: Reading, packed: Path) -> Changes:
+    """Compares a complete pack, with its test images, with what its source is read as now; see `split_changes`.
+
+    The test images of a source that has none any more are removed.
 
     Raises:
         ValueError: a damaged pack.
     """
-    listing = split.listing
-    now = {
-        key: entry
-        for key, entry in zip(listing.hashes(), listing.entries(), strict=True)
-        if _path(listing, entry).exists()
-    }
-    known, removed, changed = set[int](), list[str](), list[str]()
-    images = PackedImages(packed)
-    lengths, written_at, shown = images.lengths(), images.written_at(), images.shown()
-    for number, key, entry in _packed_entries(Manifest.load(packed), packed, split.source):
-        known.add(key)
-        if key not in now:
-            removed.append(entry.name)
-        elif shown[number] == number:  # a broken image is not in the pack
-            is_newer = _path(listing, now[key]).stat().st_mtime_ns >= written_at[number]
-            same_length = listing.length(now[key]) == lengths[number]
-            if not same_length or (is_newer and listing.read_entry(now[key]) != images.read(number)):
-                changed.append(entry.name)
-    return Changes(
-        added=tuple(entry.name for key, entry in now.items() if key not in known),
-        removed=tuple(removed),
-        changed=tuple(changed),
-    )
+    changes = Changes()
+    for split, directory in reading.to_pack(packed):
+        changes += split_changes(split, directory)
+    if reading.test is None and is_packed(test := packed / "test"):
+        tests = _packed_entries(test)
+        changes.removed += [entry.name for source, *_, entry in tests if Path(source).is_relative_to(reading.source)]
+    return changes
 
 
-def _path(listing: Listing, entry: Entry) -> Path:
-    return listing.root / entry.path
+def split_changes(split: Split, packed: Path) -> Changes:
+    """Compares a complete pack with the images that a split has now; packed images of other sources are left out.
+
+    Files are compared by path, length and time. Only those are read that were written after the pack, were broken then,
+    or may be renamed ones. An image that had no file then has not changed while it has none.
+
+    Raises:
+        ValueError: a damaged pack.
+    """
+    listing, changes = split.listing, Changes()
+    images = _PackedFiles(packed)
+    now = dict(zip(listing.hashes(), listing.entries(), strict=True))
+    gone: dict[int, list[tuple[int, Entry]]] = {}
+    for source, number, key, entry in _packed_entries(packed):
+        found = now.pop(key, None)
+        if source != split.source:
+            continue
+        if found is None:
+            gone.setdefault(images.length(number), []).append((number, entry))
+        elif images.is_intact(number) and not (listing.root / found.path).exists():
+            changes.removed.append(entry.name)
+        else:
+            if images.differ(number, listing, found):
+                changes.changed.append(entry.name)
+            if _class(entry, images.classes) != _class(found, split.classes):
+                changes.relabelled.append(entry.name)
+    for entry in now.values():
+        like = gone.get(_length(listing, entry), []) if gone else []
+        content = listing.read_entry(entry) if like else b""
+        same = next((one for one in like if images.read(one[0]) == content), None)
+        if same is None:
+            changes.added.append(entry)
+            continue
+        like.remove(same)
+        changes.renamed.append(entry.name)
+        if _class(same[1], images.classes) != _class(entry, split.classes):
+            changes.relabelled.append(entry.name)
+    changes.removed += [entry.name for _, entry in sorted(one for like in gone.values() for one in like)]
+    return changes
 
 
-def _packed_entries(manifest: Manifest, packed: Path, source: str) -> Iterator[tuple[int, int, Entry]]:
-    """Id, hash and entry of each packed image of a source."""
-    for part in manifest.ranges:
-        if part.source == source:
-            listing = Listing.open(listing_path(packed, part.first), Path(part.root))
-            yield from zip(range(part.first, part.first + part.count), listing.hashes(), listing.entries(), strict=True)
+class _PackedFiles:
+    """The files that a pack was made of, as far as it has them."""
+
+    def __init__(self, packed: Path) -> None:
+        images = PackedImages(packed)
+        self.read, self.classes = images.read, images.manifest.classes
+        self._rendering = images.manifest.options.rendering("none")
+        self._lengths, self._written_at, self._shown = images.lengths(), images.written_at(), images.shown()
+
+    def is_intact(self, image: int) -> bool:
+        """Whether the image itself is in the pack: no other one stands for it."""
+        return bool(self._shown[image] == image)
+
+    def length(self, image: int) -> int:
+        """Number of its file's bytes; -1 for a broken one."""
+        return int(self._lengths[image]) if self.is_intact(image) else -1
+
+    def differ(self, image: int, listing: Listing, entry: Entry) -> bool:
+        """Whether an image's file is another one now: it has other bytes, or is no longer broken."""
+        if not self.is_intact(image):
+            try:
+                return bool(facts(listing.read_entry(entry), self._rendering))
+            except (BrokenImageError, OSError):
+                return False
+        if listing.length(entry) != self._lengths[image]:
+            return True
+        is_newer = (listing.root / entry.path).stat().st_mtime_ns >= self._written_at[image]
+        return bool(is_newer) and listing.read_entry(entry) != self.read(image)
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _length(listing: Listing, entry: Entry) -> int:
+    """Number of bytes of an entry; -2 if its file is missing."""
+    try:
+        return listing.length(entry)
+    except OSError:
+        return -2
+
+
+def _class(entry: Entry, classes: Sequence[str]) -> str:
+    """The name of an image's class, or its number; "-1" without a label."""
+    return classes[entry.label] if classes and entry.label != NO_LABEL else str(entry.label)
+
+
+def _packed_entries(packed: Path) -> Iterator[tuple[str, int, int, Entry]]:
+    """Source, id, hash and entry of each packed image."""
+    for part in Manifest.load(packed).ranges:
+        listing = Listing.open(listing_path(packed, part.first), Path(part.root))
+        numbers = range(part.first, part.first + part.count)
+        for number, key, entry in zip(numbers, listing.hashes(), listing.entries(), strict=True):
+            yield part.source, number, key, entry
+
+
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

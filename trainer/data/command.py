@@ -12,7 +12,7 @@ from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
-from trainer.data.reading import read_source
+from trainer.data.reading import read_source, source_exists
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
@@ -55,17 +55,17 @@ def _pack(options: argparse.Namespace) -> list[str]:
         f"{labels if manifest.labelled else 'no labels'}, {_counted(len(manifest.shards), 'tar')}, "
         f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
     )
-    if not options.source.exists():
+    if not source_exists(options.source):
         return [packed]
     with stage("comparing the source with the pack"):
-        reading = read_source(options.source.resolve(), of_source)
-        changed = [changes_since(split, part).lines() for split, part in reading.to_pack(options.output)]
+        reading = read_source(options.source.resolve(), of_source, labelled=not options.no_labels)
+        changed = changes_since(reading, options.output).lines()
     unused = [
         f"{split.name}/ is not packed ({_counted(split.counts.total(), 'image')}): --split {reading.train.name}:"
         f"{split.name} packs it for evaluation"
         for split in reading.splits[2:]
     ]
-    return [packed, *(line for lines in changed for line in lines), *unused]
+    return [packed, *changed, *unused]
 
 
 def _counted(number: int, noun: str, ending: str = "s") -> str:

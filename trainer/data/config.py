@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class SourceOptions(Settings):
     max_broken: int | None = resumable(None)
     """Broken images that a run or a pack may have; without it 100, or one percent if that is more."""
     broken_list: Path | None = resumable(None)
-    """File to which the path of each broken image is added, with the reason."""
+    """File to which the path of each broken image is added, once, with the reason."""
 
     @property
     def of_pixels(self) -> SourceOptions:
@@ -70,9 +70,21 @@ class SourceOptions(Settings):
             if not one.metadata.get("resumable") and (value := getattr(self, one.name)) != one.default
         }
 
-    def with_pixels_of(self, others: SourceOptions) -> Self:
-        """These options, with `others` for those about pixels that are not given."""
-        return replace(self, **others.of_pixels.given | self.of_pixels.given)
+    def differing(self, others: SourceOptions, *, apart_from: Collection[str] = ()) -> str:
+        """The options that have another value in `others`, as flags with both values; empty if there are none."""
+        names = (name for name in {**self.given, **others.given} if name not in apart_from)
+        pairs = ((name, getattr(self, name), getattr(others, name)) for name in names)
+        return ", ".join(f"{flag(name)} {_text(own)}, not {_text(other)}" for name, own, other in pairs if own != other)
+
+    def of_pack(self, directory: Path, packed: SourceOptions) -> Self:
+        """These options, with those of a pack about pixels that are not given.
+
+        Raises:
+            ValueError: options are given by which the pack's source was not read.
+        """
+        if differing := packed.differing(replace(packed, **self.given), apart_from=_OF_PIXELS):
+            raise ValueError(f"{directory} was packed with {differing}: omit that, or pack its source again with it")
+        return replace(self, **packed.of_pixels.given | self.of_pixels.given)
 
     def rendering(self, background: str) -> Rendering:
         """How pixels become colours, where transparent ones show a colour: its name, as white, #rrggbb, or none.
@@ -92,6 +104,10 @@ class SourceOptions(Settings):
         check_positive(self, "max_megapixels")
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
             raise SettingError(f"--pixel-range must rise, got {self.pixel_range}", "pixel_range")
+
+
+def _text(value: Any) -> str:
+    return " ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,7 @@ def load_splits(
     if is_packed(source):
         packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
         found |= {name: PackedImages(path) for name, path in packed.items()}
-        options = options.with_pixels_of(Manifest.load(source).options)
+        options = options.of_pack(source, Manifest.load(source).options)
     else:
         reading = read_source(source, options)
         reading.left_out.log(source)
@@ -340,7 +340,7 @@ def _read(split: Split, decoded: _Decoded) -> _Stored:
 
 def _load_packed(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
     packed, test = PackedImages(directory), directory / "test"
-    decoded = partial(decoded, options=options.with_pixels_of(packed.manifest.options))
+    decoded = partial(decoded, options=options.of_pack(directory, packed.manifest.options))
     return _dataset(
         _packed(packed, decoded),
         _packed(PackedImages(test), decoded) if is_packed(test) else None,

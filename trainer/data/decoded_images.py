@@ -86,10 +86,13 @@ class BrokenImages:
         self._lock = threading.Lock()
 
     def list(self, lines: Iterable[Remark]) -> None:
-        """Adds lines with the values `path` and `why` to --broken-list, if it is given."""
+        """Adds lines with the values `path` and `why` to --broken-list, if it is given, unless they are in it."""
         if self._options.broken_list is not None:
-            with self._options.broken_list.open("a", encoding="utf-8", errors="surrogateescape") as file:
-                file.writelines(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
+            with self._options.broken_list.open("a+", encoding="utf-8", errors="surrogateescape") as file:
+                file.seek(0)
+                known = set(file)
+                found = dict.fromkeys(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
+                file.writelines(line for line in found if line not in known)
 
     def note(self, image: int, path: str, reason: str, num_images: int) -> None:
         """Notes a broken image. Raises ValueError if there are too many."""

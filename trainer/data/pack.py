@@ -2,7 +2,7 @@
 
 Row r of a range holds the image that `RangesOrder` assigns to it, in tars of a bounded size that webdataset can read;
 `manifest.py` describes the format. Every image is decoded once. A broken image is reported and replaced by the next
-intact one by id (after the last of its range, the first), with that image's label. The packed files are a function of
+intact one by id (after the last of its range, the first), under its own label. The packed files are a function of
 the listing, the order's seed and the tars' size: a pack that was killed and continued has the same bytes.
 """
 
@@ -15,7 +15,7 @@ import logging
 import os
 import tarfile
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from trainer.data.manifest import (
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
-from trainer.data.reading import Split, read_source
+from trainer.data.reading import Split, read_source, source_exists
 from trainer.display import stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
@@ -85,11 +85,9 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    if is_packed(output) and not source.exists():
-        reading = None
-    else:
-        classes = Manifest.load(output).classes if is_packed(output) else ()
-        reading = read_source(source, options.source, labelled=options.labelled, classes=classes)
+    reading = None
+    if not is_packed(output) or source_exists(source):
+        reading = read_source(source, options.source, labelled=options.labelled)
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output), counting("packing") as progress, stage("packing"):
         if reading is None:
@@ -97,16 +95,24 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         if options.extend or not is_packed(output):
             for line in filter(None, (reading.left_out.line(source), *map(Remark, reading.notes))):
                 say(line, logging.WARNING)
-        packed = []
+        packed = list[Manifest]()
         for split, directory in reading.to_pack(output):
             directory.mkdir(exist_ok=True)
             extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            packed.append(_pack_split(split, split.source, directory, extended, progress))
+            classes = packed[0].classes if packed else ()
+            packed.append(_pack_split(split, split.source, directory, extended, progress, classes))
         return packed[0]
 
 
-def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions, progress: Counting) -> Manifest:
-    manifest = planned(split, source, output, options)
+def _pack_split(
+    split: Split | None,
+    source: str,
+    output: Path,
+    options: PackOptions,
+    progress: Counting,
+    classes: Sequence[str] = (),
+) -> Manifest:
+    manifest = planned(split, source, output, options, classes)
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
     packed = _Packer(output, manifest, listing, options, progress).run()
@@ -279,7 +285,7 @@ class _Packer:
             except (BrokenImageError, OSError) as error:
                 broken = broken or why(error)
                 continue
-            return _Sample(image, first + shown, self._listing[shown].label, suffix, content, broken)
+            return _Sample(image, first + shown, self._listing[image - first].label, suffix, content, broken)
         raise ValueError(
             f"{self._listing.path(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
             f"({broken}): check their disk"

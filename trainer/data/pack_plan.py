@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.cores import usable_cores
+from trainer.data.changes import split_changes
 from trainer.data.config import SourceOptions
-from trainer.data.listing import Listing
+from trainer.data.listing import NO_LABEL, Entry
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.reading import Split, kind_of_labels
 from weightserver.common.atomic_files import atomic_write
@@ -37,79 +39,87 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
-def planned(split: Split | None, source: str, output: Path, options: PackOptions) -> Manifest:
+def planned(
+    split: Split | None, source: str, output: Path, options: PackOptions, classes: Sequence[str] = ()
+) -> Manifest:
     """The manifest to pack by: the existing one, with a new range if images are added.
 
-    `split` is what `source` names; None if it does not exist any more.
+    `split` is what `source` names; None if it does not exist any more. `classes` are those of the training images, to
+    which a new pack of test images gives the same numbers.
 
     Raises:
         ValueError: a source without images, or a directory whose content contradicts `options`.
     """
-    if not is_packed(output):
-        if options.extend:
-            raise ValueError(f"{output} holds no packed images to extend: omit --extend")
-        if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
-            raise ValueError(f"{output} holds other files: give an empty or new directory")
-        size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-        empty = Manifest(
-            order_seed=options.order_seed or 0, shard_bytes=size, classes=(), options=options.source, ranges=()
-        )
-        return _with_new_range(empty, split, source, output)
-    manifest = Manifest.load(output)
+    if is_packed(output):
+        manifest = Manifest.load(output)
+        for wrong, remedy in contradictions(manifest, split, source, options):
+            raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
+        if not (manifest.complete and options.extend):
+            return manifest
+        if split is None:
+            raise ValueError(f"no such folder or list of images: {source}")
+        return _with_range(manifest, split, split_changes(split, output).added, output, classes)
+    if options.extend:
+        raise ValueError(f"{output} holds no packed images to extend: omit --extend")
+    if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
+        raise ValueError(f"{output} holds other files: give an empty or new directory")
+    assert split is not None, "only a pack outlives its source"
+    size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
+    seed = options.order_seed or 0
+    empty = Manifest(order_seed=seed, shard_bytes=size, classes=(), options=options.source, ranges=())
+    return _with_range(empty, split, list(split.listing.entries()), output, classes)
+
+
+def contradictions(
+    manifest: Manifest, split: Split | None, source: str, options: PackOptions
+) -> Iterator[tuple[str, str]]:
+    """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     if options.order_seed not in (None, manifest.order_seed):
-        raise ValueError(
-            f"{output} is packed in the order of seed {manifest.order_seed}, not {options.order_seed}: "
-            f"give --order-seed {manifest.order_seed}, or another directory"
-        )
+        wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
+        yield wrong, f"give --order-seed {manifest.order_seed}"
     if options.shard_bytes not in (None, manifest.shard_bytes):
-        raise ValueError(
-            f"{output} has tars of up to {manifest.shard_bytes:,} bytes, not {options.shard_bytes:,}: "
-            "omit --shard-mib, or give another directory"
-        )
+        yield f"has tars of up to {manifest.shard_bytes:,} bytes, not {options.shard_bytes:,}", "omit --shard-mib"
+    if differing := manifest.options.differing(options.source):
+        yield f"was packed with {differing}", "omit that"
     last = manifest.ranges[-1]
     if last.source != source and (not manifest.complete or not options.extend):
-        do = "give --extend to add these" if manifest.complete else "finish packing those first"
-        raise ValueError(f"{output} holds images of {last.source}: {do}, or give another directory")
+        remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
+        yield f"holds images of {last.source}", remedy
     if not options.labelled and manifest.labelled:
-        raise ValueError(f"{output} keeps labels: omit --no-labels, or give another directory")
+        yield "keeps labels", "omit --no-labels"
     if options.labelled and not last.labelled and split and split.labelled:
-        raise ValueError(f"{output} keeps no labels: give --no-labels, or another directory")
-    if manifest.complete and options.extend:
-        return _with_new_range(manifest, split, source, output)
-    return manifest
+        yield "keeps no labels", "give --no-labels"
 
 
-def _with_new_range(manifest: Manifest, split: Split | None, source: str, output: Path) -> Manifest:
-    """Adds a range of the source's images that are in no range yet; without any, returns the manifest unchanged."""
-    if split is None:
-        raise ValueError(f"no such folder or list of images: {source}")
+def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path, classes: Sequence[str]) -> Manifest:
+    """Adds a range of new images of a split; without any, returns the manifest unchanged.
+
+    Known classes keep their numbers: those of the manifest, then `classes`.
+    """
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if manifest.ranges and split.kind_of_labels != kind:
         raise ValueError(
-            f"{source} has {split.kind_of_labels}, {output} {kind}: add images of the same kind, or pack them "
+            f"{split.source} has {split.kind_of_labels}, {output} {kind}: add images of the same kind, or pack them "
             "separately"
         )
-    listing, known = split.listing, _known(manifest, output)
-    new = [entry for key, entry in zip(listing.hashes(), listing.entries(), strict=True) if key not in known]
     if not new:
         return manifest
+    names = tuple(dict.fromkeys((*manifest.classes, *classes, *split.classes))) if split.classes else ()
+    number_of = {name: number for number, name in enumerate(names)}
     first = manifest.num_images
+
+    def line(entry: Entry) -> bytes:
+        if names and entry.label != NO_LABEL:
+            entry = entry._replace(label=number_of[split.classes[entry.label]])
+        return entry.line()
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            file.writelines(entry.line() for entry in new)
+            file.writelines(map(line, new))
 
     atomic_write(listing_path(output, first), write)
-    root = str(listing.root)
-    part = Range(first=first, count=len(new), source=source, root=root, labelled=split.labelled, shards=())
-    manifest = replace(manifest, classes=split.classes, ranges=(*manifest.ranges, part))
+    root = str(split.listing.root)
+    part = Range(first=first, count=len(new), source=split.source, root=root, labelled=split.labelled, shards=())
+    manifest = replace(manifest, classes=names, ranges=(*manifest.ranges, part))
     manifest.save(output)
     return manifest
-
-
-def _known(manifest: Manifest, output: Path) -> set[int]:
-    """Hashes of all images that have ids."""
-    known = set[int]()
-    for part in manifest.ranges:
-        known.update(Listing.open(listing_path(output, part.first), Path(part.root)).hashes())
-    return known

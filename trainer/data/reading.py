@@ -100,10 +100,13 @@ def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
     return ("labels by name" if classes else "labels by number") if labelled else "no labels"
 
 
-def read_source(
-    source: Path, options: SourceOptions | None = None, *, labelled: bool = True, classes: Sequence[str] = ()
-) -> Reading:
-    """Reads a source. `labelled` False discards labels; `classes` are known already, and keep their numbers.
+def source_exists(source: Path) -> bool:
+    """Whether a source is there, or names numbered archives."""
+    return source.exists() or bool(_PATTERN.search(source.name))
+
+
+def read_source(source: Path, options: SourceOptions | None = None, *, labelled: bool = True) -> Reading:
+    """Reads a source. `labelled` False discards labels.
 
     Raises:
         ValueError: no such source, one that cannot be read, or one without images.
@@ -113,7 +116,7 @@ def read_source(
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
-        known = found[0].classes if found else classes
+        known = found[0].classes if found else ()
         listed, labels, kinds = _listed(folder, options, left_out, notes, labelled=labelled, known=known)
         if listed:
             root = source if source.is_dir() else source.parent

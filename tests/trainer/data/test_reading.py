@@ -29,11 +29,9 @@ from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
 
 
-def listed(
-    source: Path, *, labelled: bool = True, classes: Sequence[str] = (), **options: Any
-) -> tuple[Listing, Split]:
+def listed(source: Path, *, labelled: bool = True, **options: Any) -> tuple[Listing, Split]:
     """The training images of a source, all of whose files are accounted for."""
-    reading = read_source(source, SourceOptions(**options), labelled=labelled, classes=classes)
+    reading = read_source(source, SourceOptions(**options), labelled=labelled)
     if source.is_dir() and not any(source.rglob("*.tar")) and not any(path.is_symlink() for path in source.rglob("*")):
         files = sum(not path.is_dir() for path in source.rglob("*"))
         used = sum(len(split.listing) for split in reading.splits)
@@ -229,7 +227,7 @@ def test_a_single_archive_is_like_its_folder(suffix: str, tmp_path: Path) -> Non
     assert [packed.read(i) for i in range(len(packed))] == [plain.read(i) for i in range(len(plain))]
     assert packed.labels().tolist() == plain.labels().tolist()
     pack(archive, tmp_path / "packed", PackOptions())
-    assert changes_since(read_source(archive).train, tmp_path / "packed").lines() == []
+    assert changes_since(read_source(archive), tmp_path / "packed").lines() == []
 
 
 def test_a_compressed_tar_says_what_to_do(tmp_path: Path) -> None:
@@ -411,7 +409,7 @@ def test_tables_of_images(tmp_path: Path) -> None:
         assert [reading.train.listing.read(image) for image in range(6)] == [jpeg(image) for image in range(6)]
         pack(tmp_path / source, tmp_path / f"packed-{source}", PackOptions())
         assert len(PackedImages(tmp_path / f"packed-{source}")) == 6
-        assert changes_since(reading.train, tmp_path / f"packed-{source}").lines() == []
+        assert changes_since(reading, tmp_path / f"packed-{source}").lines() == []
 
 
 def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
@@ -648,7 +646,7 @@ def test_a_zip_of_any_name_is_unchanged_since_it_was_packed(tmp_path: Path) -> N
         for number in range(3):
             archive.writestr(f"{number}.jpg", jpeg(number))
     pack(tmp_path / "images", tmp_path / "packed", PackOptions())
-    assert changes_since(read_source(tmp_path / "images").train, tmp_path / "packed").changed == ()
+    assert changes_since(read_source(tmp_path / "images"), tmp_path / "packed").lines() == []
 
 
 def test_a_link_into_a_run_is_said_to_be_one(tmp_path: Path) -> None:
@@ -773,9 +771,6 @@ def test_labels_of_a_list_may_be_names(tmp_path: Path) -> None:
     assert found.kind_of_labels == "labels by name"
     assert listing.labels().tolist() == [0, 1, 0]
     assert paths(listing) == ["a b.jpg grey cat.png", "1.jpg", "2.jpg"]
-    listing, found = listed(text, classes=["zebra", "dog"])
-    assert found.classes == ("zebra", "dog", "grey cat")
-    assert listing.labels().tolist() == [1, 2, 1]
     listing, found = listed(text, labelled=False)
     assert found.classes == ()
     assert listing.labels().tolist() == [-1, -1, -1]

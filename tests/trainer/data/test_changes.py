@@ -1,0 +1,215 @@
+"""A pack knows its source: what the source says otherwise now, and what a command asks for otherwise, is named."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.image_tree import plain_tree
+from trainer.data import load_dataset
+from trainer.data.changes import changes_since
+from trainer.data.config import DataConfig, SourceOptions
+from trainer.data.inspection import inspect_source
+from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack
+from trainer.data.packed import PackedImages
+from trainer.data.reading import read_source
+from trainer.own_images import images_config
+from trainer.own_packs import packed_beside
+
+
+def write_list(path: Path, labels: list[str]) -> Path:
+    """A list of as many images as labels, in a folder beside it."""
+    names = sorted(str(one.relative_to(path.parent)) for one in (path.parent / "tree").rglob("*.jpg"))
+    path.write_text("".join(f"{name} {label}\n" for name, label in zip(names, labels, strict=True)))
+    return path
+
+
+def beside(source: Path) -> Path:
+    """The pack beside a run on a source."""
+    return packed_beside(source, source.parent / "runs/run", 0, DataConfig(data_dir=source))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    return plain_tree(tmp_path / "tree", 6)
+
+
+def test_a_run_never_uses_a_pack_with_old_labels(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A list that gets labels, other labels, other names of them, and the same again."""
+    path, packs = tree.parent / "list.txt", list[Path]()
+    for labels in (
+        ["-1"] * 6,
+        ["0", "1"] * 3,
+        ["1", "0"] * 3,
+        ["cat", "dog"] * 3,
+        ["dog", "cat"] * 3,
+        ["dog", "cat"] * 2 + ["dog", "-1"],
+    ):
+        packs.append(beside(write_list(path, labels)))
+        plain, packed = load_dataset("folder", path), load_dataset("packed", packs[-1])
+        assert torch.equal(packed.train_labels, plain.train_labels)
+        assert packed.class_names == plain.class_names
+        assert beside(path) == packs[-1], "the same again"
+    assert len(set(packs)) == 6
+    said = capsys.readouterr().err
+    assert f"{packs[0]} is not used: it keeps no labels" in said
+    assert f"{packs[1]} is not used: 6 labelled anew since, packed with the old labels" in said
+
+
+def test_labels_of_samples_that_are_written_anew_are_noticed(tree: Path) -> None:
+    shard = tree.parent / "shards/t-000000.tar"
+    shard.parent.mkdir()
+    labels = tree.parent / "label"
+    packs = list[Path]()
+    for names in ("ab", "ba"):
+        with tarfile.open(shard, "w") as tar:
+            for number, path in enumerate(sorted(tree.rglob("*.jpg"))):
+                labels.write_text(names[number % 2])
+                tar.add(path, f"{number}.jpg")
+                tar.add(labels, f"{number}.cls")
+        packs.append(beside(shard.parent))
+        assert load_dataset("packed", packs[-1]).train_labels.tolist() == [names[0] != "a", names[0] == "a"] * 3
+    assert packs[0] != packs[1]
+
+
+def test_an_extension_renames_no_class(tmp_path: Path) -> None:
+    """Of test images with a class that the training images lack, when the training images get others."""
+    source, packed = tmp_path / "set", tmp_path / "packed"
+    plain_tree(source / "train", 6)
+    plain_tree(source / "test", 6)
+    (source / "test/d").mkdir()
+    shutil.copy(source / "test/a/0000.jpg", source / "test/d/0000.jpg")
+    pack(source, packed, PackOptions())
+    (source / "train/bb").mkdir()
+    shutil.copy(source / "train/a/0000.jpg", source / "train/bb/0000.jpg")
+    (source / "test/bb").mkdir()
+    shutil.copy(source / "test/a/0003.jpg", source / "test/bb/0003.jpg")
+    pack(source, packed, PackOptions(extend=True))
+    assert Manifest.load(packed).classes == ("a", "b", "c", "bb")
+    tests = PackedImages(packed / "test")
+    names = [tests.manifest.classes[label] for label in tests.labels()]
+    assert names == [Path(tests.path(image)).parent.name for image in range(len(tests))]
+    assert names == ["a", "a", "b", "b", "c", "c", "d", "bb"]
+    assert "classes of the test images" in load_dataset("packed", packed).untested
+
+
+def test_classes_of_training_and_test_images_get_one_number_in_an_extension(tmp_path: Path) -> None:
+    source, packed = tmp_path / "set", tmp_path / "packed"
+    for split in ("train", "test"):
+        plain_tree(source / split, 6)
+    pack(source, packed, PackOptions())
+    for split in ("train", "test"):
+        for name in ("0", "bb"):
+            shutil.copytree(source / split / "a", source / split / name)
+    shutil.rmtree(source / "test/0")
+    pack(source, packed, PackOptions(extend=True))
+    dataset = load_dataset("packed", packed)
+    assert dataset.class_names == ("a", "b", "c", "0", "bb")
+    assert dataset.test_labels.tolist() == [0, 0, 1, 1, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"split": "none"}, "--split auto, not none"),
+        ({"stray": "use"}, "--stray auto, not use"),
+        ({"tars": "shards"}, "--tars auto, not shards"),
+        ({"label_key": "json"}, "--label-key None, not json"),
+        ({"image_column": "x", "label_column": "y"}, "--image-column None, not x, --label-column None, not y"),
+        ({"pixel_range": (0, 4095)}, "--pixel-range None, not 0 4095"),
+        ({"alpha": "ignore"}, "--alpha show, not ignore"),
+    ],
+)
+def test_options_that_contradict_a_pack_are_refused(tree: Path, given: dict[str, object], said: str) -> None:
+    """Where it is packed again and, but for those about pixels, where its images are loaded."""
+    packed, options = tree.parent / "packed", SourceOptions(**given)  # type: ignore[arg-type]
+    pack(tree, packed, PackOptions())
+    with pytest.raises(ValueError, match=f"was packed with {said}: omit that, or give another directory"):
+        pack(tree, packed, PackOptions(source=options))
+    if options.of_pixels.given:
+        assert load_dataset("packed", packed, options=options)
+        return
+    with pytest.raises(ValueError, match=f"was packed with {said}: omit that, or pack its source again"):
+        load_dataset("packed", packed, options=options)
+
+
+def test_test_images_that_a_source_has_no_more_are_removed(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    (tmp_path / "runs").mkdir()
+    for name in ("train", "val"):
+        plain_tree(source / name, 6)
+    first = beside(source)
+    assert len(load_dataset("packed", first).test_images) == 6
+    shutil.rmtree(source / "val")
+    assert changes_since(read_source(source), first).lines()[0].startswith("6 removed since, still packed")
+    second = beside(source)
+    assert (second.name, len(load_dataset("packed", second).test_images)) == ("set-packed-2", 0)
+    plain_tree(source / "val", 6)
+    assert beside(source) == first, "with the images that came back"
+
+
+def test_test_images_of_another_source_are_its_own(tree: Path) -> None:
+    packed = tree.parent / "packed"
+    pack(tree, packed, PackOptions())
+    pack(plain_tree(tree.parent / "others", 3), packed / "test", PackOptions())
+    assert changes_since(read_source(tree), packed).lines() == []
+
+
+def test_a_list_with_a_missing_file_is_packed_once(tree: Path) -> None:
+    """Until the file is there."""
+    path = write_list(tree.parent / "list.txt", ["0", "1"] * 3)
+    path.write_text(path.read_text() + "tree/a/gone.jpg 1\n")
+    first = beside(path)
+    assert len(PackedImages(first)) == len(load_dataset("folder", path).train_images) == 7
+    assert beside(path) == first
+    shutil.copy(tree / "a/0000.jpg", tree / "a/gone.jpg")
+    (line,) = changes_since(read_source(path), first).lines()
+    assert line.startswith("1 changed since, packed as they were")
+
+
+def test_a_list_is_packed_for_a_run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree.parent)
+    write_list(tree.parent / "list.txt", ["0", "1"] * 3)
+    config = images_config(["--data-dir", "list.txt", "--dataset", "packed", "--device", "cpu"])
+    assert config.data.data_dir == Path("runs/list-packed")
+    assert len(PackedImages(Path("runs/list-packed"))) == 6
+
+
+def test_copies_of_a_removed_image_are_one_renamed_and_one_added(tree: Path) -> None:
+    packed = tree.parent / "packed"
+    pack(tree, packed, PackOptions())
+    for name in ("x", "y"):
+        shutil.copy(tree / "a/0000.jpg", tree / f"a/{name}.jpg")
+    (tree / "a/0000.jpg").unlink()
+    manifest = pack(tree, packed, PackOptions(extend=True))
+    assert manifest.sizes == (6, 1)
+    assert changes_since(read_source(tree), packed).added == []
+
+
+def test_numbered_archives_are_compared_and_extended(tmp_path: Path) -> None:
+    paths = sorted(plain_tree(tmp_path / "tree", 6).rglob("*.jpg"))
+    source, packed = tmp_path / "t-{00000..00001}.tar", tmp_path / "packed"
+    for last in (4, 6):
+        for number, some in enumerate((paths[:2], paths[2:last])):
+            with tarfile.open(tmp_path / f"t-{number:05d}.tar", "w") as tar:
+                for path in some:
+                    tar.add(path, path.name)
+        manifest = pack(source, packed, PackOptions(extend=last == 6))
+    assert manifest.sizes == (4, 2)
+
+
+def test_a_broken_image_is_listed_once(tree: Path) -> None:
+    (tree / "a/text.jpg").write_bytes(b"no image")
+    options = SourceOptions(broken_list=tree.parent / "broken.txt")
+    for _ in range(2):
+        list(inspect_source(tree, options))
+        images = load_dataset("folder", tree, options=options).train_images
+        images[:]
+    expected = f"{tree}/a/text.jpg\tnot an image of a known format\n"
+    assert (tree.parent / "broken.txt").read_text() == expected
