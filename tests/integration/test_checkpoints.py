@@ -120,6 +120,28 @@ def test_a_checkpoint_request_that_comes_late_takes_no_later_rows(
     assert writer.checkpoints() == [Checkpoint("whole", 1)]
 
 
+def test_a_checkpoint_is_taken_by_a_shard_that_restarts_meanwhile(
+    writer: WeightClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last commit, as of what releases a checkpoint, was made after the request's marks and changed no row."""
+    push(writer, 0)
+    writer.checkpoint("before", step=1)
+    call = ShardConnection.call
+
+    def restarted(self: ShardConnection, method: str, request: Any, **options: Any) -> Any:
+        if method == "Checkpoint" and self.shard == 1:
+            with WeightClient(cluster.addresses) as other:
+                other.open_session("test", join=writer.describe().epoch)
+                other.release("before")
+            cluster.restart(1)
+        return call(self, method, request, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardConnection, "call", restarted)
+        writer.checkpoint("whole", step=1)
+    assert writer.checkpoints() == [Checkpoint("whole", 1)]
+
+
 def test_a_reader_keeps_to_the_checkpoint_that_it_began_with(writer: WeightClient) -> None:
     push(writer, 0)
     writer.checkpoint("first", step=1)

@@ -86,6 +86,7 @@ class ShardChange(WriteTransaction):
             self.txn.clear(database)
         write_spec(self.txn, None)
         self.state, self.table, self.peers = State(epoch=self.state.epoch + 1), None, []
+        self.note_rows()
 
     # ---- sessions
 
@@ -186,7 +187,7 @@ class ShardChange(WriteTransaction):
         self.peers = peers or self.peers
         known = checkpoints.find(self.state, name)
         if known is None:
-            if peers and split_mark(peers[self.shard])[1] < self.rows_commit:
+            if peers and split_mark(peers[self.shard])[1] < self.state.rows_commit:
                 raise InvalidRequestError(f"rows were written since checkpoint {name!r} was begun: choose another name")
             self.state = checkpoints.taken(
                 self.state, name, step, checkpoint_id, self.mark, num_rows=table.spec.num_rows

@@ -88,8 +88,6 @@ class Shard:
         self.num_releases = 0
         """How often versions of blocks may have become unneeded that no write deletes."""
         self._peers: Sequence[str] = []
-        self._rows_commit = 0
-        """Number of the newest commit that may have changed rows; one before the start may have."""
         self.lease = Lease()
         self._incarnation = os.urandom(8).hex()
         with storage.write() as txn:
@@ -108,7 +106,6 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
-        self._rows_commit = self._state.commit
         if (spec := read_spec(txn)) is not None:
             table = Table.of(spec, read_table_identity(txn))
             self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
@@ -285,7 +282,6 @@ class Shard:
                     mark,
                     self._table,
                     self._peers,
-                    self._rows_commit,
                     shard=self.shard,
                     ahead=self._ahead,
                     lease=self.lease,
@@ -302,7 +298,7 @@ class Shard:
                     batch.state = state
                 self._next_table = batch.table
             self._lineage, self._peers = lineage, batch.peers
-            self._state, self._rows_commit = batch.state, batch.rows_commit
+            self._state = batch.state
             self._table = batch.table
         finally:
             self._next_table = self._table

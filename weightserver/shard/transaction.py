@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import split_mark
@@ -40,8 +40,6 @@ class WriteTransaction:
     table: Table | None
     peers: Sequence[str]
     """The marks of all shards that a client reported last."""
-    rows_commit: int
-    """Number of the newest commit that may have changed rows."""
     shard: int
     ahead: ScheduledRates | None
     """Learning rates beyond the used ones that the shard has in memory."""
@@ -51,7 +49,7 @@ class WriteTransaction:
 
     def note_rows(self) -> None:
         """Takes note that rows are changed."""
-        _, self.rows_commit = split_mark(self.mark)
+        self.state = replace(self.state, rows_commit=split_mark(self.mark)[1])
 
     def delete_unneeded(self, block: int) -> None:
         """Deletes the versions of a block that neither the newest state nor a checkpoint needs."""

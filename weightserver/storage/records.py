@@ -59,6 +59,8 @@ class State:
     """Names the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0
     """Number of transactions that changed anything."""
+    rows_commit: int = 0
+    """Number of the newest one that may have changed rows."""
     timeline: str = ""
     """Names the newest rollback or restore; shards with different ones hold rows of different times."""
     checkpoints: tuple[ShardCheckpoint, ...] = ()
