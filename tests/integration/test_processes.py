@@ -174,7 +174,7 @@ def seconds_to_end_a_large_write(directory: Path, *, grace_seconds: float) -> fl
         client.open_session("large")
         with ThreadPoolExecutor(1) as pool:
             push = pool.submit(client.push_gradients, rows, np.ones((len(rows), 128), np.float32), step=0)
-            wait_until(lambda: metric(cluster.metrics_addresses[0], "weightserver_request_memory_bytes ") > 1 << 30)
+            wait_until(lambda: metric(cluster.metrics_addresses[0], "weightserver_request_memory_bytes") > 1 << 30)
             time.sleep(1.0)  # for the rows to arrive
             began = time.monotonic()
             cluster.processes[0].terminate()
@@ -242,7 +242,7 @@ def test_slow_callers_of_the_metrics_take_nothing_from_the_shard(tmp_path: Path)
             connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
         wait_until(lambda: process.num_fds() <= descriptors + MAX_CONNECTIONS + 2)
         assert process.num_threads() <= threads + MAX_CONNECTIONS + 8, "those of gRPC may begin meanwhile"
-        assert metric(cluster.metrics_addresses[0], "weightserver_table_rows ") == SPEC.num_rows
+        assert metric(cluster.metrics_addresses[0], "weightserver_table_rows") == SPEC.num_rows
         assert client.describe().spec == SPEC
 
 

@@ -144,7 +144,7 @@ def test_certificates_are_read_again_without_a_restart(renewed: tuple[Served, Pa
         return shard.log.read_text().count("; what was read before is used")
 
     def days() -> float:
-        return (metric(shard.metrics_address, "weightserver_certificate_expiry") - time.time()) / 86400
+        return (metric(shard.metrics_address, "weightserver_certificate_expiry_timestamp_seconds") - time.time()) / 86400
 
     with WeightClient([shard.address], **everything(own).client_arguments()) as client:
         client.create_table(SPEC)
@@ -565,5 +565,5 @@ def test_metrics_leave_loopback_only_if_requested_and_change_nothing(place: Plac
             with pytest.raises(urllib.error.HTTPError, match=r"405|501") as refused:
                 urllib.request.urlopen(urllib.request.Request(f"http://{shard.metrics_address}/metrics", method=method))
             refused.value.close()
-    expiry = metric(place.shards["tls"].metrics_address, "weightserver_certificate_expiry")
+    expiry = metric(place.shards["tls"].metrics_address, "weightserver_certificate_expiry_timestamp_seconds")
     assert 29 < (expiry - time.time()) / 86400 < 31
