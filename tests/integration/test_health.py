@@ -222,7 +222,7 @@ def test_the_port_answers_its_own_paths_only(tmp_path: Path) -> None:
             assert answered(address, path) == (200, b"SERVING\n")
         for path in ("/", "/health", "/ready", "/readyz/more", "/metrics2", "//", "/%6Detrics"):
             assert answered(address, path) == (404, b"there is no such page: ask for /metrics, /healthz, /readyz\n")
-        assert b"weightserver_serving 1.0" in answered(address, "/metrics?name[]=all")[1]
+        assert b'weightserver_serving{shard="0"} 1.0' in answered(address, "/metrics?name[]=all")[1]
         for path in ("/metrics", "/healthz", "/nothing"):
             assert answered(address, path, "HEAD") == (404 if path == "/nothing" else 200, b"")
         cluster.processes[0].kill()
