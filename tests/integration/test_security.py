@@ -144,7 +144,8 @@ def test_certificates_are_read_again_without_a_restart(renewed: tuple[Served, Pa
         return shard.log.read_text().count("; what was read before is used")
 
     def days() -> float:
-        return (metric(shard.metrics_address, "weightserver_certificate_expiry_timestamp_seconds") - time.time()) / 86400
+        expiry = metric(shard.metrics_address, "weightserver_certificate_expiry_timestamp_seconds")
+        return (expiry - time.time()) / 86400
 
     with WeightClient([shard.address], **everything(own).client_arguments()) as client:
         client.create_table(SPEC)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer
 from tests.helpers.sizes import resident_rows
 from trainer.arguments import parse_config
 from trainer.config import TrainConfig
@@ -19,7 +20,7 @@ from weightserver.torch import Ranks, RecentRows, RowOrder, VisitSchedule
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""
 NUM_IMAGES_11K = 7_470_000
-TRAINER = Path(__file__).parent.parent.parent / "trainer"
+TRAINER = Path(trainer.__file__).parent
 
 
 def imagenet(*options: str) -> TrainConfig:

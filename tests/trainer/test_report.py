@@ -89,7 +89,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     text = (run / "report.html").read_text()
     assert text.count('<th scope="col">sneaker</th>') == text.count('<th scope="row">sneaker</th>') == 1
     assert all(size > 20 for image in found["images"] for size in image)
-    notes = summary.pop("warnings")
+    notes, _ = summary.pop("warnings"), summary.pop("proportions")
     assert found["results"] == in_words(summary)
     assert found["results"]["accuracy of kNN, top-1"] == "87.75 %"
     assert notes
