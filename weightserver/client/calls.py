@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from weightserver.client import metrics
 from weightserver.common.logs import new_request_id
-from weightserver.common.metrics import SLOW_SECONDS, size_class
+from weightserver.common.metrics import LATE_SECONDS, size_class
 from weightserver.core.errors import WeightServerError, WrongShardError
 from weightserver.protocol.status import OUTCOMES, outcome_of, status_of
 
@@ -128,7 +128,7 @@ class CallWatch:
         return [now - call.started for call in list(self.waiting) if call.labels == labels]
 
     def _count_if_late(self, call: Call, seconds: float) -> None:
-        if seconds > SLOW_SECONDS[call.size_class]:
+        if seconds > LATE_SECONDS:
             with self._lock:
                 is_counted, call.is_late = call.is_late, True
             if not is_counted:

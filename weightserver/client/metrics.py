@@ -34,7 +34,7 @@ wrong_answers = cache(
 late = cache(
     _counter(
         f"{_NAME}_late_calls",
-        "Calls that take longer than the objective of their size, counted before they end.",
+        "Calls that take longer than 0.1 s, counted before they end.",
         _CALL,
     ).labels
 )

@@ -8,7 +8,7 @@ from itertools import product
 import grpc
 from prometheus_client import Counter, Gauge, Histogram, Info, ProcessCollector
 
-from weightserver.common.metrics import SLOW_SECONDS, Durations, Histograms, Registry
+from weightserver.common.metrics import SIZE_CLASSES, Durations, Histograms, Registry
 from weightserver.core import kernel
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS, outcome_of
@@ -53,7 +53,7 @@ class ShardMetrics:
         self._number = cache(counter("weightserver_requests", text, ("method", "status", "outcome")).labels)
         for method, status in product(_METHODS, _STATUSES):
             self._number(method, status.name, outcome_of(status))
-        for size_class in SLOW_SECONDS:
+        for size_class in SIZE_CLASSES:
             self._seconds("Fetch", size_class, "ok")
         self._fetch_stages = _stages(
             "fetch",
