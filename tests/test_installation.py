@@ -307,7 +307,8 @@ def minor(version: str) -> tuple[int, int]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("which", ["newest", "oldest"])
 def test_the_trainer_installs_beside_another_torch(which: str, wheel: Path, tmp_path: Path) -> None:
-    """Which it keeps, and trains with."""
+    """Which it keeps, and trains with. With the torchvision of that torch, as PyTorch's own instructions install both: for
+    a torch alone pip takes the newest torchvision, and the torch that this one names."""
     versions = list(torch_versions())
     if not versions:
         pytest.skip("the package index has no other version of torch that the package allows")
@@ -317,7 +318,7 @@ def test_the_trainer_installs_beside_another_torch(which: str, wheel: Path, tmp_
     python = tmp_path / "venv/bin/python"
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     pip = (python, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "install", "-q", f"torch=={version}")
+    run(*pip, "install", "-q", f"torch=={version}", "torchvision")
     run(*pip, "install", "-q", "-c", tmp_path / "constraints.txt", f"{wheel}[trainer]")
     run(*pip, "check")
     done = run(python, "-c", TRAIN, tmp_path / "run", cwd=ROOT)

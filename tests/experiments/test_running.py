@@ -164,7 +164,7 @@ def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.Capt
     [
         (
             ["run", "--tables", "negatives,lenghts"],
-            "--tables has 'lenghts': give names among negatives, cross_validated, lengths",
+            "--tables has 'lenghts': give names among cifar_trials, cifar_negatives",
         ),
         (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
     ],

@@ -80,7 +80,7 @@ class History:
                 self.damage()
             elif chance < 0.2:
                 with self.shard.batch() as batch:
-                    header = self.header()
+                    header = self.header(self.shard.state.clock)
                     batch.checkpoint(header, f"{header.sequence}")
             write = self.push if self.generator.random() < 0.7 else self.write_state
             size = self.size * self.generator.choice([1e-6, 1.0, 1.0, 1e9])

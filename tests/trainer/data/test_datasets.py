@@ -119,7 +119,7 @@ def test_fashion_mnist_must_have_its_checksum(idx_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "directory", "message"),
     [
-        ("imagenet", None, "unknown data set 'imagenet': choose one of fashion-mnist, folder, idx"),
+        ("imagenet", None, "unknown data set 'imagenet': choose one of cifar-10, fashion-mnist, folder, idx"),
         ("fashion-mnist", Path("/no/such/folder"), "no such folder: /no/such/folder"),
         ("idx", None, "needs a folder"),
     ],
@@ -138,7 +138,7 @@ class TestWithoutASystemCopy:
         monkeypatch.setattr(datasets, "CACHE_DIRECTORY", tmp_path / "cache")
 
     def test_one_line_says_all_that_was_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def no_network() -> None:
+        def no_network(*_: object) -> None:
             raise URLError("Name or service not known")
 
         monkeypatch.setattr(datasets, "_download", no_network)
