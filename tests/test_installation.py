@@ -307,8 +307,8 @@ def minor(version: str) -> tuple[int, int]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("which", ["newest", "oldest"])
 def test_the_trainer_installs_beside_another_torch(which: str, wheel: Path, tmp_path: Path) -> None:
-    """Which it keeps, and trains with. With the torchvision of that torch, as PyTorch's own instructions install both: for
-    a torch alone pip takes the newest torchvision, and the torch that this one names."""
+    """Which it keeps, and trains with. The torchvision of that torch is there too, as PyTorch's instructions install
+    both: for a torch alone pip takes the newest torchvision, and the torch that this one names."""
     versions = list(torch_versions())
     if not versions:
         pytest.skip("the package index has no other version of torch that the package allows")

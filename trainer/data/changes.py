@@ -75,7 +75,8 @@ def split_changes(split: Split, packed: Path) -> Changes:
     """Compares a complete pack with the images that a split has now; packed images of other sources are left out.
 
     Files are compared by path, length and time. Only those are read that were written after the pack, were broken then,
-    or may be renamed ones. An image that had no file then has not changed while it has none.
+    or may be renamed ones. An image that had no file then has not changed while it has none, and one
+    that has none yet is not added.
 
     Raises:
         ValueError: a damaged pack.
@@ -98,6 +99,8 @@ def split_changes(split: Split, packed: Path) -> Changes:
             if _class(entry, images.classes) != _class(found, split.classes):
                 changes.relabelled.append(entry.name)
     for entry in now.values():
+        if not (listing.root / entry.path).exists():
+            continue
         like = gone.get(_length(listing, entry), []) if gone else []
         content = listing.read_entry(entry) if like else b""
         same = next((one for one in like if images.read(one[0]) == content), None)

@@ -131,7 +131,11 @@ class DataConfig(SourceOptions):
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, str]) -> Self:
         """How a file of weights says that its images became colours; the defaults if it does not say it."""
-        return settings_of(cls, {name: json.loads(metadata[name]) for name in _OF_PIXELS if name in metadata})
+        try:
+            found = {name: json.loads(metadata[name]) for name in _OF_PIXELS if name in metadata}
+        except ValueError as error:
+            raise ValueError(f"how its images became colours cannot be read ({error}): export it again") from None
+        return settings_of(cls, found)
 
     def metadata(self) -> dict[str, str]:
         """How pixels become colours, for the metadata of a file of weights."""

@@ -59,9 +59,7 @@ class Followed(Generic[Content]):
         return self._content
 
     def _look(self) -> list[tuple[int, int, int] | None]:
-        """What changes when a file is written or replaced."""
-        stats = [file.stat() if file.exists() else None for file in self._files]
-        return [known and (known.st_ino, known.st_mtime_ns, known.st_size) for known in stats]
+        return [_state(file) for file in self._files]
 
     def _reread(self) -> None:
         names = ", ".join(map(str, self._files))
@@ -71,6 +69,15 @@ class Followed(Generic[Content]):
             _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
         else:
             _log.info("read %(files)s again", {"files": names})
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """What changes when the file is written, replaced or made readable; None if it cannot be looked at."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns, found.st_size
 
 
 def has_token(file: Path | None) -> bool:
@@ -96,7 +103,7 @@ def read_tokens(file: Path | None) -> list[str]:
         where, text = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE]
     else:
         where, text = f"--token-file {file}", _read(file, "--token-file", secret=True).decode(errors="replace")
-    tokens = text.strip().split("\n")
+    tokens = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
     for token in tokens:
         if len(token) > MAX_TOKEN_CHARACTERS:
             raise ValueError(f"{where} holds {len(token)} characters: give a token of at most {MAX_TOKEN_CHARACTERS}")

@@ -124,10 +124,12 @@ class Rows:
 
     def learning_rates(self, of_steps: npt.ArrayLike, start_step: int = 0) -> Float32Array:
         """The rows' own learning rates, float32 [n], from those of n steps. Raises as `checked_rates` does."""
-        checked = partial(checked_rates, momentum=self.momentum, start_step=start_step)
+        momentum = checked_number(self.momentum, "momentum")
+        weight_decay = checked_number(self.weight_decay, "weight_decay")
+        checked = partial(checked_rates, momentum=momentum, start_step=start_step)
         with np.errstate(over="ignore"):
             own = (checked(of_steps, weight_decay=0.0) * np.float64(self.learning_rate_factor)).astype(np.float32)
-        return checked(own, weight_decay=self.weight_decay)
+        return checked(own, weight_decay=weight_decay)
 
     def spec(self, num_rows: int, dim: int) -> TableSpec:
         """The table of these rows; its blocks are those of any order unless `rows_per_block` is given."""

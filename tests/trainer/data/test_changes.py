@@ -171,6 +171,8 @@ def test_a_list_with_a_missing_file_is_packed_once(tree: Path) -> None:
     shutil.copy(tree / "a/0000.jpg", tree / "a/gone.jpg")
     (line,) = changes_since(read_source(path), first).lines()
     assert line.startswith("1 changed since, packed as they were")
+    path.write_text(path.read_text() + "tree/a/later.jpg 1\n")
+    assert changes_since(read_source(path), first).lines() == [line], "one that has no file yet is not added"
 
 
 def test_a_list_is_packed_for_a_run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

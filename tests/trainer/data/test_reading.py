@@ -344,6 +344,8 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
         "quoted.txt": "\n".join(f'"{name}" {i % 2}' for i, name in enumerate(names)),
         "backslash.txt": "\n".join(name.replace("/", "\\") + f"\t{i % 2}" for i, name in enumerate(names)),
     }
+    (tmp_path / "column.csv").write_text("\n".join(["path", *names]))
+    assert paths(listed(tmp_path / "column.csv")[0]) == names
     for name, content in lists.items():
         (tmp_path / name).write_text(content)
         listing, found = listed(tmp_path / name)
