@@ -58,7 +58,7 @@ class Step:
     status: int = 0
 
 
-_PROGRESS = "% step "
+_PROGRESS = "epoch "
 STEPS = (
     Step(
         title="Install",
