@@ -75,8 +75,8 @@ def split_changes(split: Split, packed: Path) -> Changes:
     """Compares a complete pack with the images that a split has now; packed images of other sources are left out.
 
     Files are compared by path, length and time. Only those are read that were written after the pack, were broken then,
-    or may be renamed ones. An image that had no file then has not changed while it has none, and one
-    that has none yet is not added.
+    or may be renamed ones. An image that had no file then has not changed while it has none, and one that has none yet
+    is not added.
 
     Raises:
         ValueError: a damaged pack.
@@ -101,7 +101,7 @@ def split_changes(split: Split, packed: Path) -> Changes:
     for entry in now.values():
         if not (listing.root / entry.path).exists():
             continue
-        like = gone.get(_length(listing, entry), []) if gone else []
+        like = gone.get(listing.length(entry), []) if gone else []
         content = listing.read_entry(entry) if like else b""
         same = next((one for one in like if images.read(one[0]) == content), None)
         if same is None:
@@ -143,14 +143,6 @@ class _PackedFiles:
             return True
         is_newer = (listing.root / entry.path).stat().st_mtime_ns >= self._written_at[image]
         return bool(is_newer) and listing.read_entry(entry) != self.read(image)
-
-
-def _length(listing: Listing, entry: Entry) -> int:
-    """Number of bytes of an entry; -2 if its file is missing."""
-    try:
-        return listing.length(entry)
-    except OSError:
-        return -2
 
 
 def _class(entry: Entry, classes: Sequence[str]) -> str:

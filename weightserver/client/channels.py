@@ -189,7 +189,7 @@ class Channels:
         is_main = threading.current_thread() is threading.main_thread()
         every = list(self._all)
         for channel in every:
-            if channel.is_main and channel in _called_by_main and not is_main:
+            if channel in _called_by_main and not is_main:
                 start_new_thread(channel.close, ())  # which waits for ever if a lock was left taken
             elif channel.is_main:
                 channel.close()
