@@ -267,16 +267,6 @@ def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> No
     second.checkpoint()  # the refused head has not disturbed it
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_would_spoil_the_rows(embeddings: torch.Tensor, scale: float) -> None:
-    with ClassifierHead(NUM_CLASSES, DIM, num_negatives=12, rows="dense") as head:
-        head(embeddings, [1, 2, 3, 4]).backward()
-        with pytest.raises(ValueError, match=rf"gradient_scale must be a positive number, got {scale:g}: give scaler"):
-            head.step(0.1, gradient_scale=scale)
-        head.step(0.1)
-        assert head.rows(range(NUM_CLASSES)).isfinite().all()
-
-
 def test_batches_of_a_step_that_the_sampler_does_not_draw(make_head: MakeHead) -> None:
     head = make_head("dense")
     loader = DataLoader(Images(), batch_sampler=head.sampler(batch_size=4))

@@ -460,7 +460,6 @@ class ClassifierHead(nn.Module):
         self,
         learning_rate: float | None = None,
         *,
-        gradient_scale: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: Optimizers | None = None,
         max_norm: float | None = None,
@@ -469,13 +468,9 @@ class ClassifierHead(nn.Module):
 
         Args:
             learning_rate: of this update, on every rank the same; may be omitted if it was given in advance.
-            gradient_scale: what the loss was multiplied by, if there is no `scaler`. If then a gradient overflowed, the
-                step is one without gradients, as in `skip`.
             scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
-                overflowed, the step is one without gradients, and the scaler leaves out that of the encoder.
-            optimizer: the encoder's, or all of several, whose step follows: it is needed for `max_norm`, and with a
-                scaler, so that an overflow in the rows leaves it out. Without it, call scaler.step(...) before. It is
-                not used otherwise.
+                overflowed, the step is one without gradients, as in `skip`, and the scaler leaves out the encoder's.
+            optimizer: the encoder's, or all of several, whose step follows; needed with `scaler` and `max_norm`.
             max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
 
         Returns:
@@ -492,7 +487,7 @@ class ClassifierHead(nn.Module):
         with self._agreement(Doing.ENDS) as agreement:
             if (step := self._steps.current) is None:
                 raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
-            scaling = Scaling(gradient_scale, scaled, checked_optimizers(optimizer), max_norm)
+            scaling = Scaling(scaled, checked_optimizers(optimizer), max_norm)
             gradients, norms, bad = step.gradients(), None, None
             self._tell(learning_rate, agreement)
             agreement.same("max_norm must be the same on every rank, got {} to {} (-1: none)", float(max_norm or -1))
@@ -501,19 +496,16 @@ class ClassifierHead(nn.Module):
             )
             if scaled is not None:
                 agreement.found = scaler_use.unscale(scaling, self._steps.attempt)
-            if scaling.is_scaled:
                 gradients = gradients / scaling.scale
             if max_norm is not None:
                 norms = scaling.norms(gradients)
                 agreement.found |= not bool(norms.isfinite().all())
-            if (
-                scaling.is_scaled or norms is not None or gradients.device.type == "cpu"
-            ):  # otherwise a GPU need not wait
+            if scaled is not None or norms is not None or gradients.device.type == "cpu":  # else a GPU need not wait
                 bad = None if math.isfinite(gradients.sum()) else step.bad_class(gradients)
                 agreement.found |= bad is not None
         if scaled is not None:
             scaler_use.note(agreement.found, gradients.device)
-        if agreement.found and not scaling.is_scaled:
+        if agreement.found and scaled is None:
             whose = "of the encoder or of another rank" if bad is None else f"of class {bad}"
             raise ValueError(
                 f"the gradient {whose} is infinite or NaN in step {step.number}, nothing was updated: skip() the step, "

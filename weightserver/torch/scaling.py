@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor
 from weightserver.torch.ranks import Ranks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-_SCALER_ALONE = -1
-"""The key of what the rows found, among those of optimizers."""
 
 
 def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -33,41 +30,25 @@ class Scaling:
 
     Raises:
         TypeError: `max_norm` is no number.
-        ValueError: arguments that are out of range or contradict each other.
+        ValueError: a `max_norm` that is not positive, or no optimizer.
     """
 
-    gradient_scale: float | None = None
     scaler: torch.amp.GradScaler | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gradient_scale is not None:
-            if self.scaler is not None:
-                raise ValueError("gradient_scale is that of the scaler: give scaler alone")
-            if not 0 < self.gradient_scale < math.inf:
-                raise ValueError(
-                    f"gradient_scale must be a positive number, got {self.gradient_scale:g}: give scaler.get_scale()"
-                )
-            if self.max_norm is not None:
-                raise ValueError("max_norm would clip scaled gradients of the encoder: give scaler, not gradient_scale")
         if self.max_norm is not None:
             if not hasattr(self.max_norm, "__float__"):
                 raise TypeError(f"max_norm must be a number, got {self.max_norm!r}")
             if not self.max_norm > 0:
                 raise ValueError(f"max_norm must be positive, got {self.max_norm:g}: omit it to clip nothing")
-            if not self.optimizers:
-                raise ValueError(
-                    "max_norm clips the gradients of the encoder and the rows together: give its optimizer"
-                )
-
-    @property
-    def is_scaled(self) -> bool:
-        return self.scaler is not None or self.gradient_scale is not None
+        if (self.scaler or self.max_norm) and not self.optimizers:
+            raise ValueError("scaler and max_norm are for encoder and rows together: give the encoder's optimizer too")
 
     @property
     def scale(self) -> float:
-        return self.scaler.get_scale() if self.scaler is not None else self.gradient_scale or 1.0
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def parameters(self) -> list[Tensor]:
         """The encoder's parameters that have gradients, each once."""
@@ -133,17 +114,11 @@ class ScalerUse:
         states = scaler._per_optimizer_states
         if scaler is self._scaler and self._at_forward is not None and self._at_forward is not states:
             raise ValueError("scaler.update() was called before head.step(): call it after scaler.step(optimizer)")
-        stages = {key: state["stage"].name for key, state in states.items()}
-        if not scaling.optimizers and "STEPPED" not in stages.values():
-            raise ValueError(
-                "the scaler has made no step: give head.step() the encoder's optimizer too, or call it between "
-                "scaler.step(optimizer) and scaler.update()"
-            )
-        keys = [*map(id, scaling.optimizers)] or [_SCALER_ALONE]
         self._scaler, self._states, self._attempt = scaler, states, attempt
-        self._own = {key: states[key] for key in keys}
+        self._own = {id(optimizer): states[id(optimizer)] for optimizer in scaling.optimizers}
         for optimizer in scaling.optimizers:
-            if (stage := stages.get(id(optimizer), "READY")) == "STEPPED":
+            stage = self._own[id(optimizer)]["stage"].name
+            if stage == "STEPPED":
                 raise ValueError("the encoder's step was made before: call head.step() before scaler.step(optimizer)")
             if stage == "READY":
                 scaler.unscale_(optimizer)
