@@ -91,8 +91,8 @@ class ServersConfig(Settings):
     """The weight servers and how to call them."""
 
     servers: str | None = resumable(None)
-    """Addresses of all weight servers, host:port,host:port. Without it the run starts local ones (if all ranks are on
-    one machine)."""
+    """Addresses of all weight servers, host:port,host:port, or ws-{0..63}.ws:50051 for 64 of them. Without it the run
+    starts local ones (if all ranks are on one machine)."""
     num_shards: int = resumable(2)
     """Number of local weight servers that a run without --servers starts; they store rows in the run's directory."""
     take_over: bool = resumable(False)

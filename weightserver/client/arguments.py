@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weightserver.common.addresses import is_loopback
+from weightserver.common.addresses import is_loopback, parse_addresses
 from weightserver.common.security import MAX_TOKEN_CHARACTERS
 from weightserver.core.arrays import Float32Array, Int64Array, all_finite, checked_integer, checked_number
 from weightserver.core.errors import RowError
@@ -17,17 +17,19 @@ from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 _MAX_SECONDS = 86_400
 
 
-def check_addresses(addresses: Sequence[str], *, credentials: object, token: object, insecure: bool) -> None:
-    """Raises ValueError unless these addresses may be called with these credentials."""
+def checked_addresses(addresses: Sequence[str], *, credentials: object, token: object, insecure: bool) -> list[str]:
+    """The address of each shard. Raises ValueError unless all may be called with these credentials."""
     if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
         raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
     if isinstance(token, str) and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
         raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
-    for address in addresses:
+    parsed = parse_addresses(*addresses)
+    for address in parsed:
         if not is_loopback(address) and credentials is None and not insecure:
             raise ValueError(
                 f"{address} is not on this machine: give credentials, or insecure=True on a network you trust"
             )
+    return parsed
 
 
 def check_seconds(timeout_seconds: float, retry_seconds: float, connect_seconds: float) -> None:

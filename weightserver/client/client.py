@@ -62,7 +62,8 @@ class WeightClient(Closing):
     """A table's rows over all shards of a weight server. Thread-safe; a context manager; connects lazily.
 
     Args:
-        addresses: host:port of every shard, in any order; each shard says which one it is.
+        addresses: host:port of every shard, in any order; each shard says which one it is. ws-{0..63}.ws:50051 stands
+            for 64 of them.
         credentials: gRPC channel credentials (TLS), or what makes them for each new channel; without them only loopback
             addresses are accepted.
         token: bearer token sent with every call, or what returns it; it leaves this machine over TLS only, or with
@@ -84,11 +85,11 @@ class WeightClient(Closing):
         connect_seconds: float = 15,
         insecure: bool = False,
     ) -> None:
-        arguments.check_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
+        parsed = arguments.checked_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
         arguments.check_seconds(timeout_seconds, retry_seconds, connect_seconds)
         metrics.register_once()
         self._shards = Shards(
-            addresses,
+            parsed,
             credentials=credentials,
             token=token,
             timeout_seconds=timeout_seconds,

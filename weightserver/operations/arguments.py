@@ -29,7 +29,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_addresses(parser: argparse.ArgumentParser, of: str) -> None:
     """Adds one or several addresses; `of` says whose they are."""
-    text = f"host:port of {of}, separated by commas or blanks"
+    text = f"host:port of {of}, separated by commas or blanks; ws-{{0..63}}.ws:50051 for 64"
     parser.add_argument("addresses", nargs="+", metavar="HOST:PORT,…", help=text)
 
 

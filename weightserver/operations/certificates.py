@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from weightserver.common.addresses import expand_range
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
 
 MAX_DAYS = 3650
@@ -29,9 +30,9 @@ def write_certificates(
     """Writes certificates and a token with which servers and clients authenticate each other; returns their expiry.
 
     ca.pem and ca-key.pem are a new CA; server.pem and server-key.pem its certificate for `hosts` (names or IP
-    addresses); client.pem and client-key.pem one for clients; token is a random bearer token. Keys use the curve P-256;
-    only their owner may read them and the token. The certificates are valid for `days` days from `start`, by default
-    from now. `directory` is new or empty, and receives all files or none.
+    addresses, also ws-{0..63}.ws for 64 names); client.pem and client-key.pem one for clients; token is a random bearer
+    token. Keys use the curve P-256; only their owner may read them and the token. The certificates are valid for `days`
+    days from `start`, by default from now. `directory` is new or empty, and receives all files or none.
 
     Raises:
         ValueError: a host or `days` is invalid, or the directory is not empty.
@@ -44,7 +45,7 @@ def write_certificates(
     start = start or datetime.now(UTC)
     period = start - _CLOCK_SKEW, start + timedelta(days=days)
     leaf, signs = x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature")
-    names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
+    names = x509.SubjectAlternativeName([_general_name(name) for host in hosts for name in expand_range(host)])
     authority = f"weightserver CA {secrets.token_hex(4)}"
     wanted: dict[str, tuple[str, list[x509.ExtensionType]]] = {
         "ca": (authority, [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]),
@@ -119,7 +120,11 @@ def _key_usage(*uses: str) -> x509.KeyUsage:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=to_path, help="where to write the files; existing files are not overwritten")
     parser.add_argument(
-        "--host", nargs="+", action="extend", required=True, help="names and addresses that clients connect to"
+        "--host",
+        nargs="+",
+        action="extend",
+        required=True,
+        help="names and addresses that clients connect to; ws-{0..63}.ws for 64",
     )
     parser.add_argument("--days", type=int, default=365, help="days until they expire (default 365)")
 

@@ -31,7 +31,8 @@ class Servers:
     """Weight servers, and how to call them."""
 
     addresses: str | Sequence[str] | None = None
-    """"host:port,host:port" of all weight servers, or a list. Without any, a head starts its own on this machine."""
+    """"host:port,host:port" of all weight servers, or a list, also "ws-{0..63}.ws:50051" for 64. Without any, a head
+    starts its own on this machine."""
     num_shards: int = 1
     """Number of servers that a head starts."""
     take_over: bool = False
