@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weightserver.core.errors import NoTableError
+from weightserver.core.errors import NoTableError, StepError
 
 BACKUP_PREFIX = "backup-"
 """Begins the second names under which backups keep checkpoints while they read them."""
@@ -38,6 +38,16 @@ class ShardCheckpoint(Checkpoint):
     def mark(self) -> str:
         """The shard's mark when the checkpoint was taken."""
         return self.marks[0]
+
+
+def require_readable(name: str, step: int, clock: int) -> None:
+    """Raises StepError for a new checkpoint at a step below a shard's clock, before which its rows are not read."""
+    if step < clock:
+        raise StepError(
+            f"writes or checkpoints have used the learning rates of {clock} steps, so the rows of checkpoint {name!r} "
+            f"could not be read before update {step}: take it at step {clock} or later",
+            step=step,
+        )
 
 
 def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoint]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightserver.core.checkpoints import ShardCheckpoint
-from weightserver.core.errors import InvalidRequestError, StepError
+from weightserver.core.checkpoints import ShardCheckpoint, require_readable
+from weightserver.core.errors import InvalidRequestError
 from weightserver.storage.records import MAX_CHECKPOINTS, State
 
 
@@ -21,11 +21,7 @@ def taken(state: State, name: str, step: int, checkpoint_id: bytes, mark: str, *
         StepError: rows may have seen more updates.
     """
     _require_room(state)
-    if step < state.clock:
-        raise StepError(
-            f"writes have used the learning rates of {state.clock} steps, so the rows of checkpoint {name!r} could not "
-            f"be read before update {step}: take it at step {state.clock} or later"
-        )
+    require_readable(name, step, state.clock)
     state = replace(state, clock=step)  # its rows are read by the learning rates before its step, which stay
     checkpoint = ShardCheckpoint(
         name,
