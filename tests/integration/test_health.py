@@ -129,6 +129,20 @@ def test_a_shard_whose_database_stays_unusable_ends(tmp_path: Path, monkeypatch:
     assert re.search(r"^weightserver serve: .*data\.mdb cannot be read .*$", log, re.MULTILINE)
 
 
+def test_two_short_problems_are_not_one_that_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that succeeds in between shows it, though no probe asked meanwhile."""
+    problem, ended, now = [""], list[str](), [1000.0]
+    monkeypatch.setattr("weightserver.server.health.time.monotonic", lambda: now[0])
+    shard = ShardHealth(lambda: problem[0], tmp_path, on_lasting=ended.append)
+    for refused in ("no reader is free", "", "no reader is free"):
+        problem[0] = refused
+        shard.wrote(refused)
+        now[0] += 300
+    assert ended == []
+    shard.wrote("no reader is free")
+    assert ended == ["no reader is free"]
+
+
 @pytest.mark.guard
 def test_a_damaged_block_costs_its_rows_and_a_counter_says_so(tmp_path: Path) -> None:
     """The other rows are served, so the shard's health stays SERVING."""

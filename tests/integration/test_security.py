@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import pickle
 import re
 import socket
 import ssl
@@ -15,6 +17,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +26,22 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.commands import weightserver
 from tests.helpers.secure_shards import Served, served
 from tests.helpers.watching import metric, page, wait_until
-from weightserver import AuthenticationError, LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+from weightserver import (
+    AuthenticationError,
+    LocalCluster,
+    ShardUnavailableError,
+    TableSpec,
+    WeightClient,
+    WeightServerError,
+)
 from weightserver.cli import main
 from weightserver.client.security import ClientSecurity
 from weightserver.common.security import TOKEN_VARIABLE, read_token
@@ -39,6 +52,8 @@ from weightserver.server.security import ServerTls
 
 SPEC = TableSpec(num_rows=1000, dim=8)
 CONTRACT = pb.DESCRIPTOR.services_by_name["WeightServer"]
+LATER = timedelta(hours=1, seconds=5)
+"""From when a certificate is made for some seconds from now: its period begins an hour early."""
 SECONDS = 40.0
 """Calls that cannot succeed fail long before the time for retrying a shard that is down."""
 
@@ -163,6 +178,23 @@ def test_certificates_are_read_again_without_a_restart(renewed: tuple[Served, Pa
     assert days() > 29
     with WeightClient([shard.address], **everything(own).client_arguments()) as client:
         assert client.describe().spec == SPEC
+        # A handshake, not only a scrape, makes the shard look; a certificate for later waits for its time.
+        write_certificates(tmp_path / "later", ["127.0.0.1"], days=60, start=datetime.now(UTC) + LATER)
+        for name in ("server-key.pem", "server.pem"):
+            os.replace(tmp_path / "later" / name, own / name)
+
+        def calls() -> bool:
+            with (
+                contextlib.suppress(WeightServerError),
+                WeightClient([shard.address], connect_seconds=1, **everything(own).client_arguments()) as other,
+            ):
+                return other.describe().spec == SPEC
+            return False
+
+        wait_until(lambda: calls() and shard.log.read_text().count("UTC on: give one that is valid now") == 1)
+        (own / "ca.pem").write_bytes((own / "ca.pem").read_bytes() + (tmp_path / "later/ca.pem").read_bytes())
+        wait_until(lambda: days() > 59)
+        wait_until(calls)
 
 
 def test_a_shard_whose_certificate_has_expired_is_not_ready(place: Place, renewed: tuple[Served, Path]) -> None:
@@ -170,9 +202,7 @@ def test_a_shard_whose_certificate_has_expired_is_not_ready(place: Place, renewe
     url = f"http://{place.shards['expired'].metrics_address}"
     with pytest.raises(urllib.error.HTTPError) as unready:
         urllib.request.urlopen(f"{url}/readyz")
-    assert re.search(
-        r"^NOT_READY: --tls-cert .*expired on .* and clients refuse it: renew it$", unready.value.read().decode()
-    )
+    assert re.search(r"^NOT_READY: --tls-cert .*expired on .*: renew it$", unready.value.read().decode())
     unready.value.close()
     assert urllib.request.urlopen(f"{url}/healthz").read() == b"SERVING\n"
     assert urllib.request.urlopen(f"http://{renewed[0].metrics_address}/readyz").read() == b"SERVING\n"
@@ -496,7 +526,7 @@ FILES: dict[str, tuple[dict[str, str], str]] = {
     "a key with a password": ({"tls_key": "locked.pem"}, r"locked\.pem is encrypted: give a key without a password"),
     "an expired certificate": (
         {"tls_cert": "../expired/client.pem", "tls_key": "../expired/client-key.pem"},
-        r"--tls-cert .*client\.pem expired on 20\d\d-\d\d-\d\d: give a valid one",
+        r"--tls-cert .*client\.pem expired on 20\d\d-\d\d-\d\d \d\d:\d\d UTC: renew it",
     ),
 }
 
@@ -512,6 +542,84 @@ def test_the_client_rejects_invalid_files(place: Place, changes: dict[str, str],
     with pytest.raises(ValueError, match=message) as raised:
         security.client_arguments()
     assert "\n" not in str(raised.value)
+
+
+def issued(directory: Path, key: Any, names: list[x509.GeneralName]) -> tuple[Path, Path]:
+    """A certificate and its key, signed by itself."""
+    now, name = datetime.now(UTC), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a shard")])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(7).not_valid_before(now).not_valid_after(now + timedelta(days=9))
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    signed = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
+    encoding, no = serialization.Encoding.PEM, serialization.NoEncryption()
+    cert, key_file = directory / "own.pem", directory / "own-key.pem"
+    cert.write_bytes(signed.public_bytes(encoding))
+    key_file.write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, no))
+    return cert, key_file
+
+
+HOST: list[x509.GeneralName] = [x509.DNSName("*.ws.example")]
+KEYS: dict[str, tuple[Any, list[x509.GeneralName], bool]] = {
+    "P-256": (ec.generate_private_key(ec.SECP256R1()), HOST, True),
+    "no host": (ec.generate_private_key(ec.SECP256R1()), [], True),
+    "P-384": (ec.generate_private_key(ec.SECP384R1()), HOST, True),
+    "RSA": (rsa.generate_private_key(65537, 2048), HOST, True),
+    "Ed25519": (ed25519.Ed25519PrivateKey.generate(), HOST, False),
+    "P-521": (ec.generate_private_key(ec.SECP521R1()), HOST, False),
+    "secp256k1": (ec.generate_private_key(ec.SECP256K1()), HOST, False),
+}
+
+
+@pytest.mark.parametrize(("key", "names", "is_usable"), KEYS.values(), ids=KEYS.keys())
+def test_a_certificate_that_the_other_side_refuses_is_rejected(
+    tmp_path: Path, key: Any, names: list[x509.GeneralName], is_usable: bool
+) -> None:
+    """OpenSSL reads kinds of keys that gRPC does not: the shard would serve, and every handshake fail."""
+    cert, key_file = issued(tmp_path, key, names)
+    client = ClientSecurity(tls_ca=cert, tls_cert=cert, tls_key=key_file)
+    uses: list[Callable[[], object]] = [lambda: ServerTls(cert, key_file, None), client.credentials]
+    for use in uses:
+        with (
+            contextlib.nullcontext() if is_usable else pytest.raises(ValueError, match="a trial handshake failed: give")
+        ):
+            use()
+
+
+def test_what_a_client_is_given_survives_a_copy(place: Place) -> None:
+    """As `dataclasses.asdict` and a DataLoader's workers make them: the copy follows the files too."""
+    given = tls(place.own).client_arguments()
+    for copied in (copy.deepcopy(given), pickle.loads(pickle.dumps(given))):  # noqa: S301
+        with WeightClient([place.shards["tls"].address], **copied) as client:
+            client.drop_table()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"token": b"x" * 32}, TypeError, "token must be a text, or what returns one, got bytes"),
+        ({"token": lambda: ["x" * 32]}, TypeError, "token must be a text, or what returns one, got list"),
+        ({"token": lambda: "bad\ntoken" + "x" * 32}, ValueError, "token must be printable ASCII"),
+        ({"credentials": "certs/ca.pem"}, TypeError, "credentials must be of gRPC's for a channel"),
+        ({"timeout_seconds": np.True_}, TypeError, "timeout_seconds must be a number, got"),
+        ({"connect_seconds": Decimal("nan")}, ValueError, "connect_seconds positive: got .*NaN"),
+    ],
+)
+def test_a_client_says_which_argument_is_wrong(
+    place: Place, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with (
+        pytest.raises(error, match=message) as raised,
+        WeightClient([place.shards["tls"].address], **tls(place.own).client_arguments() | given) as client,
+    ):
+        client.describe()
+    assert "xxxx" not in str(raised.value)
+
+
+def test_times_are_given_as_any_number(place: Place) -> None:
+    times = {"timeout_seconds": Decimal("20"), "retry_seconds": Fraction(1, 2), "connect_seconds": np.float32(9)}
+    with place.client("tls", tls(place.own), **times) as client:
+        client.drop_table()
 
 
 TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +22,10 @@ def checked_addresses(addresses: Sequence[str], *, credentials: object, token: o
     """The address of each shard. Raises ValueError unless all may be called with these credentials."""
     if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
         raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
-    if isinstance(token, str) and not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
-        raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
+    if not callable(token):
+        checked_token(token)
+    if not (credentials is None or callable(credentials) or isinstance(credentials, grpc.ChannelCredentials)):
+        raise TypeError(f"credentials must be of gRPC's for a channel, or what makes them, got {credentials!r}")
     parsed = parse_addresses(*addresses)
     for address in parsed:
         if not is_loopback(address) and credentials is None and not insecure:
@@ -32,20 +35,28 @@ def checked_addresses(addresses: Sequence[str], *, credentials: object, token: o
     return parsed
 
 
-def check_seconds(timeout_seconds: float, retry_seconds: float, connect_seconds: float) -> None:
-    """Raises TypeError for what is no number, ValueError for numbers out of range."""
-    given = {"timeout_seconds": timeout_seconds, "retry_seconds": retry_seconds, "connect_seconds": connect_seconds}
-    for name, seconds in given.items():
-        checked_number(seconds, name)
-    if (
-        not 0 < timeout_seconds <= _MAX_SECONDS
-        or not 0 <= retry_seconds < math.inf
-        or not 0 < connect_seconds < math.inf
-    ):
+def checked_token(token: object) -> str | None:
+    """Raises TypeError for what is no text, ValueError for one that gRPC does not send. Never tells the token."""
+    if token is None:
+        return None
+    if not isinstance(token, str):
+        raise TypeError(f"token must be a text, or what returns one, got {type(token).__name__}")
+    if not (token.isascii() and token.isprintable() and len(token) <= MAX_TOKEN_CHARACTERS):
+        raise ValueError(f"token must be printable ASCII of at most {MAX_TOKEN_CHARACTERS} characters")
+    return token
+
+
+def checked_seconds(*, timeout_seconds: float, retry_seconds: float, connect_seconds: float) -> dict[str, float]:
+    """The arguments as floats. Raises TypeError for what is no number, ValueError for numbers out of range."""
+    timeout = checked_number(timeout_seconds, "timeout_seconds")
+    retry = checked_number(retry_seconds, "retry_seconds")
+    connect = checked_number(connect_seconds, "connect_seconds")
+    if not 0 < timeout <= _MAX_SECONDS or not 0 <= retry < math.inf or not 0 < connect < math.inf:
         raise ValueError(
             f"timeout_seconds must be positive and at most {_MAX_SECONDS}, retry_seconds not negative, connect_seconds "
             f"positive: got {timeout_seconds}, {retry_seconds}, {connect_seconds}"
         )
+    return {"timeout_seconds": timeout, "retry_seconds": retry, "connect_seconds": connect}
 
 
 def checked_name(name: str) -> str:

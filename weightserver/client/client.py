@@ -86,16 +86,11 @@ class WeightClient(Closing):
         insecure: bool = False,
     ) -> None:
         parsed = arguments.checked_addresses(addresses, credentials=credentials, token=token, insecure=insecure)
-        arguments.check_seconds(timeout_seconds, retry_seconds, connect_seconds)
-        metrics.register_once()
-        self._shards = Shards(
-            parsed,
-            credentials=credentials,
-            token=token,
-            timeout_seconds=timeout_seconds,
-            retry_seconds=retry_seconds,
-            connect_seconds=connect_seconds,
+        seconds = arguments.checked_seconds(
+            timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, connect_seconds=connect_seconds
         )
+        metrics.register_once()
+        self._shards = Shards(parsed, credentials=credentials, token=token, **seconds)
         self._known_table: KnownTable | None = None
         self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)

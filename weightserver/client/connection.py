@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import grpc
 
 from weightserver.client import metrics
+from weightserver.client.arguments import checked_token
 from weightserver.client.calls import WATCH, Call
 from weightserver.client.channels import Channel, Channels, Credentials, answer_of
 from weightserver.client.fetched_rows import FetchedRows
@@ -221,7 +222,7 @@ class ShardConnection:
 
     def _known_metadata(self) -> list[tuple[str, str]]:
         """The metadata of every call, with the token that is the client's now."""
-        token = self._token() if callable(self._token) else self._token
+        token = checked_token(self._token()) if callable(self._token) else self._token
         return [*self._metadata, *([("authorization", f"Bearer {token}")] if token else [])]
 
     def _options(self, request_id: str, acknowledged: str = "") -> dict[str, Any]:

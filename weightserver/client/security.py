@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightserver.common.options import option
-from weightserver.common.security import TOKEN_VARIABLE, Followed, expiry, has_token, read_ca, read_pair, read_token
+from weightserver.common.security import (
+    TOKEN_VARIABLE,
+    Followed,
+    has_token,
+    out_of_date,
+    read_ca,
+    read_pair,
+    read_token,
+    require_handshake,
+    validity,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -38,7 +48,7 @@ class ClientSecurity:
         """Credentials for a gRPC channel; None without TLS.
 
         Raises:
-            ValueError: a file cannot be read, is damaged or does not match the others.
+            ValueError: a file cannot be read, is damaged, does not match the others or is of a kind that shards refuse.
         """
         if self.tls_ca is None:
             return None
@@ -48,8 +58,9 @@ class ClientSecurity:
         if self.tls_cert is None or self.tls_key is None:
             return grpc.ssl_channel_credentials(authority)
         key, certificate = read_pair(self.tls_cert, self.tls_key, "--tls-cert", "--tls-key")
-        if (end := expiry(certificate)) <= datetime.now(UTC):
-            raise ValueError(f"--tls-cert {self.tls_cert} expired on {end:%Y-%m-%d}: give a valid one")
+        if why := out_of_date(f"--tls-cert {self.tls_cert}", validity(certificate)):
+            raise ValueError(why)
+        require_handshake(f"--tls-cert {self.tls_cert}", key, certificate)
         return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def client_arguments(self) -> dict[str, Any]:
@@ -62,5 +73,5 @@ class ClientSecurity:
         if self.tls_ca is not None:
             credentials = Followed(self.credentials, self.tls_ca, self.tls_cert, self.tls_key)
         if has_token(self.token_file):
-            token = Followed(lambda: read_token(self.token_file), self.token_file)
+            token = Followed(partial(read_token, self.token_file), self.token_file)
         return {"credentials": credentials, "token": token, "insecure": self.insecure}

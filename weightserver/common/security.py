@@ -14,9 +14,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 TOKEN_VARIABLE = "WEIGHTSERVER_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
@@ -24,6 +25,7 @@ MIN_TOKEN_CHARACTERS = 16
 MAX_TOKEN_CHARACTERS = 1024
 """gRPC limits a call's metadata to 8 KiB and reports more like overload."""
 
+_HANDSHAKE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 """How often files are looked at."""
 
@@ -34,8 +36,9 @@ _log = logging.getLogger(__name__)
 class Followed(Generic[Content]):
     """What files hold, read again when one of them has changed. Thread-safe.
 
-    If they are invalid then, as between the writes of a certificate and of its key, a warning says so, and what they
-    held before stays.
+    If they are invalid then, as between the writes of a certificate and of its key, a warning says so, what they held
+    before stays, and they are read again until they are valid: a certificate may become so by itself. A copy, also a
+    pickled one, reads them itself.
 
     Args:
         read: reads the content; raises ValueError if a file is invalid.
@@ -48,12 +51,17 @@ class Followed(Generic[Content]):
         self._lock = threading.Lock()
         self._looked, self._found = time.monotonic(), self._look()
         self._content = read()
+        self._refused = ""
+        """Why the files are invalid now; empty if they are not."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Followed, (self._read, *self._files)
 
     def __call__(self) -> Content:
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             with self._lock:
                 self._looked, found = time.monotonic(), self._look()
-                if found != self._found:
+                if found != self._found or self._refused:
                     self._found = found
                     self._reread()
         return self._content
@@ -66,8 +74,11 @@ class Followed(Generic[Content]):
         try:
             self._content = self._read()
         except ValueError as error:
-            _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
+            if str(error) != self._refused:
+                _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
+            self._refused = str(error)
         else:
+            self._refused = ""
             _log.info("read %(files)s again", {"files": names})
 
 
@@ -163,8 +174,52 @@ def read_ca(file: Path, option: str) -> bytes:
     return pem
 
 
-def expiry(pem: bytes) -> datetime:
-    """When the first certificate in `pem` expires."""
+def validity(pem: bytes) -> tuple[datetime, datetime]:
+    """From when until when the first certificate in `pem` is valid."""
     from cryptography import x509  # slow to import, and needed only with certificates
 
-    return x509.load_pem_x509_certificate(pem).not_valid_after_utc
+    certificate = x509.load_pem_x509_certificate(pem)
+    return certificate.not_valid_before_utc, certificate.not_valid_after_utc
+
+
+def out_of_date(certificate: str, period: tuple[datetime, datetime]) -> str:
+    """Why a certificate, named so, is refused by the other side now; empty if it is not."""
+    now, (begin, end) = datetime.now(UTC), period
+    if now < begin:
+        return (
+            f"{certificate} is valid from {begin:%Y-%m-%d %H:%M} UTC on: give one that is valid now, or set the clock"
+        )
+    return f"{certificate} expired on {end:%Y-%m-%d %H:%M} UTC: renew it" if now >= end else ""
+
+
+def require_handshake(certificate: str, key: bytes, chain: bytes) -> None:
+    """Raises ValueError unless gRPC accepts a certificate, named so: OpenSSL reads keys of more kinds than gRPC does.
+
+    A client that trusts just this certificate calls a server that has it.
+    """
+    import grpc
+    from cryptography import x509
+
+    leaf = x509.load_pem_x509_certificate(chain)
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        host = next(iter(names)).value
+    except x509.ExtensionNotFound:
+        (common_name,) = leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+        host = common_name.value
+    server = grpc.server(ThreadPoolExecutor(1))
+    try:
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
+        server.start()
+        options = [("grpc.ssl_target_name_override", str(host).replace("*", "any")), ("grpc.enable_http_proxy", 0)]
+        with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(chain), options) as channel:
+            channel.unary_unary("/")(b"", timeout=_HANDSHAKE_SECONDS)
+    except (grpc.RpcError, RuntimeError) as error:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return  # it answers that it has no such method: the handshake is done
+        raise ValueError(
+            f"gRPC cannot use {certificate}, a trial handshake failed: give one with a key of RSA, P-256 or P-384, "
+            "such as 'weightserver certs' creates"
+        ) from None
+    finally:
+        server.stop(None)

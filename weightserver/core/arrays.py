@@ -34,7 +34,7 @@ def checked_integer(value: Any, name: str, low: float = -math.inf, high: float =
         TypeError: it is a bool, or nothing that Python would take as an index.
         ValueError: it is not in low..high.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = operator.index(value)
     if not low <= number <= high:
@@ -44,7 +44,7 @@ def checked_integer(value: Any, name: str, low: float = -math.inf, high: float =
 
 def checked_number(value: Any, name: str) -> float:
     """The argument `name` as a Python float, infinite for a huge integer. Raises TypeError for a text or a bool."""
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+    if isinstance(value, bool | np.bool_ | str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)

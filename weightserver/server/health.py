@@ -87,8 +87,8 @@ class ShardHealth:
     def wrote(self, refused: str = "") -> None:
         """Notes that a write succeeded, or why the disk refused it."""
         self._refused, self._refused_at = refused, time.monotonic()
-        if refused:
-            self.look()
+        if refused or self._known:
+            self.look()  # also after a success: a problem that ended in between has not lasted
 
     # ---- gRPC
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from weightserver.common.security import TOKEN_VARIABLE, Followed, expiry, read_ca, read_pair
+from weightserver.common.security import (
+    TOKEN_VARIABLE,
+    Followed,
+    out_of_date,
+    read_ca,
+    read_pair,
+    require_handshake,
+    validity,
+)
 from weightserver.core.errors import AuthenticationError
 from weightserver.server.admission import abort
 
@@ -20,21 +28,31 @@ _HEALTH = "/grpc.health.v1.Health/"
 class ServerTls:
     """A shard's TLS configuration: each new connection gets what the files hold then.
 
+    A certificate that is out of date does not replace another one; at the start it is taken, and the shard is not ready
+    until it is replaced.
+
     Args:
         client_ca: restricts clients to those with a certificate signed by that CA.
 
     Raises:
-        ValueError: a file cannot be read, is damaged or does not match the others.
+        ValueError: a file cannot be read, is damaged, does not match the others or is of a kind that clients refuse.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        def read() -> tuple[grpc.ServerCertificateConfiguration, datetime]:
+        self._name, self._is_started = f"--tls-cert {cert}", False
+
+        def read() -> tuple[grpc.ServerCertificateConfiguration, tuple[datetime, datetime]]:
             pair = read_pair(cert, key, "--tls-cert", "--tls-key")
             authority = None if client_ca is None else read_ca(client_ca, "--tls-client-ca")
-            return grpc.ssl_server_certificate_configuration([pair], authority), expiry(pair[1])
+            period = validity(pair[1])
+            if not (why := out_of_date(self._name, period)):
+                require_handshake(self._name, *pair)
+            elif self._is_started:
+                raise ValueError(why)
+            return grpc.ssl_server_certificate_configuration([pair], authority), period
 
-        self._cert = cert
         self._files = Followed(read, cert, key, client_ca)
+        self._is_started = True
         self._given, _ = self._files()
         self.credentials = grpc.dynamic_ssl_server_credentials(
             self._given, self._changed, require_client_authentication=client_ca is not None
@@ -43,13 +61,13 @@ class ServerTls:
     @property
     def expires(self) -> datetime:
         """When the certificate expires."""
-        return self._files()[1]
+        _, (_, end) = self._files()
+        return end
 
     def problem(self) -> str:
         """Why clients refuse the certificate; empty if they do not."""
-        if (end := self.expires) > datetime.now(UTC):
-            return ""
-        return f"--tls-cert {self._cert} expired on {end:%Y-%m-%d %H:%M} UTC and clients refuse it: renew it"
+        _, period = self._files()
+        return out_of_date(self._name, period)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC before each handshake; None keeps what it has."""
