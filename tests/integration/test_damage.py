@@ -67,7 +67,6 @@ def make_shards(directory: Path, num_shards: int, spec: TableSpec = SPEC) -> lis
             b"\xaa" * 16,
             marks=(f"{number:016}:1",),
             generation=0,
-            clock=3,
             rows_stored=num_rows,
             num_rows=spec.num_rows,
         )

@@ -33,7 +33,7 @@ def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
             number += 1
             names = tuple(
                 ShardCheckpoint(
-                    f"{number}", number, marks=(f"{n:016}:0",), generation=n, clock=n, rows_stored=number, num_rows=9
+                    f"{number}", number, marks=(f"{n:016}:0",), generation=n, rows_stored=number, num_rows=9
                 )
                 for n in range(number % 50)
             )

@@ -44,6 +44,7 @@ from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
+from weightserver.shard.sessions import check_epoch
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
@@ -183,7 +184,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     assert np.array_equal(decoded([first, *chunks], SPEC).weight, before)
     served.close()
     with closing(Served(tmp_path)) as again:
-        again.shard.check_table(earlier)  # clients that know the smaller table continue, after a restart too
+        again.shard.require_table(earlier)  # clients that know the smaller table continue, after a restart too
 
         def fetched_after_it_waited(digest: int) -> None:
             next(again.shard.fetch(np.arange(100), step=None, state=False, table_digest=digest))
@@ -195,7 +196,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
         again.do(lambda batch: batch.create_table(SPEC))
         with pytest.raises(TableMismatchError, match="the table was dropped while its rows were read"):
             next(chunks)
-        for refused in (again.shard.check_table, fetched_after_it_waited):
+        for refused in (again.shard.require_table, fetched_after_it_waited):
             with pytest.raises(TableMismatchError, match=r"the table was replaced, it is now .*num_rows=100,"):
                 refused(earlier)
 
@@ -392,7 +393,7 @@ def test_an_epoch_without_a_session_id_refuses_writes(served: Served, tmp_path: 
         with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
             again.push(1)
         with pytest.raises(FencedError):
-            again.shard.join_session(1, SESSION_ID)
+            check_epoch(again.shard.state, 1, SESSION_ID)
         again.do(lambda batch: batch.open_session("next", 2, b"o" * 16))
         assert again.push(1, epoch=2) is True
     finally:

@@ -29,7 +29,6 @@ class ShardCheckpoint(Checkpoint):
     """A checkpoint as one shard retains it: each block's newest version of a generation ≤ `generation`."""
 
     generation: int
-    clock: int
     rows_stored: int
     num_rows: int
     """Number of rows of the table when it was taken."""

@@ -120,7 +120,7 @@ def _copy_shard(client: WeightClient, shard: int, checkpoint: str, info: TableIn
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: kept.clock]})
+    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: kept.step]})
     rows_stored, named = 0, list[tuple[int, int]]()
     for blocks in _batches(client, shard, checkpoint, info):
         for block in blocks:
@@ -146,7 +146,7 @@ def _copy_shard(client: WeightClient, shard: int, checkpoint: str, info: TableIn
     _log.info(
         "shard %(shard)d: %(rows)d rows in %(files)d files", {"shard": shard, "rows": rows_stored, "files": len(files)}
     )
-    return {"clock": kept.clock, "rows_stored": rows_stored, "lineage": list(end.lineage), "files": files}
+    return {"rows_stored": rows_stored, "lineage": list(end.lineage), "files": files}
 
 
 def _batches(client: WeightClient, shard: int, checkpoint: str, info: TableInfo) -> Iterator[list[pb.Block]]:

@@ -2,7 +2,7 @@
 
 manifest.json           the table, the checkpoint, and the size and SHA-256 of every file; written last
 shard-K/
-  schedule.safetensors  learning_rates float32 [clock of the checkpoint]
+  schedule.safetensors  learning_rates float32 [step of the checkpoint]
   blocks-N.safetensors  stored blocks from number N on: number int64 [n], write_id uint64 [n], content uint8
                         [n, block bytes], see `core.blocks`; rows never written are in no file
 """
@@ -45,8 +45,7 @@ class Backup:
     """Version of the software that made the backup."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """Per shard: clock, rows_stored, lineage (marks up to the checkpoint), and files:
-    name -> {bytes, sha256}."""
+    """Per shard: rows_stored, lineage (marks up to the checkpoint), and files: name -> {bytes, sha256}."""
     table_identity: str
     """Hexadecimal."""
 

@@ -16,7 +16,7 @@ from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file
 from weightserver.storage.lmdb_transaction import LmdbTransaction
 from weightserver.storage.readers import mapping_processes
-from weightserver.storage.records import State, read_identity, read_spec, read_state
+from weightserver.storage.records import State, read_identity, read_state, read_table
 from weightserver.storage.snapshot import read_snapshot
 
 _ATTEMPTS = 20
@@ -64,12 +64,12 @@ def _main(directory: Path) -> None:
 def _inspect(snapshot: LmdbTransaction) -> dict[str, Any]:
     identity = read_identity(snapshot)
     complete = identity is not None and not identity.unfinished
-    spec, state = (read_spec(snapshot), read_state(snapshot)) if complete else (None, State())
+    table, state = (read_table(snapshot), read_state(snapshot)) if complete else (None, State())
     return {
         "directory": str(snapshot.directory),
         "format": FORMAT,
         **(asdict(identity) if identity else {}),
-        "spec": spec and asdict(spec),
+        "spec": table and asdict(table[0]),
         "run": state.run,
         "epoch": state.epoch,
         "clock": state.clock,

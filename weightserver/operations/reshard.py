@@ -34,7 +34,6 @@ from weightserver.operations.reshard_sources import (
     common_spec,
     open_source,
     require_one_time,
-    state_digest,
     table_state,
 )
 from weightserver.storage.shard_builder import ShardBuilder, TableState
@@ -111,7 +110,7 @@ def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> d
     """Identifies what the new shards are made from."""
     kept = table.checkpoint
     return {
-        "states": [state_digest(shard.state) for shard in sorted(shards, key=lambda shard: shard.identity.shard)],
+        "states": [shard.state.mark for shard in sorted(shards, key=lambda shard: shard.identity.shard)],
         "spec": asdict(table.spec),
         "num_shards": num_targets,
         "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
@@ -28,10 +26,8 @@ from weightserver.storage.records import (
     read_lineage,
     read_peers,
     read_schedule,
-    read_spec,
     read_state,
-    read_table_identity,
-    state_to_json,
+    read_table,
 )
 from weightserver.storage.shard_builder import TableState
 
@@ -43,6 +39,7 @@ class SourceShard:
     txn: Transaction
     identity: ShardIdentity
     spec: TableSpec
+    table_identity: bytes
     state: State
     checkpoint: str = ""
     """Name of the checkpoint whose rows to take; empty for the current rows."""
@@ -83,11 +80,11 @@ def open_source(directory: Path, stack: ExitStack) -> SourceShard:
     storage = stack.enter_context(closing(LmdbStorage(directory, readonly=True)))
     txn = stack.enter_context(storage.read())
     identity = read_identity(txn)
-    spec = None if identity is None or identity.unfinished else read_spec(txn)
-    if identity is None or spec is None:
+    table = None if identity is None or identity.unfinished else read_table(txn)
+    if identity is None or table is None:
         raise ValueError(f"{directory} holds no table: give the directories of all shards of one table")
     txn.check_contents()
-    return SourceShard(txn, identity, spec, read_state(txn))
+    return SourceShard(txn, identity, *table, read_state(txn))
 
 
 def common_spec(shards: list[SourceShard]) -> TableSpec:
@@ -100,7 +97,7 @@ def common_spec(shards: list[SourceShard]) -> TableSpec:
                 f"{shard.spec.num_rows} rows, as after an extend_table() that failed halfway: serve them and repeat "
                 "'weightserver extend'"
             )
-        if shard.spec != first.spec or read_table_identity(shard.txn) != read_table_identity(first.txn):
+        if shard.spec != first.spec or shard.table_identity != first.table_identity:
             raise ValueError(
                 f"{first.directory} and {shard.directory} hold different tables: give the directories of one table"
             )
@@ -157,7 +154,7 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
         marks = [state.mark for state in states]
     else:
         known = [state.checkpoint(kept.name) for state in states]
-        clocks, timeline = [one.clock for one in known], kept.checkpoint_id.hex()
+        clocks, timeline = [kept.step] * len(known), kept.checkpoint_id.hex()
         marks = [one.mark for one in known]
     return TableState(
         spec,
@@ -166,7 +163,7 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
         run=newest.run,
         clock=max(clocks),
         checkpoint=kept,
-        identity=read_table_identity(shards[0].txn),
+        identity=shards[0].table_identity,
         timeline=timeline,
         lineage=Lineage().joined(
             mark
@@ -187,8 +184,3 @@ def _common_learning_rates(shards: list[SourceShard], clocks: list[int]) -> Floa
                 "give --checkpoint, one from before they differ"
             )
     return longest
-
-
-def state_digest(state: State) -> str:
-    """Identifies a shard's contents: it changes with every write and covers the random id of the session."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(state_to_json(state), sort_keys=True).encode())

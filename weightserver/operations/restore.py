@@ -55,7 +55,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         learning_rates,
         epoch=made.epoch,
         run=made.run,
-        clock=copied["clock"],
+        clock=made.step,
         checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
         identity=bytes.fromhex(made.table_identity),
         timeline=made.identity,

@@ -24,8 +24,8 @@ from weightserver.storage.records import (
     read_identity,
     read_records,
     read_schedule,
-    read_spec,
     read_state,
+    read_table,
 )
 
 
@@ -68,9 +68,10 @@ def _verify(txn: Transaction, verdict: Verdict) -> None:
         raise StorageError(f"{txn.directory}: it holds no shard")
     if identity.unfinished:
         raise StorageError(f"{txn.directory}: it is unfinished: repeat the 'restore' or 'reshard' that was stopped")
-    spec, state = read_spec(txn), read_state(txn)
+    table, state = read_table(txn), read_state(txn)
     read_schedule(txn)
-    if spec is not None:
+    if table is not None:
+        spec, _ = table
         _verify_blocks(txn, spec, identity, state, verdict)
 
 

@@ -36,7 +36,6 @@ def _checkpoint(known: ShardCheckpoint) -> pb.Checkpoint:
         name=known.name,
         step=known.step,
         identity=known.checkpoint_id,
-        clock=known.clock,
         rows_stored=known.rows_stored,
         mark=known.mark,
     )

@@ -37,6 +37,7 @@ from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receiv
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.reading import READ_BYTES
+from weightserver.shard.sessions import check_epoch
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -86,7 +87,7 @@ class WeightServerService:
         return pb.CreateTableResponse(identity=identity)
 
     def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
-        self._shard.check_table(request.table)
+        self._shard.require_table(request.table)
         epoch = request.epoch if request.HasField("epoch") else None
         if self.calls.commit(context, lambda batch: batch.extend_table(request.num_rows, epoch)):
             _log.info("table extended", extra={"num_rows": request.num_rows})
@@ -106,7 +107,7 @@ class WeightServerService:
             require_id(request.session_id, "session_id")
         self._shard.require_table()
         if request.join:
-            self._shard.join_session(request.epoch, request.session_id)
+            check_epoch(self._shard.state, request.epoch, request.session_id)
             self._note_lease(request)
         else:
             peers = self._peers(request.peers)
@@ -139,9 +140,9 @@ class WeightServerService:
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Generator[bytes, None, None]:
         """Yields serialized FetchResponses."""
         clock = call_clock()
-        self._shard.check_table(request.table)
+        table = self._shard.require_table(request.table)
         named, rates = named_rows(request.rows), given_rates(request.rates)
-        num_bytes = fetch_bytes(self._shard.require_table().spec, named.count, self._shard.num_other_rates(rates))
+        num_bytes = fetch_bytes(table.spec, named.count, self._shard.num_other_rates(rates))
         self._memory.reserve(num_bytes, context)
         rows = named.array()
         clock.num_rows = len(rows)
@@ -217,7 +218,7 @@ class WeightServerService:
 
     def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
         check_header(request.header)
-        self._shard.check_table(request.header.table)
+        self._shard.require_table(request.header.table)
         header = write_header(request.header)
         applied = self.calls.commit(context, lambda batch: batch.settle_write(header))
         return pb.SettleWriteResponse(applied=applied)
@@ -249,10 +250,10 @@ class WeightServerService:
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
     def ReadBlocks(self, request: pb.ReadBlocksRequest, context: grpc.ServicerContext) -> pb.ReadBlocksResponse:
-        self._shard.check_table(request.table)
+        table = self._shard.require_table(request.table)
         check_name(request.checkpoint)
         require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
-        num_bytes = max(READ_BYTES, self._shard.require_table().codec.num_bytes)
+        num_bytes = max(READ_BYTES, table.codec.num_bytes)
         self._memory.reserve(answer_bytes(num_bytes), context)
         return read_blocks_response(self._shard, request)
 
@@ -276,7 +277,7 @@ class WeightServerService:
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
         check_header(request.header)
-        self._shard.check_table(request.header.table)
+        self._shard.require_table(request.header.table)
         name = request.name
         check_name(name)
         require(request.header.step >= 0, "step must not be negative")

@@ -55,8 +55,7 @@ def _begun(
         0 <= header.num_rows <= MAX_WRITE_ROWS,
         f"{header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are accepted: split it",
     )
-    shard.check_table(header.table)
-    table = shard.require_table()
+    table = shard.require_table(header.table)
     spec = table.spec
     require(
         header.num_rows * (8 + spec.value_bytes * len(names) * spec.dim) <= MAX_WRITE_BYTES,

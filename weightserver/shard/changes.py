@@ -226,8 +226,8 @@ class ShardChange(WriteTransaction):
                 self.txn.delete_block(version)
         self.state = checkpoints.rolled_back(self.state, kept, timeline)
         table = self.table = replace(table, num_rollbacks=table.num_rollbacks + 1)
-        if kept.clock < len(table.rates):
-            self.table = table.with_rates(table.rates.up_to(table.spec, kept.clock))
+        if kept.step < len(table.rates):
+            self.table = table.with_rates(table.rates.up_to(table.spec, kept.step))
             truncate_schedule(self.txn, self.table.rates.hashed.values)
         return True
 

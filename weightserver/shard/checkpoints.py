@@ -29,7 +29,6 @@ def taken(state: State, name: str, step: int, checkpoint_id: bytes, mark: str, *
         checkpoint_id,
         (mark,),
         generation=state.generation,
-        clock=state.clock,
         rows_stored=state.rows_stored,
         num_rows=num_rows,
     )
@@ -53,7 +52,7 @@ def rolled_back(state: State, kept: ShardCheckpoint, timeline: str) -> State:
     """The state after returning to `kept`, without later checkpoints. Epoch and schedule stay."""
     return replace(
         state,
-        clock=kept.clock,
+        clock=kept.step,
         rows_stored=kept.rows_stored,
         generation=kept.generation + 1,
         written=min(state.written, kept.generation),

@@ -35,7 +35,6 @@ from weightserver.shard import reading
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
-from weightserver.shard.sessions import check_epoch
 from weightserver.shard.table import Table
 from weightserver.storage.interface import Storage, Transaction
 from weightserver.storage.records import (
@@ -46,9 +45,8 @@ from weightserver.storage.records import (
     read_lineage,
     read_peers,
     read_schedule,
-    read_spec,
     read_state,
-    read_table_identity,
+    read_table,
     write_identity,
     write_lineage,
     write_peers,
@@ -106,9 +104,9 @@ class Shard:
 
     def _load(self, txn: Transaction) -> None:
         self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
-        if (spec := read_spec(txn)) is not None:
-            table = Table.of(spec, read_table_identity(txn))
-            self._table = self._next_table = table.with_rates(ScheduledRates.of(spec, read_schedule(txn)))
+        if (stored := read_table(txn)) is not None:
+            table = Table.of(*stored)
+            self._table = self._next_table = table.with_rates(ScheduledRates.of(table.spec, read_schedule(txn)))
 
     # ---- reading
 
@@ -134,15 +132,12 @@ class Shard:
         """The learning rates of the steps below the clock."""
         return self._table.rates.hashed if self._table else HashedRates(np.zeros(0, np.float32))
 
-    def require_table(self) -> Table:
-        """The table. Raises NoTableError if there is none."""
+    def require_table(self, digest: int = 0) -> Table:
+        """The table. Raises NoTableError if there is none, TableMismatchError unless `digest` names it, or is 0."""
         if self._table is None:
             raise NoTableError("the shard holds no table: call create_table() first")
+        self._table.check_digest(digest)
         return self._table
-
-    def check_table(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` names the table, or is 0."""
-        self.require_table().check_digest(digest)
 
     def check_acknowledged(self, mark: str, table: str = "") -> None:
         """Checks that the shard's data descends from the state of that mark.
@@ -203,8 +198,7 @@ class Shard:
             TableMismatchError: rows were updated by other learning rates.
             MissingRatesError: the shard lacks some that the request does not bring, or others are being used meanwhile.
         """
-        table, clock = self.require_table(), clock or StageClock("read")
-        table.check_digest(table_digest)
+        table, clock = self.require_table(table_digest), clock or StageClock("read")
         if step is not None:
             table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):
@@ -262,10 +256,6 @@ class Shard:
     def learning_rates(self, start_step: int) -> Float32Array:
         """Learning rates of `start_step` and later steps below the clock, at most 1 MiB of them: float32 [n]."""
         return self.require_table().rates.hashed.values[start_step : start_step + CHUNK_BYTES // 4]
-
-    def join_session(self, epoch: int, session_id: bytes) -> None:
-        """Raises FencedError unless `epoch`, with `session_id`, is the current one."""
-        check_epoch(self._state, epoch, session_id)
 
     # ---- changing, in the committer's thread
 

@@ -115,20 +115,13 @@ def write_identity(txn: Transaction, identity: ShardIdentity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def read_spec(txn: Reader) -> TableSpec | None:
-    """The table's spec, or None."""
-    with _guarded(txn, "spec"):
-        stored = _stored(txn, "spec")
-        return TableSpec(**stored["table"]) if stored["table"] is not None else None
-
-
-def read_table_identity(txn: Transaction) -> bytes:
-    """16 bytes; empty if there is no table."""
+def read_table(txn: Reader) -> tuple[TableSpec, bytes] | None:
+    """The table's spec, and its identity of 16 bytes; None if there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
         if stored["table"] is None:
-            return b""
-        return bytes.fromhex(stored["identity"])
+            return None
+        return TableSpec(**stored["table"]), bytes.fromhex(stored["identity"])
 
 
 def write_spec(txn: Transaction, spec: TableSpec | None, identity: bytes = b"") -> None:
@@ -149,17 +142,11 @@ def write_state(txn: Transaction, state: State, before: State | None = None) -> 
         put_json(txn, "checkpoints", {"retained": list(map(_checkpoint_to_json, state.checkpoints))})
 
 
-def state_to_json(state: State) -> dict[str, Any]:
-    """The state as one JSON object."""
-    return vars(state) | {"checkpoints": list(map(_checkpoint_to_json, state.checkpoints))}
-
-
 def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
     return {
         "name": kept.name,
         "step": kept.step,
         "generation": kept.generation,
-        "clock": kept.clock,
         "rows_stored": kept.rows_stored,
         "identity": kept.checkpoint_id.hex(),
         "mark": kept.mark,
@@ -168,8 +155,8 @@ def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
 
 
 def _checkpoint_from_json(stored: dict[str, Any]) -> ShardCheckpoint:
-    named = dict(stored)
-    checkpoint_id, mark = bytes.fromhex(named.pop("identity")), named.pop("mark")
+    named = {name: stored[name] for name in ("name", "step", "generation", "rows_stored", "num_rows")}
+    checkpoint_id, mark = bytes.fromhex(stored["identity"]), stored["mark"]
     return _built(ShardCheckpoint, **named, checkpoint_id=checkpoint_id, marks=(mark,))
 
 

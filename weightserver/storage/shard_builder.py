@@ -164,7 +164,6 @@ def _first_state(table: TableState, rows_stored: int) -> State:
             kept.checkpoint_id,
             (f"{incarnation}:0",),
             generation=0,
-            clock=table.clock,
             rows_stored=rows_stored,
             num_rows=table.spec.num_rows,
         )

@@ -97,20 +97,18 @@ class DescribeResponse(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., run: _Optional[str] = ..., server_version: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., table_identity: _Optional[bytes] = ..., session_id: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., timeline: _Optional[bytes] = ..., schedule_digest: _Optional[int] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "step", "identity", "clock", "rows_stored", "mark")
+    __slots__ = ("name", "step", "identity", "rows_stored", "mark")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
     ROWS_STORED_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     identity: bytes
-    clock: int
     rows_stored: int
     mark: str
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., clock: _Optional[int] = ..., rows_stored: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., identity: _Optional[bytes] = ..., rows_stored: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
 
 class CheckpointRequest(_message.Message):
     __slots__ = ("header", "name", "identity", "peers", "timeline")
