@@ -10,7 +10,9 @@ resident store is measured over whole windows from the third on, when as many ro
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 from benchmarks.measure import at_least, draw_bars, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
-from weightserver.torch import LearningRates, RecentRows, RemoteRows, ResidentRows, RowStore, VisitSchedule, announced
+from weightserver.torch import LearningRates, RemoteRows, ResidentRows, RowStore, VisitSchedule, visited_before
 from weightserver.torch.recency import ActiveRows
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
@@ -44,11 +46,24 @@ def processor_seconds(cluster: LocalCluster) -> float:
 
 def active_rows(schedule: VisitSchedule, steps: int) -> Iterator[ActiveRows]:
     """Those of each step, as a head finds them."""
-    visited = RecentRows(schedule, num_active=NUM_ACTIVE, batch_size=BATCH_SIZE).visited(-1)
+    visited = visited_before(schedule, 0, num_active=NUM_ACTIVE)
     for step in range(steps):
         batch = schedule.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
         visited = visited.followed_by(batch, num_active=NUM_ACTIVE)
         yield visited.active(batch)
+
+
+def announced(active: Iterator[ActiveRows], store: RowStore) -> Iterator[ActiveRows]:
+    """The active rows of each step, announced to the store `store.prefetch_steps` steps earlier."""
+    upcoming: deque[ActiveRows] = deque()
+    for step in itertools.count():
+        for ahead in range(step + len(upcoming), step + 1 + store.prefetch_steps):
+            if following := next(active, None):
+                store.prefetch(following.rows, step=ahead)
+                upcoming.append(following)
+        if not upcoming:
+            return
+        yield upcoming.popleft()
 
 
 def measure(
@@ -66,7 +81,7 @@ def measure(
         store = make_store(client, rates)
         seconds = []
         before, used_before = loopback_bytes(), 0.0
-        for step, active in enumerate(announced(of_steps, store, range(len(rates)))):
+        for step, active in enumerate(announced(of_steps, store)):
             if step == warm_up:
                 used_before = processor_seconds(cluster)
                 before, rows_before = loopback_bytes(), store.counters.fetched_rows + store.counters.pushed_rows

@@ -132,7 +132,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
         head=head,
         rates=rates,
         steps=steps,
-        announcements=stack.enter_context(closing(head.announcements(sampler, steps))),
+        announcements=head.announcements(steps),
         views=views_of_steps(config, dataset, sampler, ranks, steps, stack),
         parts=list(itertools.product(range(config.optimization.accumulate), range(len(config.augmentations())))),
         observer=Observer(

@@ -142,11 +142,11 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
     ):
         trained(head, [head.announced(loaded(shuffled(0, 14)))])
     other = make_head(capacity=14)
-    sampler = other.sampler(batch_size=4)
+    other.sampler(batch_size=4)
     with pytest.raises(
         ValueError, match="capacity is 14, but the 8 steps that are requested in advance need 40: raise it"
     ):
-        next(other.announcements(sampler, range(4)))
+        next(other.announcements(range(4)))
 
 
 @pytest.mark.parametrize(

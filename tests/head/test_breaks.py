@@ -312,7 +312,7 @@ def test_an_error_that_names_a_row_names_its_class(make_head: MakeHead, embeddin
 
 
 def own_threads() -> set[str]:
-    names = ("prefetch", "write-back", "remote-rows", "active-rows")
+    names = ("prefetch", "write-back", "remote-rows")
     return {thread.name for thread in threading.enumerate() if thread.name.startswith(names)}
 
 

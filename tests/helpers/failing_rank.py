@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import weightserver.torch.steps as steps_of_head
 from trainer.__main__ import main
+from weightserver.torch import ClassifierHead
 
 FAILURE = "rank 1 cannot continue"
 
@@ -28,20 +28,20 @@ def fail(how: str) -> None:
 
 
 def failing(how: str, at: int) -> Any:
-    """Replaces the `announced` that the head calls so that rank 1 fails."""
-    announced = steps_of_head.announced  # type: ignore[attr-defined]
+    """Replaces the `announcements` of heads so that rank 1 fails."""
+    announcements = ClassifierHead.announcements
 
-    def until_then(active: Any, store: Any, steps: range) -> Any:
-        for step, rows in zip(steps, announced(active, store, steps), strict=True):
+    def until_then(head: ClassifierHead, steps: range) -> Any:
+        for step, classes in zip(steps, announcements(head, steps), strict=True):
             if step == at and os.environ["RANK"] == "1":
                 fail(how)
             if step == at and "deaf" in how:
                 time.sleep(1000)  # as one that waits in NCCL for rank 1
-            yield rows
+            yield classes
 
     return until_then
 
 
 if __name__ == "__main__":
-    steps_of_head.announced = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[attr-defined]
+    ClassifierHead.announcements = failing(sys.argv[1], int(sys.argv[2]))  # type: ignore[method-assign]
     main(sys.argv[3:])

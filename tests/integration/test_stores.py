@@ -14,17 +14,17 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from benchmarks.wire import announced
+from tests.helpers.recent import recent_rows
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 from weightserver.torch import (
     DenseRows,
     LearningRates,
-    RecentRows,
     RemoteRows,
     ResidentRows,
     RowStore,
     VisitSchedule,
-    announced,
     cosine_softmax_loss,
 )
 
@@ -41,11 +41,11 @@ class Recorded:
 
 def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSchedule = SCHEDULE) -> Recorded:
     """Trains the rows on fixed features that are functions of the image and the step."""
-    recent = RecentRows(schedule, num_active=num_active, batch_size=BATCH_SIZE)
+    steps = (recent_rows(schedule, step, num_active=num_active, batch_size=BATCH_SIZE) for step in range(num_steps))
     centres = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     noise = torch.Generator().manual_seed(2)
     losses, feature_gradients = [], []
-    for step, active in enumerate(announced(map(recent.active, range(num_steps)), store, range(num_steps))):
+    for step, active in enumerate(announced(steps, store)):
         visited = torch.from_numpy(active.rows[active.labels])
         features = (centres[visited] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)).requires_grad_()
         weight = store.weights(active.rows, step=step).requires_grad_()

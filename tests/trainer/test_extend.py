@@ -15,6 +15,7 @@ import trainer.run.checkpoint
 from tests.helpers import dying_run
 from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.recent import recent_rows
 from tests.helpers.small_run import losses, small_run
 from trainer.config import TrainConfig
 from trainer.data import load_dataset
@@ -28,7 +29,7 @@ from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.core.initial import initial_rows
-from weightserver.torch import RecentRows, VisitSchedule
+from weightserver.torch import VisitSchedule
 
 OLD, ALL = 100, 160
 NUM_STEPS, ALL_STEPS = 25, 40  # four visits for each image
@@ -90,8 +91,8 @@ def test_old_rows_are_the_oracles_and_new_ones_are_trained(
     assert losses(extended)[:EXTENDED_AT] == losses(before)[:EXTENDED_AT]
     known = np.concatenate([rates(OLD)[:EXTENDED_AT], rates(ALL)[EXTENDED_AT:]])
     schedule = VisitSchedule(num_rows=ALL, window_size=48, window_stride=6, seed=0)
-    recent = RecentRows(schedule, num_active=64, batch_size=16)
-    active = np.unique(np.concatenate([recent.active(step).rows for step in range(EXTENDED_AT, ALL_STEPS)]))
+    steps = range(EXTENDED_AT, ALL_STEPS)
+    active = np.unique([recent_rows(schedule, step, num_active=64, batch_size=16).rows for step in steps])
     idle = np.setdiff1d(np.arange(OLD), active)
     with LocalCluster(NUM_SHARDS, extended / "servers") as cluster, WeightClient(cluster.addresses) as client:
         spec = client.describe().spec

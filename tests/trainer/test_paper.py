@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import trainer
+from tests.helpers.recent import recent_rows
 from tests.helpers.sizes import resident_rows
 from trainer.arguments import parse_config
 from trainer.config import TrainConfig
 from trainer.model import EncoderConfig, build_model
 from weightserver.core.arrays import Int64Array
-from weightserver.torch import Ranks, RecentRows, RowOrder, VisitSchedule
+from weightserver.torch import Ranks, RowOrder, VisitSchedule
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""
@@ -128,10 +129,8 @@ def test_windows_are_those_of_the_papers_sampler(num_images: int, window_size: i
 def test_numbers_of_negatives_of_table_2(exponent: int) -> None:
     """ "The most recent K instances in recent iterations", including the step's own."""
     config = imagenet("--num-negatives", str(2**exponent))
-    recent = RecentRows(
-        schedule_of(config), num_active=config.rows.num_negatives, batch_size=config.optimization.batch_size
-    )
-    active = recent.active(20_000)
+    sizes = {"num_active": config.rows.num_negatives, "batch_size": config.optimization.batch_size}
+    active = recent_rows(schedule_of(config), 20_000, **sizes)
     assert len(active.rows) == 2**exponent
     assert np.array_equal(np.unique(active.rows), active.rows)
     batch = schedule_of(config).visits(20_000 * 512, 20_001 * 512)

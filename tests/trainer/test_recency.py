@@ -5,11 +5,11 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightserver.torch import RecentRows, VisitSchedule
+from tests.helpers.recent import recent_rows
+from weightserver.torch import VisitSchedule, visited_before
 
 
 def walk_back(schedule: VisitSchedule, stop: int, num_active: int) -> list[int]:
@@ -32,34 +32,25 @@ def test_active_rows(data: st.DataObject) -> None:
     batch_size = data.draw(st.integers(1, 12), label="B")  # may straddle windows, and hold a row twice
     num_active = data.draw(st.integers(min(batch_size, num_rows), num_rows), label="K")
     schedule = VisitSchedule(num_rows=num_rows, window_size=window_size, window_stride=stride, seed=1)
-    recent = RecentRows(schedule, num_active=num_active, batch_size=batch_size)
-    visited = recent.visited(-1)
+    visited = visited_before(schedule, 0, num_active=num_active)
     for step in range(12):
         batch = schedule.visits(step * batch_size, (step + 1) * batch_size)
-        visited, active = visited.followed_by(batch, num_active=num_active), recent.active(step)
+        visited = visited.followed_by(batch, num_active=num_active)
+        active = recent_rows(schedule, step, num_active=num_active, batch_size=batch_size)
         assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
         assert np.array_equal(active.rows[active.labels], batch)
         assert np.array_equal(visited.rows, active.rows)
-        assert np.array_equal(visited.last_visit, recent.visited(step).last_visit)
+        again = visited_before(schedule, (step + 1) * batch_size, num_active=num_active)
+        assert np.array_equal(visited.last_visit, again.last_visit)
 
 
 def test_a_long_walk_back_takes_little_memory() -> None:
     """With a small stride the K-th most recent row is far back: here 10⁶ visits, which would take 8 MB."""
     schedule = VisitSchedule(num_rows=10**9, window_size=1_000, window_stride=2, seed=4)
     tracemalloc.start()
-    active = RecentRows(schedule, num_active=3_000, batch_size=1_000).active(0)
+    active = recent_rows(schedule, 0, num_active=3_000, batch_size=1_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     newest = (np.arange(-2_000, 1_000)) % 10**9  # windows reach back by their strides, all of them whole
     assert np.array_equal(active.rows, np.sort(newest))
     assert peak < 4e6
-
-
-@pytest.mark.parametrize(
-    ("num_active", "batch_size", "message"),
-    [(101, 8, "only 100 classes"), (7, 8, "a batch may contain 8"), (10, 0, "batch_size must be at least 1")],
-)
-def test_impossible_sizes_are_refused(num_active: int, batch_size: int, message: str) -> None:
-    schedule = VisitSchedule(num_rows=100, window_size=50, window_stride=10, seed=0)
-    with pytest.raises(ValueError, match=message):
-        RecentRows(schedule, num_active=num_active, batch_size=batch_size)

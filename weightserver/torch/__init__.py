@@ -20,12 +20,12 @@ from weightserver.torch.margins import MARGINS, NO_MARGIN, Margin, MarginKind, m
 from weightserver.torch.negatives import NEGATIVES, Negatives, NegativeSampler
 from weightserver.torch.ranks import Ranks, gathered
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.recency import RecentRows
+from weightserver.torch.recency import visited_before
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCounters, RowStore
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import Rows, Servers
-from weightserver.torch.step_classes import Announced, announced
+from weightserver.torch.step_classes import Announced
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule
 
@@ -48,7 +48,6 @@ __all__ = [
     "Negatives",
     "RangesOrder",
     "Ranks",
-    "RecentRows",
     "RemoteRows",
     "ResidentRows",
     "RowCounters",
@@ -60,7 +59,6 @@ __all__ = [
     "VisitSchedule",
     "Visits",
     "WindowSampler",
-    "announced",
     "cosine_softmax_loss",
     "gathered",
     "margin_of",
@@ -69,4 +67,5 @@ __all__ = [
     "read_labels",
     "softmax_loss",
     "to_device",
+    "visited_before",
 ]

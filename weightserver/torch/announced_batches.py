@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from weightserver.torch.sampler import WindowSampler
@@ -61,36 +60,34 @@ class AnnouncedBatches:
         batches = self._by_loading() if self.sampler is None else self._by_sampler(self.sampler)
         return self._while_current(iteration, batches)
 
-    def _while_current(self, iteration: object, batches: Generator[Any, None, None]) -> Iterator[Any]:
+    def _while_current(self, iteration: object, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; forgets what they announced in vain, unless their iteration has ended before."""
         try:
-            with closing(batches):
-                while True:
-                    if self._steps.iteration is not iteration:
-                        raise ValueError(
-                            "the iteration over announced(...) has ended, since another one began, or the head was "
-                            "closed or loaded a state: begin a new one"
-                        )
-                    try:
-                        batch = next(batches)
-                    except StopIteration:
-                        return
-                    yield batch
+            while True:
+                if self._steps.iteration is not iteration:
+                    raise ValueError(
+                        "the iteration over announced(...) has ended, since another one began, or the head was "
+                        "closed or loaded a state: begin a new one"
+                    )
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                yield batch
         finally:
             if self._steps.iteration is iteration:
                 self._steps.forget()
 
-    def _by_sampler(self, sampler: WindowSampler) -> Generator[Any, None, None]:
+    def _by_sampler(self, sampler: WindowSampler) -> Iterator[Any]:
         first, parts = self._steps.number, sampler.batches_per_step
-        steps = range(first, first + len(sampler) // parts)
-        with closing(self._steps.announcements(sampler, steps)) as announcements:
-            for number, batch in enumerate(self._loader):
-                if number % parts == 0:
-                    next(announcements)
-                if number % parts == 0 or self._steps.number <= first + number // parts:  # it was not skipped
-                    yield batch
+        announcements = self._steps.announcements(range(first, first + len(sampler) // parts))
+        for number, batch in enumerate(self._loader):
+            if number % parts == 0:
+                next(announcements)
+            if number % parts == 0 or self._steps.number <= first + number // parts:  # it was not skipped
+                yield batch
 
-    def _by_loading(self) -> Generator[Any, None, None]:
+    def _by_loading(self) -> Iterator[Any]:
         steps, loaded = self._announced_steps(), deque[list[Any]]()
         for number in itertools.count(self._steps.number):
             while len(loaded) <= AHEAD and (step := next(steps, None)):

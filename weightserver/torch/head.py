@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
@@ -327,11 +327,10 @@ class ClassifierHead(nn.Module):
         self._open()
         self._steps.announce(*batches)
 
-    def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
-        """Announces a sampler's steps, some of them ahead, and yields each in its turn. Close the generator to end its
-        thread."""
+    def announcements(self, steps: range) -> Iterator[Announced]:
+        """Announces the sampler's steps, some of them ahead, and yields each in its turn."""
         self._open()
-        return self._steps.announcements(sampler, steps)
+        return self._steps.announcements(steps)
 
     def forget_announced(self, *, in_progress: bool = False) -> None:
         """Forgets the steps that were announced and not begun, as when the iteration of a loader is left early; with

@@ -56,43 +56,23 @@ class Visited:
         return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
 
 
-class RecentRows:
-    """The K most recently visited distinct rows, the step's own batch included; batch t is visits t·B … t·B+B−1.
+def visited_before(visits: Visits, stop: int, *, num_active: int) -> Visited:
+    """What was recently visited before visit `stop` of a stream of at least `num_active` rows.
 
-    Each step is computed from the stream of visits; `Visited.followed_by` takes less time for the next one. Visits
-    before visit 0 count as if they had been made. Memory is O(K + W), independent of N.
-
-    Raises:
-        ValueError: K exceeds N, or is smaller than the distinct rows that a batch may hold.
+    Visits before visit 0 count as if they had been made. Walks back to the K-th distinct row, piece by piece, since
+    small strides make it a long walk; memory is O(K + W), independent of N. `Visited.followed_by` takes less time for
+    what comes after.
     """
-
-    def __init__(self, schedule: Visits, *, num_active: int, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        check_num_active(num_active, schedule.num_rows, batch_size)
-        self._schedule = schedule
-        self._batch_size = batch_size
-        self._num_active = num_active
-
-    def active(self, step: int) -> ActiveRows:
-        """The active rows of a step ≥ 0."""
-        return self.visited(step).active(self._schedule.visits(step * self._batch_size, (step + 1) * self._batch_size))
-
-    def visited(self, step: int) -> Visited:
-        """What was recently visited after a step, its own batch included: walks back from there to the K-th distinct
-        row, piece by piece, since small strides make it a long walk."""
-        stop, num_active = (step + 1) * self._batch_size, self._num_active
-        rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        while len(rows) < num_active:
-            start = stop - 2 * num_active
-            visits = self._schedule.visits(start, stop)[::-1]
-            met, ago = np.unique(visits, return_index=True)  # the first occurrence is the latest
-            new = ~np.isin(met, rows)
-            rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
-            stop = start
-        newest = np.argsort(-last_visit)[:num_active]
-        newest = newest[np.argsort(rows[newest])]
-        return Visited(rows[newest], last_visit[newest])
+    rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    while len(rows) < num_active:
+        start = stop - 2 * num_active
+        met, ago = np.unique(visits.visits(start, stop)[::-1], return_index=True)  # the first occurrence is the latest
+        new = ~np.isin(met, rows)
+        rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
+        stop = start
+    newest = np.argsort(-last_visit)[:num_active]
+    newest = newest[np.argsort(rows[newest])]
+    return Visited(rows[newest], last_visit[newest])
 
 
 def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:

@@ -1,28 +1,19 @@
-"""The rows of the classes of a head's steps, and their announcement to the store."""
+"""The rows of the classes of a head's steps."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
-from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.recency import ActiveRows, RecentRows, Visited
-from weightserver.torch.rows.store import RowStore
+from weightserver.torch.recency import ActiveRows, Visited, visited_before
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
-
-_COMPUTED_AHEAD = 2
-"""Steps whose active rows are computed before they are announced to the store."""
 
 
 @dataclass(frozen=True)
@@ -68,35 +59,8 @@ class StepClasses:
         mine = ActiveRows(active.rows, labels).share(sharding, ranks.rank)
         return Announced(mine.rows, mine.labels, ids, before, replace(recent or before, drawn_by=sampler))
 
-    def drawn_by(self, sampler: WindowSampler, steps: range) -> Iterator[Announced]:
-        """The steps that a sampler draws."""
-        visited = Visited()
-        for step in steps:
-            ids = sampler.classes_of_step(step).reshape(sampler.batches_per_step, -1)
-            announced = self.after(visited, step, ids, sampler)
-            visited = announced.after
-            yield announced
-
     def _past(self, sampler: WindowSampler, step: int) -> Visited:
         """What was recently visited before a step if the sampler drew all earlier ones."""
         if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
             return Visited()
-        return RecentRows(sampler.row_visits, num_active=num_recent, batch_size=sampler.step_size).visited(step - 1)
-
-
-Active = TypeVar("Active", bound=ActiveRows)
-
-
-def announced(active: Iterable[Active], store: RowStore, steps: range) -> Generator[Active, None, None]:
-    """Yields the active rows of each step, announced to the store `store.prefetch_steps` steps earlier.
-
-    A thread takes them from `active`; the store is called in this thread. Close the generator to end the thread.
-    """
-    upcoming: deque[Active] = deque()
-    with closing(computed_ahead(active, ahead=_COMPUTED_AHEAD, name="active-rows")) as computed:
-        for step in steps:
-            while len(upcoming) <= store.prefetch_steps and step + len(upcoming) in steps:
-                ahead = step + len(upcoming)
-                upcoming.append(next(computed))
-                store.prefetch(upcoming[-1].rows, step=ahead)
-            yield upcoming.popleft()
+        return visited_before(sampler.row_visits, step * sampler.step_size, num_active=num_recent)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from weightserver.torch.rows import RowStore
 from weightserver.torch.rows.slots import NoRoomError
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.step import Step
-from weightserver.torch.step_classes import Announced, StepClasses, announced
+from weightserver.torch.step_classes import Announced, StepClasses
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
@@ -114,14 +113,11 @@ class Steps:
                 with self._table.naming_classes(), contextlib.suppress(NoRoomError):
                     store.prefetch(coming.rows, step=step)
                     self._requested = step
-            self._put(coming)
+            self._coming.append(coming)
+            self._last = coming.after
         except BaseException:
             self._announced_in_vain = True
             raise
-
-    def _put(self, coming: Announced) -> None:
-        self._coming.append(coming)
-        self._last = coming.after
 
     def announce_end(self) -> None:
         """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
@@ -141,16 +137,16 @@ class Steps:
             self._begun = None
         self._announced_in_vain = True
 
-    def announcements(self, sampler: WindowSampler, steps: range) -> Generator[Announced, None, None]:
+    def announcements(self, steps: range) -> Iterator[Announced]:
         """See `ClassifierHead.announcements`."""
-        self._negatives.check(sampler.step_size)
-        store = self._open_store(sampler.step_size)
-        with closing(announced(self._classes.drawn_by(sampler, steps), store, steps)) as coming:
-            for _ in steps:
-                with self._table.naming_classes():
-                    step = next(coming)
-                self._put(step)
-                yield step
+        assert self.sampler is not None
+        self._negatives.check(self.sampler.step_size)
+        ahead = self._open_store(self.sampler.step_size).prefetch_steps
+        for step in steps:
+            while self._next_number in steps[: step + 1 + ahead - steps.start]:
+                ids = self.sampler.classes_of_step(self._next_number)
+                self._add(ids.reshape(self.sampler.batches_per_step, -1))
+            yield self._coming[0]
 
     # ---- the step in progress
 

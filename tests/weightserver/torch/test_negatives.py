@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.recent import recent_rows
 from weightserver.core.arrays import Float64Array
 from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler
-from weightserver.torch.recency import ActiveRows, RecentRows
+from weightserver.torch.recency import ActiveRows, visited_before
 from weightserver.torch.windows import VisitSchedule
 
 SIGMAS = 4.5
@@ -22,7 +23,7 @@ def active_rows(sampler: NegativeSampler, schedule: VisitSchedule, step: int, ba
     """Those of a step of a schedule."""
     recent = None
     if sampler.num_recent and not sampler.takes_all:
-        recent = RecentRows(schedule, num_active=sampler.num_recent, batch_size=batch_size).visited(step)
+        recent = visited_before(schedule, (step + 1) * batch_size, num_active=sampler.num_recent)
     return sampler.active(step, schedule.visits(step * batch_size, (step + 1) * batch_size), recent)
 
 
@@ -59,8 +60,7 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
         num_recent = {"recent": num_active, "uniform": 0, "both": round(num_active / 2)}[negatives]
         own = set(batch.tolist())
         if num_recent:
-            recent = RecentRows(schedule, num_active=num_recent, batch_size=batch_size)
-            own = set(recent.active(step).rows.tolist())
+            own = set(recent_rows(schedule, step, num_active=num_recent, batch_size=batch_size).rows.tolist())
         sampled = set(active.rows.tolist()) - own
         assert own <= set(active.rows.tolist())
         blocks = {row // rows_per_block for row in sampled}

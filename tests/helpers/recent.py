@@ -1,0 +1,12 @@
+"""The classes of a step: the most recently visited rows, of any step."""
+
+from __future__ import annotations
+
+from weightserver.torch import Visits, visited_before
+from weightserver.torch.recency import ActiveRows
+
+
+def recent_rows(visits: Visits, step: int, *, num_active: int, batch_size: int) -> ActiveRows:
+    """The K rows of the latest visits up to the step's own, which are t·B … t·B+B−1."""
+    start, stop = step * batch_size, (step + 1) * batch_size
+    return visited_before(visits, stop, num_active=num_active).active(visits.visits(start, stop))
