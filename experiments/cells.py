@@ -26,12 +26,12 @@ AFTER = "{after}"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A protocol of `python -m trainer.evaluate`, applied to a cell's encoder."""
+    """A protocol of `python -m trainer.evaluate`, or `experiments.partition`, applied to a cell's encoder."""
 
     name: str
     """Of its result; measures are named "NAME.top1". Other arguments need another name: a result is known by it."""
     arguments: tuple[str, ...]
-    """Protocol and options, without the encoder, the images and the name."""
+    """Protocol and options, without the encoder, the images and the name; of partitions the numbers of classes."""
     quick: tuple[str, ...] = ()
     """Further options that make it short."""
     all_images: bool = False

@@ -26,6 +26,7 @@ from experiments.baselines import METHODS, REFERENCES, reference_features, train
 from experiments.cells import AFTER, PIC, Cell, Evaluation
 from experiments.data import with_data
 from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
+from experiments.partition import write_partitions
 from experiments.results import read_cpu_seconds
 from trainer.config import TrainConfig
 from trainer.data import Dataset
@@ -130,6 +131,12 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
     """Evaluates the run's encoder by one protocol, unless that has finished."""
     file = config.run.output / EVALUATIONS / f"{evaluation.name}.json"
     if file.exists():
+        return
+    if evaluation.arguments[0] == "partition":
+        encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
+        numbers = [int(number) for number in evaluation.arguments[1:]]
+        file.parent.mkdir(exist_ok=True)
+        write_partitions(encoder, encoder_config.pixels, dataset_of(config), numbers, file.parent)
         return
     command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)

@@ -79,7 +79,7 @@ _CLUSTERS = (
 _DIVIDED = Cell(
     row="10 classes",
     settings=SUPERVISED,
-    evaluations=(Evaluation(name="partition", arguments=("partition", "--classes", *map(str, _PARTITIONS)), quick=()),),
+    evaluations=(Evaluation(name="partition", arguments=("partition", *map(str, _PARTITIONS)), quick=()),),
 )
 PARTITION = Table(
     name="partition",

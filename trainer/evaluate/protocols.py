@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.evaluate.paper.settings import DetectConfig, PartitionConfig, SegmentConfig
+from trainer.evaluate.paper.settings import DetectConfig, SegmentConfig
 from trainer.evaluate.settings import (
     FineTuneConfig,
     KnnConfig,
@@ -29,8 +29,6 @@ class Protocol(NamedTuple):
     summary: str
     pixels: bool = False
     """Whether it can evaluate raw pixels."""
-    labelled: bool = True
-    """Whether it needs labels, and test images of the training images' classes."""
     images: str = ""
     """Name of the images if they have a format of their own, in --data-dir."""
 
@@ -53,13 +51,6 @@ PROTOCOLS = {
     "detect": Protocol("paper.detect", DetectConfig, "Train an object detector on Pascal VOC.", images="pascal-voc"),
     "segment": Protocol(
         "paper.segment", SegmentConfig, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
-    ),
-    "partition": Protocol(
-        "paper.partition",
-        PartitionConfig,
-        "Divide labelled classes by clustering features, for the trainer's --labels.",
-        pixels=True,
-        labelled=False,
     ),
 }
 """Every protocol by its name on the command line."""

@@ -90,14 +90,13 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
     background = subject.images.background if options.background is None else options.background
     reading = _reading(command, subject, name, directory)
     loaded = _load(subject, name, directory, options, background, reading)
-    dataset, held_out = loaded.evaluated, False
-    if PROTOCOLS[command.name].labelled:
-        if held_out := loaded.can_hold_out and not subject.knows_labels:
-            dataset = with_held_out(dataset)
-            number, fitted = len(dataset.test_images), len(dataset.train_images)
-            line = f"no test images: {number:,} of {fitted + number:,} training images, drawn by class, stand for them"
-            say(Remark(line, held_out=number))
-        check_classes(dataset, held_out=held_out)
+    dataset = loaded.evaluated
+    if held_out := loaded.can_hold_out and not subject.knows_labels:
+        dataset = with_held_out(dataset)
+        number, fitted = len(dataset.test_images), len(dataset.train_images)
+        line = f"no test images: {number:,} of {fitted + number:,} training images, drawn by class, stand for them"
+        say(Remark(line, held_out=number))
+    check_classes(dataset, held_out=held_out)
     digest = hashlib.sha256()
     for labels in (dataset.train_labels, dataset.test_labels):
         digest.update(labels.numpy().tobytes())

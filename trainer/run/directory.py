@@ -35,7 +35,7 @@ def is_run(directory: Path) -> bool:
         return False
     except ValueError:
         return True
-    return "order_seed" in content or "format" in content
+    return not isinstance(content, dict) or "order_seed" in content or "format" in content
 
 
 def read_settings(run: Path) -> dict[str, Any]:

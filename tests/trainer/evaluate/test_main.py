@@ -73,8 +73,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-OWN_FORMATS = {"detect", "segment", "partition"}
-"""Protocols with images or results of their own, whose command lines are tested with them."""
+OWN_FORMATS = {"detect", "segment"}
+"""Protocols with images of their own, whose command lines are tested with them."""
 
 
 def test_every_protocol_is_tested() -> None:

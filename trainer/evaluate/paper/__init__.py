@@ -1,1 +1,1 @@
-"""What only reproduces the paper: detection, segmentation, and classes divided by clustering."""
+"""What only reproduces the paper: detection and segmentation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.evaluate.settings import TrainingConfig
-from trainer.settings import Settings, check_at_least, check_positive, flag
+from trainer.settings import check_at_least, check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +108,3 @@ class SegmentConfig(NetworkConfig):
         check_positive(self, "min_scale", "max_scale")
         if self.min_scale > self.max_scale:
             raise ValueError(f"--min-scale {self.min_scale} is above --max-scale {self.max_scale}: exchange them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionConfig(Settings):
-    """Settings of the partition."""
-
-    classes: tuple[int, ...] = ()
-    """Numbers of classes of the partitions to make, at least that of the labelled classes and at most that of the
-    images, as --classes 2000 4000 16000. Each is written as partition-NUMBER.npy, for the trainer's --labels."""
-    seed: int = 0
-    """Seed of k-means."""
-
-    def check(self) -> None:
-        if not self.classes or min(self.classes) < 1:
-            raise ValueError(f"--classes is {self.classes}: give one or more numbers of classes")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.evaluations import NUM_CLASSES, SeesRows, evaluate, made_dataset, made_evaluation
-from trainer.evaluate import stored_features
-from trainer.evaluate.paper.partition import divided, partition, proportional_parts
-from trainer.evaluate.paper.settings import PartitionConfig
+from experiments.partition import divided, main, proportional_parts, write_partitions
+from tests.helpers.evaluations import NUM_CLASSES, SIDE, SeesRows, made_dataset
+from trainer.data.pixels import MINUS_ONE_TO_ONE
+from trainer.model import EncoderConfig, build_model, save_encoder
 from weightserver.torch import ClassOrder, read_labels
 
 
@@ -49,39 +49,24 @@ def test_clusters_that_are_there_are_found() -> None:
 
 
 def test_partitions_refine_the_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of features in several files; partitions are the trainer's class maps."""
-    monkeypatch.setattr(stored_features, "BLOCK_ROWS", 64)
+    """The command writes them as class maps of the trainer."""
     dataset = made_dataset()
     labels = dataset.train_labels.numpy()
-    config = PartitionConfig(classes=(NUM_CLASSES, 13, 320))
-    outcome = partition(made_evaluation(SeesRows().eval(), tmp_path / "state", dataset), config)
-    lines = outcome.details["by_setting"]
-    assert [line["classes"] for line in lines] == [NUM_CLASSES, 13, 320]
-    for line in lines:
-        found = read_labels(Path(line["labels"]))
-        order = ClassOrder(found, 0, num_images=len(labels))
-        assert order.num_classes == line["classes"]
-        assert len({*zip(found.tolist(), labels.tolist(), strict=True)}) == line["classes"], "a class has two labels"
-        assert [line["smallest"], line["largest"]] == [np.bincount(found).min(), np.bincount(found).max()]
-    assert np.array_equal(read_labels(Path(lines[0]["labels"])), labels)
+    config = EncoderConfig(width=4, blocks=(1, 1), image_size=SIDE)
+    save_encoder(build_model(config, seed=0).encoder, config, tmp_path / "encoder.safetensors")
+    monkeypatch.setattr("experiments.partition.load_dataset", lambda *_, **__: dataset)
+    arguments = [str(tmp_path / "encoder.safetensors"), "--output", str(tmp_path / "maps"), "--classes"]
+    assert main([*arguments, str(NUM_CLASSES), "13", "320"]) == 0
+    sizes = json.loads((tmp_path / "maps/partition.json").read_text())["smallest and largest"]
+    for number in (NUM_CLASSES, 13, 320):
+        found = read_labels(tmp_path / f"maps/partition-{number}.npy")
+        assert ClassOrder(found, 0, num_images=len(labels)).num_classes == number
+        assert len({*zip(found.tolist(), labels.tolist(), strict=True)}) == number, "a class has two labels"
+        assert sizes[f"{number} classes"] == [np.bincount(found).min(), np.bincount(found).max()]
+    assert np.array_equal(read_labels(tmp_path / f"maps/partition-{NUM_CLASSES}.npy"), labels)
 
 
 @pytest.mark.parametrize("classes", [3, 321])
 def test_numbers_of_classes_out_of_range_are_refused(classes: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"--classes {classes} must lie in 4\.\.320"):
-        partition(made_evaluation(SeesRows().eval(), tmp_path / "state"), PartitionConfig(classes=(classes,)))
-
-
-def test_the_command_writes_class_maps_beside_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.evaluate.run.load_dataset", lambda *_, **__: made_dataset(60))
-    arguments = ["partition", "--pixels", "--dataset", "idx", "--output", str(tmp_path), "--device", "cpu"]
-    assert evaluate([*arguments, "--classes", "8,16"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert [line["labels"] for line in result["by_setting"]] == [
-        str(tmp_path / f"partition-{number}.npy") for number in (8, 16)
-    ]
-    assert json.loads((tmp_path / "partition.json").read_text())["by_setting"] == result["by_setting"]
-    assert evaluate(arguments) == 2
-    assert "--classes is (): give one or more numbers of classes" in capsys.readouterr().err
+        write_partitions(SeesRows().eval(), MINUS_ONE_TO_ONE, made_dataset(), [classes], tmp_path)
