@@ -20,7 +20,7 @@ from trainer.evaluate.options import SubjectOptions
 from trainer.export.importing import ImportOptions, encoder_config, import_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
-from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, read_encoder, read_settings
+from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, is_run, read_encoder, read_settings
 from trainer.settings import settings_of
 from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import Ranks
@@ -133,6 +133,8 @@ def _load(options: SubjectOptions) -> Subject:
 
 
 def _of_run(run: Path, checkpoint: str | None) -> Subject:
+    if run.is_dir() and not is_run(run):  # an export, perhaps, which may have a config.json of its own
+        raise ValueError(f"{run} holds no run: give the --output of one, or an encoder's file or export by --encoder")
     settings = read_settings(run)
     (encoder, config), state = (read_encoder(run, checkpoint), checkpoint) if checkpoint else _newest(run)
     return Subject(

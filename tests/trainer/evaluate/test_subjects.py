@@ -181,6 +181,8 @@ def test_a_model_with_random_weights() -> None:
         ({"model": "timm:vit_tiny_patch16_224", "image_size": 10}, "cannot take 10 px images"),
         ({"run": "{trained}", "checkpoint": "step-7"}, "has no checkpoint 'step-7': it has step-"),
         ({"run": "{tmp}"}, "has neither encoder.safetensors nor a checkpoint yet"),
+        ({"run": "{export}"}, "holds no run: give the --output of one, or an encoder's file or export by --encoder"),
+        ({"run": "{damaged}"}, "config.json is not a run's config.json: restore it"),
         ({"encoder": Path("/no/such/file")}, "cannot read /no/such/file"),
         ({"encoder": "{trained}"}, "is a run's directory: give --run"),
         ({"encoder": "{tmp}"}, "has 0 safetensors files, not one"),
@@ -190,8 +192,12 @@ def test_a_model_with_random_weights() -> None:
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(OF_RUN))
     torch.save({"w": torch.ones(1)}, tmp_path / "other.pth")
+    for name, content in (("export", '{"architecture": "resnet18"}'), ("damaged", "null")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    places = {"tmp": tmp_path, "trained": trained, "export": tmp_path / "export", "damaged": tmp_path / "damaged"}
     filled: dict[str, Any] = {
-        name: Path(value.format(tmp=tmp_path, trained=trained)) if isinstance(value, str) and "{" in value else value
+        name: Path(value.format(**places)) if isinstance(value, str) and "{" in value else value
         for name, value in options.items()
     }
     with pytest.raises(ValueError, match=r".") as refused:
