@@ -54,7 +54,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         )
         address, close = trainer.serve(0)
         targets = {"weightserver": cluster.metrics_addresses, "trainer": [address]}
-        with LocalPrometheus(targets) as prometheus:
+        with LocalPrometheus({"default": targets}) as prometheus:
             yield {
                 "127.0.0.1:50051": cluster.addresses[0],
                 "127.0.0.1:50052": cluster.addresses[1],

@@ -5,9 +5,11 @@ Used by tests and by the screenshot; it needs the programs `prometheus` and `pro
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,8 +33,16 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
+Clusters = dict[str, dict[str, list[str]]]
+"""Name of each cluster, and its addresses of metrics by job."""
+
+
 class LocalPrometheus:
-    """Scrapes `targets`, job to addresses, with the rules of rules.yml until it is closed. A context manager.
+    """Scrapes clusters with the rules of rules.yml until it is closed. A context manager.
+
+    Args:
+        scrape, evaluation: time between two scrapes, and two evaluations of rules.
+        hurry: alerts wait for this fraction of the time that their rules say.
 
     Raises:
         FileNotFoundError: the program `prometheus` is missing.
@@ -41,17 +51,16 @@ class LocalPrometheus:
 
     url: str
 
-    def __init__(self, targets: dict[str, list[str]], *, interval: str = "500ms") -> None:
+    def __init__(
+        self, clusters: Clusters, *, scrape: str = "500ms", evaluation: str = "500ms", hurry: float = 1
+    ) -> None:
         if shutil.which("prometheus") is None:
             raise FileNotFoundError("the program `prometheus` is missing: install Debian's package of that name")
-        config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
-        config["global"] |= dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
-        config["rule_files"] = [str((DIRECTORY / name).resolve()) for name in config["rule_files"]]
-        for job in config["scrape_configs"]:
-            job["static_configs"][0]["targets"] = targets[job["job_name"]]
         self._temporary = tempfile.TemporaryDirectory(prefix="prometheus-")
         directory = Path(self._temporary.name)
-        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._intervals = {"scrape_interval": scrape, "scrape_timeout": scrape, "evaluation_interval": evaluation}
+        self._config_file, self._hurry = directory / "prometheus.yml", hurry
+        self._write_config(clusters)
         address = _free_address()
         self.url = f"http://{address}"
         self._log = directory / "prometheus.log"
@@ -59,7 +68,7 @@ class LocalPrometheus:
             self._process = subprocess.Popen(
                 [
                     "prometheus",
-                    f"--config.file={directory / 'prometheus.yml'}",
+                    f"--config.file={self._config_file}",
                     f"--storage.tsdb.path={directory / 'data'}",
                     f"--web.listen-address={address}",
                 ],
@@ -71,6 +80,30 @@ class LocalPrometheus:
         except BaseException:
             self.close()
             raise
+
+    def watch(self, clusters: Clusters) -> None:
+        """Scrapes these clusters from now on."""
+        self._write_config(clusters)
+        self._process.send_signal(signal.SIGHUP)
+
+    def _write_config(self, clusters: Clusters) -> None:
+        config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
+        config["global"] |= self._intervals
+        rule_files = []
+        for name in config["rule_files"]:
+            rules = yaml.safe_load((DIRECTORY / name).read_text())
+            for rule in itertools.chain(*(group["rules"] for group in rules["groups"])):
+                if "for" in rule:
+                    rule["for"] = f"{round(1000 * self._hurry * seconds_of(rule['for']))}ms"
+            rule_files.append(self._config_file.with_name(name))
+            rule_files[-1].write_text(yaml.safe_dump(rules))
+        config["rule_files"] = [str(file) for file in rule_files]
+        for job in config["scrape_configs"]:
+            job["static_configs"] = [
+                {"labels": {"cluster": name}, "targets": jobs.get(job["job_name"], [])}
+                for name, jobs in clusters.items()
+            ]
+        self._config_file.write_text(yaml.safe_dump(config))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -111,6 +144,12 @@ class LocalPrometheus:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def seconds_of(duration: str) -> float:
+    """Seconds of a duration as Prometheus writes it, such as 1h30m or 500ms."""
+    units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|s|m|h|d)", duration))
 
 
 @contextmanager

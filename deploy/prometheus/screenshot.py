@@ -81,7 +81,7 @@ def main() -> None:
         run = ["--servers", ",".join(cluster.addresses), "--output", f"{directory}/run"]
         with (
             running_trainer([*TRAINER.split(), *run]) as trainer,
-            LocalPrometheus({"weightserver": shards, "trainer": [trainer]}, interval="1s") as prometheus,
+            LocalPrometheus({"default": {"weightserver": shards, "trainer": [trainer]}}, scrape="1s") as prometheus,
             WeightClient(cluster.addresses) as reader,
         ):
             started = time.monotonic()

@@ -80,7 +80,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         options = [*OPTIONS.split(), "--servers", ",".join(cluster.addresses), "--output", str(output)]
         with (
             running_trainer(options) as trainer,
-            LocalPrometheus({"weightserver": cluster.metrics_addresses, "trainer": [trainer]}) as prometheus,
+            LocalPrometheus(
+                {"default": {"weightserver": cluster.metrics_addresses, "trainer": [trainer]}}
+            ) as prometheus,
         ):
 
             def fail() -> None:
