@@ -192,6 +192,11 @@ class TorchvisionEncoder(nn.Module):
         return features
 
 
+def library_model(encoder: nn.Module) -> nn.Module:
+    """The model of the encoder's library, whose weights have the library's names."""
+    return encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
+
+
 def save_encoder(
     encoder: nn.Module, config: EncoderConfig, path: Path, metadata: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -206,7 +211,7 @@ def encoder_metadata(config: EncoderConfig) -> dict[str, str]:
 
 
 def load_encoder(path: Path) -> tuple[nn.Module, EncoderConfig]:
-    """Rebuilds the encoder of a `save_encoder` file, in eval mode, on the CPU.
+    """Rebuilds the encoder of a `save_encoder` file, or of an export to torchvision or timm, in eval mode, on the CPU.
 
     Raises:
         ValueError: the file does not exist, is damaged, or is not an encoder file.
@@ -243,7 +248,8 @@ def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -
         raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error
     encoder = build_encoder(config)
     try:
-        encoder.load_state_dict(tensors)
+        model = library_model(encoder)
+        (model if tensors.keys() == model.state_dict().keys() else encoder).load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} does not hold the encoder it names, {config.name!r}: {reason[:200]}") from error

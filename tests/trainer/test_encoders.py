@@ -129,6 +129,13 @@ def test_the_library_gives_the_same_features(
         found = model(views[:, :1] if name.startswith("timm:") and in_channels == 1 else views)
     assert expected.std() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    again, config = load_encoder(file)  # an encoder file too
+    with torch.no_grad():
+        found = again(views[:, : config.in_channels])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    own = load_encoder(run / "encoder.safetensors")[1]
+    assert (config.image_size, config.pixels) == (own.image_size, own.pixels)
 
 
 def in_a_fresh_process(out: Path, code: str, images: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ def test_the_automatic_encoder_of_a_cpu_is_loaded_by_timm(tmp_path: Path, in_cha
     views = normalise(images())[:, :in_channels].contiguous()
     found = in_a_fresh_process(out, "features = model(torch.from_numpy(images)).detach().numpy()", views)
     torch.testing.assert_close(found, features(run, views), rtol=1e-5, atol=1e-5)
-    (again,) = out.glob("*.safetensors")  # which is an encoder file too
+    (again,) = out.glob("*.safetensors")
     with torch.no_grad():
         torch.testing.assert_close(load_encoder(again)[0](views), features(run, views), rtol=0, atol=0)
 

@@ -43,8 +43,6 @@ def run(command: Command) -> dict[str, Any] | None:
     with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
         with stage("loading the encoder"):
             subject = load_subject(command.subject, ranks)
-        for note in subject.notes if ranks.is_first else ():
-            say(Remark(note))
         if not protocol.pixels:
             subject.require_encoder(command.name)
         with stage("loading the images"):

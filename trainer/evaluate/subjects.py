@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from trainer.data import SYNTHETIC
 from trainer.data.config import DataConfig
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.options import SubjectOptions
-from trainer.export.importing import ImportOptions, encoder_config, import_encoder
+from trainer.export.importing import library_config
 from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, is_run, read_encoder, read_settings
@@ -47,8 +48,6 @@ class Subject:
     """The run's images, and how it reads them; of a file, how it says that pixels become colours."""
     knows_labels: bool = False
     """Whether the run trained on labels, so that none of its images can be held out."""
-    notes: tuple[str, ...] = ()
-    """Lines that say which weights were taken from a file of others."""
 
     @property
     def network(self) -> nn.Module:
@@ -127,8 +126,9 @@ def _load(options: SubjectOptions) -> Subject:
     if options.encoder is not None:
         return _of_file(options.encoder)
     if options.model:
-        described = ImportOptions(name=options.model, image_size=options.image_size, in_channels=options.in_channels)
-        return _random_model(encoder_config(described), options.encoder_seed or 0)
+        sizes = {"image_size": options.image_size, "in_channels": options.in_channels}
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        return _random_model(library_config(options.model, **given), options.encoder_seed or 0)
     return Subject(name="raw pixels", encoder=None, config=None)
 
 
@@ -170,25 +170,15 @@ def _of_file(path: Path) -> Subject:
     """An encoder file of ours, or an exported one; of a directory, the one in it."""
     file = _exported_file(path) if path.is_dir() else path
     metadata = _metadata(file)
-    if metadata.get("format", "").startswith("pic-encoder"):
-        encoder, config = load_encoder(file)
-        return Subject(
-            name=str(file),
-            encoder=encoder,
-            config=config,
-            directory=_directory_for(file),
-            images=DataConfig.of_metadata(metadata),
-        )
-    if file.exists() and "model" not in metadata:
-        raise ValueError(f"{file} does not say which model it is for: give it to 'pic export import'")
-    imported = import_encoder(file, ImportOptions())
+    if file.exists() and not metadata.get("format", "").startswith("pic-encoder"):
+        raise ValueError(f"{file} is no encoder file of this trainer: give weights of others to 'pic export import'")
+    encoder, config = load_encoder(file)
     return Subject(
-        name=f"{imported.config.name} of {file}",
-        encoder=imported.encoder,
-        config=imported.config,
+        name=str(file),
+        encoder=encoder,
+        config=config,
         directory=path if path.is_dir() else _directory_for(file),
         images=DataConfig.of_metadata(metadata),
-        notes=tuple(imported.notes),
     )
 
 

@@ -71,10 +71,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=to_path, help="a checkpoint (.pth, .pt, .tar) or a safetensors file")
-    parser.add_argument("--model", metavar="NAME", help="torchvision:NAME or timm:NAME (default: as our exports say)")
+    parser.add_argument("--model", metavar="NAME", required=True, help="torchvision:NAME or timm:NAME")
     parser.add_argument("--output", type=to_path, required=True, metavar="FILE", help="a new encoder file")
-    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
-    parser.add_argument("--in-channels", type=int, choices=(1, 3), help="grey or colour images (default: 3)")
+    parser.add_argument(
+        "--image-size", type=int, default=224, metavar="PIXELS", help="side of its images (default: 224)"
+    )
+    parser.add_argument("--in-channels", type=int, default=3, choices=(1, 3), help="grey or colour images (default: 3)")
     for name, what in (("mean", "mean of pixels in 0..1"), ("std", "standard deviation of pixels")):
         text = f"{what}: one number, or one for each channel (default: ImageNet's)"
         parser.add_argument(f"--pixel-{name}", type=float, nargs="+", metavar="NUMBER", help=text)
@@ -85,22 +87,21 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _import_encoder(options: argparse.Namespace) -> str:
-    from trainer.export.importing import ImportOptions, import_encoder
+    from trainer.export.importing import import_encoder, library_config
     from trainer.model import save_encoder
 
     if options.output.exists():
         raise ValueError(f"{options.output} exists: give another --output")
-    mean, std = (numbers and tuple(numbers) for numbers in (options.pixel_mean, options.pixel_std))
-    described = ImportOptions(
-        name=options.model,
+    config = library_config(
+        options.model,
         image_size=options.image_size,
         in_channels=options.in_channels,
-        pixel_mean=mean,
-        pixel_std=std,
+        pixel_mean=options.pixel_mean,
+        pixel_std=options.pixel_std,
     )
-    imported = import_encoder(options.file, described, prefix=options.prefix)
+    imported = import_encoder(options.file, config, prefix=options.prefix)
     make_directory(options.output.parent)
-    save_encoder(imported.encoder, imported.config, options.output)
+    save_encoder(imported.encoder, config, options.output)
     return "\n".join([*imported.notes, f"wrote {options.output}"])
 
 

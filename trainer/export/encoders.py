@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.data.config import DataConfig
 from trainer.data.decode import decoded_side
@@ -34,6 +34,7 @@ from trainer.model import (
     TorchvisionEncoder,
     build_encoder,
     encoder_metadata,
+    library_model,
     small_options,
     timm_options,
 )
@@ -80,7 +81,7 @@ def export_encoder(
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
         tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
-        metadata = _described(converted, config) | settings_of(DataConfig, settings).metadata()
+        metadata = encoder_metadata(_rebuilt(converted, config)) | settings_of(DataConfig, settings).metadata()
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(
@@ -148,7 +149,7 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     family, _, name = config.name.rpartition(":")
     if config.name == "none":
         raise ValueError("encoder 'none' learns nothing: there is no encoder to export")
-    tensors = _library_tensors(encoder)
+    tensors = library_model(encoder).state_dict()
     if library == "onnx":
         if find_spec("onnxscript") is None:
             raise ValueError("--format onnx needs the extra of that name: pip install 'pic-weightserver[onnx]'")
@@ -171,12 +172,6 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
 
 
-def _library_tensors(encoder: nn.Module) -> dict[str, Tensor]:
-    """The weights under the names of the encoder's library."""
-    library_model = encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
-    return library_model.state_dict()
-
-
 def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channels: int) -> nn.Module:
     """The other library's model with the encoder's weights. Raises ValueError if it computes other features."""
     library = name.partition(":")[0]
@@ -184,9 +179,8 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
         counterpart = build_encoder(replace(config, name=name, in_channels=in_channels)).eval()
     except ValueError as error:
         raise ValueError(f"{library} has no counterpart of {config.name!r}: {error}") from None
-    model = counterpart.classifier if isinstance(counterpart, TorchvisionEncoder) else counterpart
     try:
-        model.load_state_dict(_library_tensors(encoder))
+        library_model(counterpart).load_state_dict(library_model(encoder).state_dict())
     except RuntimeError:
         raise ValueError(
             f"{library} has no counterpart of {config.name!r}: its model of that name has other parts"
@@ -202,18 +196,12 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
     return counterpart
 
 
-def _described(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, str]:
-    """Metadata of the weights file, from which `trainer.export.importing` builds the encoder again."""
+def _rebuilt(converted: LibraryEncoder, config: EncoderConfig) -> EncoderConfig:
+    """The config from which `load_encoder` builds the encoder of the exported file again."""
     if converted.name == SMALL_IN_TIMM:
-        return encoder_metadata(config)  # a file for `load_encoder`
-    return {
-        "format": "pt",
-        "model": f"{converted.library}:{converted.name}",
-        "image_size": str(config.image_size),
-        "in_channels": str(converted.in_channels if converted.library == "timm" else config.in_channels),
-        "pixel_mean": json.dumps(converted.pixels.mean),
-        "pixel_std": json.dumps(converted.pixels.std),
-    }
+        return config
+    in_channels = converted.in_channels if converted.library == "timm" else config.in_channels
+    return replace(config, name=f"{converted.library}:{converted.name}", in_channels=in_channels)
 
 
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:

@@ -7,12 +7,11 @@ of the encoder, is read as the method's own evaluation does (`_rank`).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from trainer.data.pixels import IMAGENET
 from trainer.export.weights_file import WeightsFile, read_weights
-from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, measure_feature_dim
+from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, library_model, measure_feature_dim
 from trainer.torchvision_schemas import import_module
 
 _TAKEN_FIRST = {"teacher", "ema"}
@@ -32,29 +31,7 @@ _COUNTER = "num_batches_tracked"
 """BatchNorm's number of batches, which changes no feature; old files do not have it."""
 _NOT_WEIGHTS = {_COUNTER, "relative_position_index", "attn_mask", "total_ops", "total_params"}
 """Last parts of keys of which a file may have more: constants that libraries used to store, and counts of profilers."""
-_DEFAULTS: dict[str, Any] = {
-    "image_size": 224,
-    "in_channels": 3,
-    "pixel_mean": IMAGENET.mean,
-    "pixel_std": IMAGENET.std,
-}
 _MOST_SHOWN, _MOST_GROUPS = 3, 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """What the weights in a file are. None: as the file says if this trainer exported it, otherwise the default."""
-
-    name: str | None = None
-    """torchvision:NAME, timm:NAME, or a torchvision NAME; no default."""
-    image_size: int | None = None
-    """Side of the images that the encoder takes, in pixels; 224 by default."""
-    in_channels: int | None = None
-    """1 or 3; 3 by default."""
-    pixel_mean: tuple[float, ...] | None = None
-    """ImageNet's by default."""
-    pixel_std: tuple[float, ...] | None = None
-    """ImageNet's by default."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +39,6 @@ class ImportedEncoder:
     """An encoder with the weights of a file, in eval mode, on the CPU."""
 
     encoder: nn.Module
-    config: EncoderConfig
     notes: list[str]
     """Lines that say what was taken from the file and what was not."""
 
@@ -78,7 +54,7 @@ class _Match:
     """What is missing, or has another shape; empty if the match is complete."""
 
 
-def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = None) -> ImportedEncoder:
+def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = None) -> ImportedEncoder:
     """Builds an encoder with the weights in `path`, a checkpoint of torch.save or a safetensors file.
 
     Args:
@@ -90,9 +66,8 @@ def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = N
             incomplete, ambiguous or not finite; the model does not exist.
     """
     file = read_weights(path)
-    config = _config(file, options)
     encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
-    model = encoder.classifier if isinstance(encoder, TorchvisionEncoder) else encoder
+    model = library_model(encoder)
     initial = model.state_dict()
     file, positions = _with_positions(file, model, initial)
     match, others = _choose(_matches(file, config.name, model, prefix), file, config.name)
@@ -111,47 +86,35 @@ def import_encoder(path: Path, options: ImportOptions, *, prefix: str | None = N
         f"deviation {_spaced(config.pixels.std)}",
         *_pixel_note(encoder, config),
     ]
-    return ImportedEncoder(encoder, config, notes)
+    return ImportedEncoder(encoder, notes)
 
 
-def encoder_config(options: ImportOptions, described: dict[str, Any] | None = None) -> EncoderConfig:
-    """The config of a library's model from the options, a file's description and the defaults, in this order.
+def library_config(
+    name: str,
+    *,
+    image_size: int = 224,
+    in_channels: int = 3,
+    pixel_mean: Sequence[float] | None = None,
+    pixel_std: Sequence[float] | None = None,
+) -> EncoderConfig:
+    """The config of a model, torchvision:NAME, timm:NAME, or a torchvision NAME; pixels are on ImageNet's scale unless
+    another is given.
 
     Raises:
-        ValueError: options that contradict each other, or out of range; no name, or that of an encoder of our own.
+        ValueError: values that contradict each other, or out of range; no name, or that of an encoder of our own.
     """
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    if ("pixel_mean" in given) != ("pixel_std" in given):
+    if (pixel_mean is None) != (pixel_std is None):
         raise ValueError("--pixel-mean and --pixel-std belong together: give both or neither")
-    settings = _DEFAULTS | (described or {}) | given
-    family, _, name = settings.get("name", "").rpartition(":")
-    if name in ("", "small", "none"):
-        raise ValueError(f"--model {name!r} is no library's: give torchvision:NAME or timm:NAME")
-    return EncoderConfig(**settings | {"name": f"{family or 'torchvision'}:{name}"})
-
-
-def _config(file: WeightsFile, options: ImportOptions) -> EncoderConfig:
-    if file.metadata.get("format", "").startswith("pic-"):
-        raise ValueError(f"{file.path} was written by this trainer and needs no import: give --encoder or --run")
-    described = _described(file)
-    if options.name is None and "name" not in described:
-        raise ValueError(f"{file.path} does not say which model it is for: give --model, such as torchvision:resnet50")
-    return encoder_config(options, described)
-
-
-def _described(file: WeightsFile) -> dict[str, Any]:
-    """What the metadata of our exports say; empty for other files."""
-    metadata, described = file.metadata, dict[str, Any]()
-    try:
-        described |= {name: int(metadata[name]) for name in ("image_size", "in_channels") if name in metadata}
-        for name in ("pixel_mean", "pixel_std"):
-            if name in metadata:
-                numbers = tuple(float(number) for number in json.loads(metadata[name]))
-                channels = described.setdefault("in_channels", len(numbers))
-                described[name] = numbers[:channels]  # of a grey image that is repeated, one
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file.path} has metadata that describe no encoder ({error}): give another file") from None
-    return described | ({"name": metadata["model"]} if "model" in metadata else {})
+    family, _, short = name.rpartition(":")
+    if short in ("", "small", "none"):
+        raise ValueError(f"--model {short!r} is no library's: give torchvision:NAME or timm:NAME")
+    return EncoderConfig(
+        name=f"{family or 'torchvision'}:{short}",
+        image_size=image_size,
+        in_channels=in_channels,
+        pixel_mean=tuple(pixel_mean or IMAGENET.mean),
+        pixel_std=tuple(pixel_std or IMAGENET.std),
+    )
 
 
 # ---- names

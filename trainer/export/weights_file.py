@@ -39,8 +39,6 @@ class WeightsFile:
 
     path: Path
     tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    """Of a safetensors file; empty for a checkpoint."""
 
 
 def read_weights(path: Path) -> WeightsFile:
@@ -60,9 +58,10 @@ def read_weights(path: Path) -> WeightsFile:
         weights = _read_safetensors(path)
     elif head.startswith((_ZIP, _PICKLE)):
         content = _read_checkpoint(path, is_zip=head.startswith(_ZIP))
-        weights = WeightsFile(path, dict(_named_tensors(content, "", set())), {})
+        weights = WeightsFile(path, dict(_named_tensors(content, "", set())))
     else:
-        raise ValueError(f"{path} {_why_not(head)}")
+        begins = f"begins with {head[:30]!r}" if head else "is empty"
+        raise ValueError(f"{path} {begins}: give a file of torch.save or safetensors, downloaded or copied again")
     if not weights.tensors:
         raise ValueError(f"{path} holds no tensors with names: give a file with a model's state_dict")
     if strange := [name for name in weights.tensors if not name.isprintable()]:
@@ -74,9 +73,12 @@ def _read_safetensors(path: Path) -> WeightsFile:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-            return WeightsFile(path, tensors, dict(file.metadata() or {}))
+            metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged or incomplete ({_one_line(error)}): download or copy it again") from None
+    if metadata.get("format", "").startswith("pic-"):
+        raise ValueError(f"{path} was written by this trainer and needs no import: give --encoder or --run")
+    return WeightsFile(path, tensors)
 
 
 class _Placeholder:
@@ -120,19 +122,6 @@ def _named_tensors(value: object, prefix: str, seen: set[int]) -> Iterator[tuple
             yield f"{prefix}{key}", item.detach()
         else:
             yield from _named_tensors(item, f"{prefix}{key}.", seen)
-
-
-def _why_not(head: bytes) -> str:
-    """What a file is that is no weights file, and what to do."""
-    if not head:
-        return "is empty: download or copy it again"
-    if head.lstrip().startswith(b"<"):
-        return "is a web page, perhaps the error of a download: download the weights again"
-    if head.startswith(b"version https://git-lfs"):
-        return "is a pointer of Git LFS, not the weights: fetch them by git lfs pull"
-    if head.startswith(b"\x1f\x8b") or head[257:262] == b"ustar":
-        return "is an archive: unpack it, and give the file of weights in it"
-    return "is neither a checkpoint of torch.save nor a safetensors file: give one of these"
 
 
 def _one_line(error: Exception | str) -> str:

@@ -153,8 +153,7 @@ def test_an_export(tmp_path: Path) -> None:
         assert found.directory == directory
         assert found.config is not None
         assert (found.config.name, found.config.image_size) == ("torchvision:resnet18", 32)
-        assert found.config.pixels == SMALL.pixels.channels(3)
-        assert found.notes[0] == "took 120 tensors of torchvision:resnet18 under no prefix"
+        assert found.config.pixels == SMALL.pixels
 
 
 def test_a_model_with_random_weights() -> None:
@@ -183,10 +182,13 @@ def test_a_model_with_random_weights() -> None:
         ({"run": "{tmp}"}, "has neither encoder.safetensors nor a checkpoint yet"),
         ({"run": "{export}"}, "holds no run: give the --output of one, or an encoder's file or export by --encoder"),
         ({"run": "{damaged}"}, "config.json is not a run's config.json: restore it"),
-        ({"encoder": Path("/no/such/file")}, "cannot read /no/such/file"),
+        ({"encoder": Path("/no/such/file")}, "cannot read encoder file /no/such/file"),
         ({"encoder": "{trained}"}, "is a run's directory: give --run"),
         ({"encoder": "{tmp}"}, "has 0 safetensors files, not one"),
-        ({"encoder": "{tmp}/other.pth"}, "does not say which model it is for: give it to 'pic export import'"),
+        (
+            {"encoder": "{tmp}/other.pth"},
+            "is no encoder file of this trainer: give weights of others to 'pic export",
+        ),
     ],
 )
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:
