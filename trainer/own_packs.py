@@ -12,7 +12,7 @@ from trainer.data.listing import Entry
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack
 from trainer.data.pack_plan import contradictions
-from trainer.data.reading import Reading, read_source
+from trainer.data.reading import Reading, read_source, source_exists
 from trainer.display import shown, stage
 from weightserver.common.logs import Remark, say
 
@@ -36,6 +36,8 @@ def packed_beside(source: Path, output: Path, order_seed: int, options: SourceOp
         if not reason:
             if changes.added:
                 _extend(changes.added, source, directory, wanted)
+            for line in replace(changes, added=[]).lines():
+                say(Remark(f"{directory}: {line}", directory=str(directory), reason=line))
             return directory
         say(Remark(f"{directory} is not used: {reason}", directory=str(directory), reason=reason))
     raise AssertionError("unreachable: numbers do not end")
@@ -49,7 +51,8 @@ def folder_name(source: Path) -> str:
 
 def check_same_source(source: Path, packed: Path) -> None:
     """Raises ValueError if a pack was made of other folders than `source`."""
-    sources = [part.source for part in Manifest.load(packed).ranges] if is_packed(packed) and source.exists() else []
+    known = is_packed(packed) and source_exists(source)
+    sources = [part.source for part in Manifest.load(packed).ranges] if known else []
     if sources and not any(Path(one).is_relative_to(source.resolve()) for one in sources):
         raise ValueError(
             f"--data-dir {source}: the run's images are packed from {', '.join(dict.fromkeys(sources))} in {packed}: "

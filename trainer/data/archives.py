@@ -27,7 +27,7 @@ _PEEKED = 100
 """Members of a tar that tell shards of samples from classes."""
 IN_ZIP = -3
 """Offset of a zip's member, which is found by its name."""
-_NUMBERED = re.compile(r"(.*?)[-_.]?(\d{4,})")
+_NUMBERED = re.compile(r"(.*?)[-_.]?(\d{3,})")
 
 
 class Member(NamedTuple):

@@ -6,10 +6,12 @@ the names of the classes, and the options by which the source was read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, facts
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, is_packed, listing_path
@@ -30,6 +32,8 @@ class Changes:
     changed: list[str] = field(default_factory=list)
     """Their files have other bytes now, or are no longer broken."""
     relabelled: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    """Those added, if none of them can be read."""
 
     def lines(self) -> list[str]:
         """What differs, a line for each kind, with the first names."""
@@ -41,12 +45,13 @@ class Changes:
             "labelled anew since, packed with the old labels: to have the new, pack into a new directory": (
                 self.relabelled
             ),
+            "added since, but none can be read, and none is packed: repair or remove them": self.unreadable,
         }
         return [f"{len(names):,} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
 
     def outdated(self) -> str:
         """The first of the lines that no extension of the pack helps against; empty if there is none."""
-        return next(iter(replace(self, added=[]).lines()), "")
+        return next(iter(replace(self, added=[], unreadable=[]).lines()), "")
 
     def __iadd__(self, other: Changes) -> Changes:
         for name, found in vars(other).items():
@@ -112,7 +117,19 @@ def split_changes(split: Split, packed: Path) -> Changes:
         if _class(same[1], images.classes) != _class(entry, split.classes):
             changes.relabelled.append(entry.name)
     changes.removed += [entry.name for _, entry in sorted(one for like in gone.values() for one in like)]
+    if not any_intact(changes.added, listing, images.options):
+        changes.added, changes.unreadable = [], [entry.name for entry in changes.added]
     return changes
+
+
+def any_intact(entries: Iterable[Entry], listing: Listing, options: SourceOptions) -> bool:
+    """Whether any of the images can be read; it can then stand for those that cannot."""
+    rendering = options.rendering("none")
+    for entry in entries:
+        with suppress(BrokenImageError, OSError):
+            facts(listing.read_entry(entry), rendering)
+            return True
+    return False
 
 
 class _PackedFiles:
@@ -121,7 +138,7 @@ class _PackedFiles:
     def __init__(self, packed: Path) -> None:
         images = PackedImages(packed)
         self.read, self.classes = images.read, images.manifest.classes
-        self._rendering = images.manifest.options.rendering("none")
+        self.options = images.manifest.options
         self._lengths, self._written_at, self._shown = images.lengths(), images.written_at(), images.shown()
 
     def is_intact(self, image: int) -> bool:
@@ -135,10 +152,7 @@ class _PackedFiles:
     def differ(self, image: int, listing: Listing, entry: Entry) -> bool:
         """Whether an image's file is another one now: it has other bytes, or is no longer broken."""
         if not self.is_intact(image):
-            try:
-                return bool(facts(listing.read_entry(entry), self._rendering))
-            except (BrokenImageError, OSError):
-                return False
+            return any_intact([entry], listing, self.options)
         if listing.length(entry) != self._lengths[image]:
             return True
         is_newer = (listing.root / entry.path).stat().st_mtime_ns >= self._written_at[image]

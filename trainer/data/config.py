@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer.data.augmentation_config import AugmentationConfig
-from trainer.data.decode import Rendering, background_colour
+from trainer.data.decode import DEFAULT_RENDERING, Rendering, background_colour
 from trainer.encoder_config import EncoderConfig
 from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable, settings_of
 
@@ -23,21 +23,23 @@ TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 SPLITS = dict.fromkeys((*TRAINING, *TESTS))
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
+_USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels}
+"""Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Settings):
-    """How a folder, archive or list of images is to be read where it can be read in several ways."""
+    """How a folder, archive or list of images is to be read where it can be read in several ways; None is not said."""
 
-    split: str = "auto"
+    split: str | None = None
     """Which folders of --data-dir are splits, if their names do not say it: TRAIN or TRAIN:TEST, names of folders, or
     none if all folders are classes."""
-    stray: Literal["auto", "use", "ignore"] = "auto"
-    """Images that lie beside class folders: use keeps them without a label, ignore leaves them out. auto leaves few of
-    them out, and takes a folder with many of them for images without labels."""
-    tars: Literal["auto", "classes", "shards"] = "auto"
+    stray: Literal["use", "ignore"] | None = None
+    """Images that lie beside class folders: use keeps them without a label, ignore leaves them out. Without it few of
+    them are left out, and a folder with many of them has images without labels."""
+    tars: Literal["classes", "shards"] | None = None
     """What the tars of a folder are: a class each, as ImageNet's synsets, or shards of samples (webdataset)."""
     label_key: str | None = None
     """Where a sample of a shard has its label: the suffix of a member (default cls), or a field of its .json."""
@@ -47,10 +49,12 @@ class SourceOptions(Settings):
     """Column of a list or table that has the labels."""
     pixel_range: tuple[float, float] | None = None
     """Values that are black and white in images of more than 8 bits; without it, those of 16 bits. 0 4095 for 12."""
-    alpha: Literal["show", "ignore"] = "show"
-    """Whether a fourth channel is the pixels' opacity (show), or something else that is left out (ignore)."""
-    max_megapixels: float = 179.0
-    """Largest image that is decoded; a larger JPEG is decoded at part of its size, any other counts as broken."""
+    alpha: Literal["show", "ignore"] | None = None
+    """Whether a fourth channel is the pixels' opacity (show, without this option), or something else that is left out
+    (ignore)."""
+    max_megapixels: float | None = None
+    """Largest image that is decoded (179 without this option); a larger JPEG is decoded at part of its size, any other
+    counts as broken."""
     max_broken: int | None = resumable(None)
     """Broken images that a run or a pack may have; without it 100, or one percent if that is more."""
     broken_list: Path | None = resumable(None)
@@ -63,21 +67,23 @@ class SourceOptions(Settings):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults, by name, apart from those about broken images."""
+        """The options that are said, by name, apart from those about broken images."""
         return {
             one.name: value
             for one in fields(SourceOptions)
-            if not one.metadata.get("resumable") and (value := getattr(self, one.name)) != one.default
+            if not one.metadata.get("resumable") and (value := getattr(self, one.name)) is not None
         }
 
     def differing(self, others: SourceOptions, *, apart_from: Collection[str] = ()) -> str:
         """The options that have another value in `others`, as flags with both values; empty if there are none."""
         names = (name for name in {**self.given, **others.given} if name not in apart_from)
-        pairs = ((name, getattr(self, name), getattr(others, name)) for name in names)
-        return ", ".join(f"{flag(name)} {_text(own)}, not {_text(other)}" for name, own, other in pairs if own != other)
+        pairs = (
+            (name, getattr(self, name) or _USUAL.get(name), getattr(others, name) or _USUAL.get(name)) for name in names
+        )
+        return ", ".join(f"{_text(name, own)}, not {_text(name, other)}" for name, own, other in pairs if own != other)
 
     def of_pack(self, directory: Path, packed: SourceOptions) -> Self:
-        """These options, with those of a pack about pixels that are not given.
+        """These options, with those of a pack about pixels that are not said.
 
         Raises:
             ValueError: options are given by which the pack's source was not read.
@@ -93,7 +99,7 @@ class SourceOptions(Settings):
             ValueError: no such colour.
         """
         shown = None if self.alpha == "ignore" else background_colour(background)
-        return Rendering(shown, self.pixel_range, self.max_megapixels)
+        return Rendering(shown, self.pixel_range, self.max_megapixels or DEFAULT_RENDERING.max_megapixels)
 
     def limit_of_broken(self, num_images: int) -> int:
         """Number of broken images, of so many, beyond which a run or a pack ends."""
@@ -101,13 +107,16 @@ class SourceOptions(Settings):
 
     def check(self) -> None:
         check_at_least(self, 0, "max_broken")
-        check_positive(self, "max_megapixels")
+        if self.max_megapixels is not None:
+            check_positive(self, "max_megapixels")
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
             raise SettingError(f"--pixel-range must rise, got {self.pixel_range}", "pixel_range")
 
 
-def _text(value: Any) -> str:
-    return " ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else str(value)
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return f"no {flag(name)}"
+    return f"{flag(name)} {' '.join(f'{number:g}' for number in value) if isinstance(value, tuple) else value}"
 
 
 @dataclass(frozen=True, kw_only=True)

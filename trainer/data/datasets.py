@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -228,8 +228,8 @@ def load_dataset(
 
     Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
-    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images whose classes
-    are not the first of the training images' classes are omitted.
+    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images with a
+    class that the training images lack are omitted.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
@@ -364,12 +364,12 @@ def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
 def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
-    A single class is no label: every classifier would be right. Test images without labels are omitted, and those whose
-    classes are not the first of the training images' classes.
+    A single class is no label: every classifier would be right. Test images without labels are omitted, and those of a
+    class that the training images lack. Classes have the training images' numbers.
     """
     if test and not test.labels:
         test = None
-    if test and (train.classes[: len(test.classes)] != test.classes or bool(train.classes) != bool(test.classes)):
+    if test and (not set(test.classes) <= set(train.classes) or bool(train.classes) != bool(test.classes)):
         stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
         test = None
     if _are_of_one_class(train):
@@ -380,12 +380,20 @@ def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, 
         train_images=train.images,
         train_labels=train.labels,
         test_images=test.images if test else train.images[:0],
-        test_labels=test.labels if test else _NO_LABELS,
+        test_labels=_renumbered(test.labels, test.classes, train.classes) if test else _NO_LABELS,
         digests=train.digests,
         test_digests=test.digests if test else (),
         class_names=train.classes,
         **stored,
     )
+
+
+def _renumbered(labels: StoredLabels, classes: Sequence[str], wanted: Sequence[str]) -> StoredLabels:
+    """Labels by the numbers that their classes have among those that are wanted."""
+    if not classes or tuple(classes) == tuple(wanted):
+        return labels
+    numbers = torch.tensor([*map(wanted.index, classes), NO_LABEL])
+    return StoredLabels(len(labels), lambda: numbers[labels.read()])  # no label is the last one
 
 
 def _are_of_one_class(train: _Stored) -> bool:

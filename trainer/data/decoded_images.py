@@ -24,7 +24,6 @@ from weightserver.core.arrays import Float32Array, Int64Array
 _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 NUM_CHANNELS = 3
-_MAX_TRIED = 1_000
 _named: set[str] = set()
 """Lines about broken images that this process has shown; `SourceOptions.limit_of_broken` and surveys bound their
 number."""
@@ -279,13 +278,10 @@ class DecodedImages:
                     f"broken image: {self._images.path(image)} ({why(error)}): an evaluation counts every test image; "
                     "repair it, or remove it from the data set"
                 ) from None
-        num_tried = min(len(self), _MAX_TRIED)
-        for distance in range(num_tried):
+        for distance in range(len(self)):
             shown = (image + distance) % len(self)
             try:
                 return decode(self._images.read(shown), crops, self._rendering)
             except (BrokenImageError, OSError) as error:
                 self.broken.note(shown, self._images.path(shown), why(error), len(self))
-        raise ValueError(
-            f"{self._images.path(image)} and all {num_tried} images from it on are broken: check their disk"
-        )
+        raise ValueError(f"{self._images.path(image)} and all other {len(self):,} images are broken: check their disk")

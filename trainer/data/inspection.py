@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,11 @@ import xxhash
 from trainer.data.config import SourceOptions
 from trainer.data.decode import ImageFacts
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.listing import NO_LABEL
+from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, is_packed
-from trainer.data.reading import Split, read_source
+from trainer.data.packed import PackedImages
+from trainer.data.reading import kind_of_labels, read_source
+from trainer.settings import flag
 from weightserver.core.arrays import Int64Array
 
 _SAMPLE = 1_000
@@ -23,33 +25,46 @@ _SHOWN = 10
 
 
 def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
-    """Lines about a source: its reading, then for each split what its images are, of a sample of up to 1,000.
+    """Lines about a source or pack: its reading, then for each split what its images are, of a sample of up to 1,000.
 
     Raises:
         ValueError: a source that cannot be read, or has no images.
     """
     if is_packed(source):
-        manifest = Manifest.load(source)
-        yield f"{source}: a pack of {manifest.num_images:,} images"
-        yield from (f"{part.count:,} images of {part.source}" for part in manifest.ranges)
-        yield "to see the images, inspect what they were packed from"
+        yield from _pack_lines(source, options)
         return
     reading = read_source(source, options)
     yield f"{source}"
     yield from (f"  {line}" for line in reading.lines())
     for split in reading.splits:
         yield f"{split.name or 'images'}:"
-        yield from (f"  {line}" for line in _split_lines(split, options))
+        yield from (f"  {line}" for line in _lines(split.listing, split.counts, split.classes, options))
 
 
-def _split_lines(split: Split, options: SourceOptions) -> Iterator[str]:
-    if split.labelled:
-        most = split.counts.most_common()
-        named = [f"{_name(split, label)} {count:,}" for label, count in most[:_SHOWN]]
+def _pack_lines(source: Path, options: SourceOptions) -> Iterator[str]:
+    options = options.of_pack(source, Manifest.load(source).options)
+    for directory in filter(is_packed, (source, source / "test")):
+        images = PackedImages(directory)
+        manifest = images.manifest
+        kind = kind_of_labels(manifest.labelled, manifest.classes)
+        yield f"{directory}: a pack of {len(images):,} images, {kind}, in the order of seed {manifest.order_seed}:"
+        yield from (f"  {part.count:,} images of {part.source}" for part in manifest.ranges)
+        said = [f"{flag(name)} {value}" for name, value in manifest.options.given.items()]
+        yield f"  read with {', '.join(said) or 'no options'}; {len(images.replaced):,} broken, others stand for them"
+        counts = Counter(images.labels().tolist())
+        yield from (f"  {line}" for line in _lines(images, counts, manifest.classes, options))
+
+
+def _lines(
+    encoded: Listing | PackedImages, counts: Counter[int], names: Sequence[str], options: SourceOptions
+) -> Iterator[str]:
+    if counts.keys() - {NO_LABEL}:
+        most = counts.most_common()
+        named = [f"{_name(names, label)} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
-    number = len(split.listing)
+    number = len(encoded)
     sample = spread_evenly(number, _SAMPLE)
-    images = DecodedImages(split.listing, 1, options)
+    images = DecodedImages(encoded, 1, options)
     intact, broken = images.facts(sample)
     of = f"of {len(sample):,} images that were decoded" + (", a sample" if len(sample) < number else "")
     if intact:
@@ -63,7 +78,7 @@ def _split_lines(split: Split, options: SourceOptions) -> Iterator[str]:
         after = f"runs and packs end at more than {limit:,}: --max-broken allows more"
         images.broken.list(broken)
         yield f"broken: {len(broken):,} {of}, about {estimate:,} in all; {after}; first {broken[0]}"
-    yield from _duplicates(split)
+    yield from _duplicates(encoded)
 
 
 def spread_evenly(number: int, most: int) -> Int64Array:
@@ -71,8 +86,8 @@ def spread_evenly(number: int, most: int) -> Int64Array:
     return np.unique(np.linspace(0, number - 1, most).astype(np.int64))
 
 
-def _name(split: Split, label: int) -> str:
-    return "no label" if label == NO_LABEL else split.classes[label] if split.classes else str(label)
+def _name(names: Sequence[str], label: int) -> str:
+    return "no label" if label == NO_LABEL else names[label] if names else str(label)
 
 
 def pixel_warnings(images: list[ImageFacts], options: SourceOptions) -> Iterator[str]:
@@ -83,29 +98,27 @@ def pixel_warnings(images: list[ImageFacts], options: SourceOptions) -> Iterator
             f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
             f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
         )
-    if options.alpha == "show" and (bands := sum(one.fourth_band for one in images)):
+    if options.alpha != "ignore" and (bands := sum(one.fourth_band for one in images)):
         yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
 
 
-def _duplicates(split: Split) -> Iterator[str]:
-    """A line if files have the same bytes; only files of one length are read."""
-    listing = split.listing
+def _duplicates(images: Listing | PackedImages) -> Iterator[str]:
+    """A line if images have the same bytes; only those of one length are read."""
     lengths: dict[int, list[int]] = {}
-    for image, entry in enumerate(listing.entries()):
-        try:
-            lengths.setdefault(listing.length(entry), []).append(image)
-        except OSError:
-            continue  # it counts as broken
-    copies, first = 0, ""
-    for images in lengths.values():
+    for image, length in enumerate(images.lengths()):
+        lengths.setdefault(int(length), []).append(image)
+    copies, first, apart = 0, "", frozenset(images.replaced.tolist())
+    for alike in lengths.values():
         known: dict[int, int] = {}
-        for image in images if len(images) > 1 else ():
+        for image in alike if len(alike) > 1 else ():
+            if image in apart:
+                continue
             try:
-                original = known.setdefault(xxhash.xxh3_64_intdigest(listing.read(image)), image)
+                original = known.setdefault(xxhash.xxh3_64_intdigest(images.read(image)), image)
             except OSError:
                 continue  # it counts as broken
             if original != image:
                 copies += 1
-                first = first or f"{listing[image].name} of {listing[original].name}"
+                first = first or f"{images.path(image)} of {images.path(original)}"
     if copies:
         yield f"duplicates by bytes: {copies:,}, first {first}; each trains as an image of its own"

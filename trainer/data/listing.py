@@ -94,6 +94,14 @@ class Listing:
             return (self.root / entry.path).stat().st_size
         return len(self.read_entry(entry)) if entry.length == IN_TABLE else entry.length
 
+    def lengths(self) -> Iterator[int]:
+        """The number of encoded bytes of each image, in the order of their ids; −1 for a file that cannot be read."""
+        for entry in self.entries():
+            try:
+                yield self.length(entry)
+            except OSError:
+                yield -1
+
     def path(self, image: int) -> str:
         """Path of an image's file; in a tar, followed by a colon and the member's name."""
         return os.path.join(self.root, self[image].name)

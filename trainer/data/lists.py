@@ -220,17 +220,21 @@ def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:
         if line.startswith("#"):
             raise ValueError(f"{source}, line {number}: comments are not supported: remove it, or write ./# for a file")
         if line.strip():
-            path, label = _split(line.strip())
+            path, label = _split(line.rstrip("\r\n"))
             yield _Line(f"line {number}", path, label)
 
 
 def _split(line: str) -> tuple[str, str | None]:
-    """Path and label of a list's line; None without a label."""
-    if line.startswith('"') and (end := line.find('"', 1)) > 0:
-        return line[1:end], line[end + 1 :].strip(" \t,") or None
+    """Path and label of a list's line; None without a label, which follows a tab, or a blank after an image's name."""
     path, tab, label = line.partition("\t")
     if tab:
-        return path.strip(), label.strip()
+        return path.strip(' "'), label.strip()
+    line = line.strip()
+    if line.startswith('"') and (end := line.find('"', 1)) > 0:
+        return line[1:end], line[end + 1 :].strip(" ,") or None
+    blanks = [place for place, character in enumerate(line) if character == " "]
+    after_name = next((place for place in reversed(blanks) if is_image(line[:place].rstrip())), None)
+    if not is_image(line) and after_name is not None:
+        return line[:after_name].rstrip(), line[after_name:].strip()
     path, _, label = line.rpartition(" ")
-    is_label = label.removeprefix("-").isdecimal() or (is_image(path.strip()) and not is_image(label))
-    return (path.strip(), label) if path and is_label else (line, None)
+    return (path.strip(), label) if path and label.removeprefix("-").isdecimal() else (line, None)

@@ -15,7 +15,7 @@ import logging
 import os
 import tarfile
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,8 +49,6 @@ from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 
 _TAR_BLOCK = tarfile.BLOCKSIZE
-_MAX_TRIED = 1_000
-"""Maximum number of consecutive broken images, by id."""
 _ROWS_TOGETHER = 1 << 16
 
 
@@ -99,20 +97,12 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         for split, directory in reading.to_pack(output):
             directory.mkdir(exist_ok=True)
             extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            classes = packed[0].classes if packed else ()
-            packed.append(_pack_split(split, split.source, directory, extended, progress, classes))
+            packed.append(_pack_split(split, split.source, directory, extended, progress))
         return packed[0]
 
 
-def _pack_split(
-    split: Split | None,
-    source: str,
-    output: Path,
-    options: PackOptions,
-    progress: Counting,
-    classes: Sequence[str] = (),
-) -> Manifest:
-    manifest = planned(split, source, output, options, classes)
+def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions, progress: Counting) -> Manifest:
+    manifest = planned(split, source, output, options)
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
     packed = _Packer(output, manifest, listing, options, progress).run()
@@ -277,7 +267,7 @@ class _Packer:
     def _sample(self, image: int) -> _Sample:
         first, count = self._part.first, self._part.count
         broken = ""
-        for distance in range(min(count, _MAX_TRIED)):
+        for distance in range(count):
             shown = (image - first + distance) % count
             try:
                 content = self._listing.read(shown)
@@ -287,8 +277,8 @@ class _Packer:
                 continue
             return _Sample(image, first + shown, self._listing[image - first].label, suffix, content, broken)
         raise ValueError(
-            f"{self._listing.path(image - first)} and all {min(count, _MAX_TRIED)} images from it on are broken "
-            f"({broken}): check their disk"
+            f"{self._listing.path(image - first)} and all other {count:,} images that are being packed cannot be read "
+            f"({broken}): check their disk, or pack into a new directory"
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.cores import usable_cores
-from trainer.data.changes import split_changes
+from trainer.data.changes import any_intact, split_changes
 from trainer.data.config import SourceOptions
-from trainer.data.listing import NO_LABEL, Entry
+from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.reading import Split, kind_of_labels
 from weightserver.common.atomic_files import atomic_write
@@ -39,35 +39,55 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
-def planned(
-    split: Split | None, source: str, output: Path, options: PackOptions, classes: Sequence[str] = ()
-) -> Manifest:
+def planned(split: Split | None, source: str, output: Path, options: PackOptions) -> Manifest:
     """The manifest to pack by: the existing one, with a new range if images are added.
 
-    `split` is what `source` names; None if it does not exist any more. `classes` are those of the training images, to
-    which a new pack of test images gives the same numbers.
+    `split` is what `source` names; None if it does not exist any more. A range that was begun, and none of whose images
+    was packed or can be read any more, is given up.
 
     Raises:
         ValueError: a source without images, or a directory whose content contradicts `options`.
     """
     if is_packed(output):
         manifest = Manifest.load(output)
-        for wrong, remedy in contradictions(manifest, split, source, options):
+        kept = _without_lost_range(manifest, output) if split else manifest
+        for wrong, remedy in contradictions(kept if kept.ranges else manifest, split, source, options):
             raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
-        if not (manifest.complete and options.extend):
+        manifest = kept
+        if manifest.ranges and not (manifest.complete and options.extend):
             return manifest
         if split is None:
             raise ValueError(f"no such folder or list of images: {source}")
-        return _with_range(manifest, split, split_changes(split, output).added, output, classes)
-    if options.extend:
-        raise ValueError(f"{output} holds no packed images to extend: omit --extend")
-    if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
-        raise ValueError(f"{output} holds other files: give an empty or new directory")
+        if manifest.ranges:
+            return _with_range(manifest, split, split_changes(split, output).added, output)
+    else:
+        if options.extend:
+            raise ValueError(f"{output} holds no packed images to extend: omit --extend")
+        if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
+            raise ValueError(f"{output} holds other files: give an empty or new directory")
+        size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
+        seed = options.order_seed or 0
+        manifest = Manifest(order_seed=seed, shard_bytes=size, classes=(), options=options.source, ranges=())
     assert split is not None, "only a pack outlives its source"
-    size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-    seed = options.order_seed or 0
-    empty = Manifest(order_seed=seed, shard_bytes=size, classes=(), options=options.source, ranges=())
-    return _with_range(empty, split, list(split.listing.entries()), output, classes)
+    entries = list(split.listing.entries())
+    if not any_intact(entries, split.listing, options.source):
+        raise ValueError(
+            f"none of {len(entries):,} images of {source} can be read, first {entries[0].name}: repair them"
+        )
+    return _with_range(manifest, split, entries, output)
+
+
+def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
+    """The manifest without its last range if that has no row yet, and none of its images can be read any more."""
+    part = manifest.ranges[-1]
+    listing = Listing.open(listing_path(output, part.first), Path(part.root))
+    if part.rows_packed or any_intact(listing.entries(), listing, manifest.options):
+        return manifest
+    kept = manifest.finished
+    if kept.ranges:
+        kept.save(output)
+        return kept
+    return replace(kept, classes=())  # it is planned anew
 
 
 def contradictions(
@@ -85,26 +105,19 @@ def contradictions(
     if last.source != source and (not manifest.complete or not options.extend):
         remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
         yield f"holds images of {last.source}", remedy
-    if not options.labelled and manifest.labelled:
-        yield "keeps labels", "omit --no-labels"
-    if options.labelled and not last.labelled and split and split.labelled:
-        yield "keeps no labels", "give --no-labels"
-
-
-def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path, classes: Sequence[str]) -> Manifest:
-    """Adds a range of new images of a split; without any, returns the manifest unchanged.
-
-    Known classes keep their numbers: those of the manifest, then `classes`.
-    """
     kind = kind_of_labels(manifest.labelled, manifest.classes)
-    if manifest.ranges and split.kind_of_labels != kind:
-        raise ValueError(
-            f"{split.source} has {split.kind_of_labels}, {output} {kind}: add images of the same kind, or pack them "
-            "separately"
-        )
+    if not options.labelled and manifest.labelled:
+        yield f"has {kind}", "omit --no-labels"
+    elif split and split.kind_of_labels != kind:
+        yield f"has {kind}, {source} {split.kind_of_labels}", "add images of the same kind"
+
+
+def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path) -> Manifest:
+    """Adds a range of new images of a split; without any, returns the manifest unchanged. Known classes keep their
+    numbers."""
     if not new:
         return manifest
-    names = tuple(dict.fromkeys((*manifest.classes, *classes, *split.classes))) if split.classes else ()
+    names = tuple(dict.fromkeys((*manifest.classes, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
     first = manifest.num_images
 

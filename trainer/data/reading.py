@@ -116,8 +116,7 @@ def read_source(source: Path, options: SourceOptions | None = None, *, labelled:
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
-        known = found[0].classes if found else ()
-        listed, labels, kinds = _listed(folder, options, left_out, notes, labelled=labelled, known=known)
+        listed, labels, kinds = _listed(folder, options, left_out, notes, labelled=labelled)
         if listed:
             root = source if source.is_dir() else source.parent
             found.append(
@@ -129,7 +128,7 @@ def read_source(source: Path, options: SourceOptions | None = None, *, labelled:
                     counts=Counter(labels),
                 )
             )
-    if options.split == "auto" and len(found) > 2 and not found[1].labelled and any(one.labelled for one in found[2:]):
+    if options.split is None and len(found) > 2 and not found[1].labelled and any(one.labelled for one in found[2:]):
         unlabelled = found[1].name
         found[1:] = sorted(found[1:], key=lambda one: not one.labelled)
         notes.append(f"{unlabelled}/ has no labels: {found[1].name}/ is for evaluation")
@@ -165,7 +164,7 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
         notes += add_tables(top, source.parent, [source.name], options, left_out)
         return top, "a table of images"
     if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
-        is_shard = options.tars == "shards" or (options.tars == "auto" and are_shards([source]))
+        is_shard = options.tars == "shards" or (options.tars is None and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
         return top, "a shard of samples (webdataset)" if is_shard else ""
     kind, said = add_list(top, source, options, left_out)
@@ -223,7 +222,7 @@ def _are_strays(top: Folder, only: Folder, options: SourceOptions) -> bool:
     """Whether images beside a folder of class folders are few, or said to be strays."""
     classes = only.folders()
     few = bool(classes) and top.loose <= only.count() / len(classes)
-    return bool(classes) and (options.stray != "auto" or few)
+    return bool(classes) and (options.stray is not None or few)
 
 
 def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, notes: list[str]) -> list[str]:
@@ -232,7 +231,7 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
     otherwise = "together" if own_labels else "as classes"
     if options.split == "none":
         return []
-    if options.split != "auto":
+    if options.split is not None:
         wanted = list(dict.fromkeys(options.split.split(":")))
         if missing := [name for name in wanted if name not in folders]:
             raise ValueError(
@@ -262,18 +261,11 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
 
 
 def _listed(
-    folder: Folder,
-    options: SourceOptions,
-    left_out: LeftOut,
-    notes: list[str],
-    *,
-    labelled: bool,
-    known: Sequence[str],
+    folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str], *, labelled: bool
 ) -> tuple[bytes, list[int], tuple[str, ...]]:
-    """The listing of a split's images, their labels, and the names of the labels.
+    """The listing of a split's images, their labels, and the names of the labels, by number.
 
-    Labels are numbered by the class folders if there are any, otherwise by the images' own. `known` are names that have
-    numbers already.
+    Labels are those of the class folders if there are any, otherwise the images' own: numbers if all of them are.
     """
     by_folder, strays = _class_folders(folder, options, notes)
     texts, rests = [], list[bytes]()
@@ -289,9 +281,12 @@ def _listed(
     if by_folder or any(number is None for text, number in numbers.items() if text not in missing):
         if missing and not by_folder:
             notes.append(f"label {missing[0]!r} is read as a class: an image without a label has an empty one")
-        names = {text for text, number in numbers.items() if number != NO_LABEL}
-        notes += _note_of_none(numbers.keys() - names)
-        classes = (*known, *sorted(names - set(known))) if names else ()
+        names = sorted(text for text, number in numbers.items() if number != NO_LABEL)
+        notes += _note_of_none(numbers.keys() - set(names))
+        if not by_folder and (one := next((text for text in names if numbers[text] is not None), None)):
+            other = next(text for text in names if numbers[text] is None)
+            notes.append(f"labels are names, because {other!r} is no number: {one!r} is the name of a class too")
+        classes = tuple(names)
         numbers = {text: number for number, text in enumerate(classes)}
     else:
         notes += _note_of_none({text for text, number in numbers.items() if number in (None, NO_LABEL)})
@@ -321,7 +316,7 @@ def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> 
     if not folders or not loose:
         return bool(folders), True
     beside = f"{counted(loose, 'image')} beside {counted(len(folders), 'folder')}"
-    if options.stray == "auto" and (len(folders) == 1 or loose > (folder.count() - loose) / len(folders)):
+    if options.stray is None and (len(folders) == 1 or loose > (folder.count() - loose) / len(folders)):
         notes.append(f"{beside}: read as images without labels: --stray ignore or use takes the folders for classes")
         return False, True
     if options.stray == "use":

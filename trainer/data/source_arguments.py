@@ -18,14 +18,14 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     types: dict[str, Any] = get_type_hints(SourceOptions)
     group = parser.add_argument_group("how to read the images")
     for one in fields(SourceOptions):
-        kinds = get_args(types[one.name]) or (types[one.name],)
+        kind, _ = get_args(types[one.name])  # the other one is None
         text = one.metadata.get("help")
-        if get_origin(types[one.name]) is Literal:
-            group.add_argument(flag(one.name), choices=kinds, help=text)
-        elif get_origin(kinds[0]) is tuple:
+        if get_origin(kind) is Literal:
+            group.add_argument(flag(one.name), choices=get_args(kind), help=text)
+        elif get_origin(kind) is tuple:
             group.add_argument(flag(one.name), nargs=2, type=float, metavar=("LOW", "HIGH"), help=text)
         else:
-            convert = to_path if kinds[0] is Path else kinds[0]
+            convert = to_path if kind is Path else kind
             group.add_argument(flag(one.name), type=convert, metavar=one.name.split("_")[-1].upper(), help=text)
 
 

@@ -144,7 +144,7 @@ class Walk:
         return here
 
     def _are_shards(self, tars: list[os.DirEntry[str]]) -> bool:
-        if self._options.tars == "auto":
+        if self._options.tars is None:
             return are_shards([Path(tar.path) for tar in tars])
         return self._options.tars == "shards"
 

@@ -14,6 +14,7 @@ import torch
 from trainer.compute import ComputeConfig
 from trainer.data import DATASETS, DECODED, Dataset, load_dataset
 from trainer.data.config import SourceOptions
+from trainer.data.decoded_images import DecodedImages
 from trainer.display import stage
 from trainer.distributed import process_group
 from trainer.evaluate.command import Command
@@ -108,7 +109,9 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
         "images_digest": digest.hexdigest(),
     }
     images |= ({"background": background} if name in DECODED else {}) | ({"held_out": True} if held_out else {})
-    images |= {"pixels": reading.of_pixels.given} if reading.of_pixels.given else {}
+    if isinstance(dataset.train_images, DecodedImages):  # as they are read: a pack has options of its own
+        pixels = dataset.train_images.options.of_pixels.given
+        images |= {"pixels": pixels} if pixels else {}
     return images, lambda: dataset
 
 

@@ -13,13 +13,14 @@ from tests.helpers.image_tree import plain_tree
 from trainer.data import load_dataset
 from trainer.data.changes import changes_since
 from trainer.data.config import DataConfig, SourceOptions
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
 from trainer.own_images import images_config
-from trainer.own_packs import packed_beside
+from trainer.own_packs import check_same_source, packed_beside
 
 
 def write_list(path: Path, labels: list[str]) -> Path:
@@ -58,8 +59,52 @@ def test_a_run_never_uses_a_pack_with_old_labels(tree: Path, capsys: pytest.Capt
         assert beside(path) == packs[-1], "the same again"
     assert len(set(packs)) == 6
     said = capsys.readouterr().err
-    assert f"{packs[0]} is not used: it keeps no labels" in said
+    assert f"{packs[0]} is not used: it has no labels, {path} labels by number" in said
     assert f"{packs[1]} is not used: 6 labelled anew since, packed with the old labels" in said
+    assert f"{packs[2]} is not used: it has labels by number, {path} labels by name" in said
+
+
+def test_a_name_among_numbers_makes_names_with_a_line(tree: Path) -> None:
+    reading = read_source(write_list(tree.parent / "list.txt", ["0", "1", "0", "1", "0", "dog"]))
+    assert reading.train.classes == ("0", "1", "dog")
+    assert "labels are names, because 'dog' is no number: '0' is the name of a class too" in reading.notes
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_broken_images_alone_are_not_added_until_one_can_be_read(
+    split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("train", "test"):
+        plain_tree(tmp_path / "set" / name, 6)
+    packed = beside(tmp_path / "set")
+    broken = tmp_path / "set" / split / "a/broken.jpg"
+    broken.write_bytes(b"no image")
+    assert beside(tmp_path / "set") == packed
+    assert "1 added since, but none can be read, and none is packed: repair or remove them" in capsys.readouterr().err
+    broken.unlink()
+    assert beside(tmp_path / "set") == packed
+    shutil.copy(tmp_path / "set" / split / "b/0001.jpg", broken)
+    assert beside(tmp_path / "set") == packed
+    assert Manifest.load(packed if split == "train" else packed / "test").sizes == (6, 1)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["pack", "extension"])
+def test_a_plan_whose_images_are_all_gone_is_given_up(first: bool, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tree.parent / "packed"
+    if not first:
+        pack(tree, packed, PackOptions())
+    plain_tree(tree / "d", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.data.pack.add_shard", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack(tree, packed, PackOptions(extend=not first))
+    shutil.rmtree(tree / "d")
+    if first:
+        for path in sorted(tree.rglob("*.jpg")):
+            path.rename(path.with_name(f"new {path.name}"))
+    assert pack(tree, packed, PackOptions()).sizes == (6,)
+    assert changes_since(read_source(tree), packed).lines() == []
 
 
 def test_labels_of_samples_that_are_written_anew_are_noticed(tree: Path) -> None:
@@ -97,6 +142,11 @@ def test_an_extension_renames_no_class(tmp_path: Path) -> None:
     assert names == [Path(tests.path(image)).parent.name for image in range(len(tests))]
     assert names == ["a", "a", "b", "b", "c", "c", "d", "bb"]
     assert "classes of the test images" in load_dataset("packed", packed).untested
+    shutil.copytree(source / "test/d", source / "train/d")
+    pack(source, packed, PackOptions(extend=True))
+    dataset = load_dataset("packed", packed)
+    assert dataset.class_names == ("a", "b", "c", "bb", "d")
+    assert dataset.test_labels.tolist() == [0, 0, 1, 1, 2, 2, 4, 3], "as the training images number them"
 
 
 def test_classes_of_training_and_test_images_get_one_number_in_an_extension(tmp_path: Path) -> None:
@@ -117,13 +167,16 @@ def test_classes_of_training_and_test_images_get_one_number_in_an_extension(tmp_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"split": "none"}, "--split auto, not none"),
-        ({"stray": "use"}, "--stray auto, not use"),
-        ({"tars": "shards"}, "--tars auto, not shards"),
-        ({"label_key": "json"}, "--label-key None, not json"),
-        ({"image_column": "x", "label_column": "y"}, "--image-column None, not x, --label-column None, not y"),
-        ({"pixel_range": (0, 4095)}, "--pixel-range None, not 0 4095"),
-        ({"alpha": "ignore"}, "--alpha show, not ignore"),
+        ({"split": "none"}, "no --split, not --split none"),
+        ({"stray": "use"}, "no --stray, not --stray use"),
+        ({"tars": "shards"}, "no --tars, not --tars shards"),
+        ({"label_key": "json"}, "no --label-key, not --label-key json"),
+        (
+            {"image_column": "x", "label_column": "y"},
+            "no --image-column, not --image-column x, no --label-column, not --label-column y",
+        ),
+        ({"pixel_range": (0, 4095)}, "no --pixel-range, not --pixel-range 0 4095"),
+        ({"alpha": "ignore"}, "--alpha show, not --alpha ignore"),
     ],
 )
 def test_options_that_contradict_a_pack_are_refused(tree: Path, given: dict[str, object], said: str) -> None:
@@ -137,6 +190,33 @@ def test_options_that_contradict_a_pack_are_refused(tree: Path, given: dict[str,
         return
     with pytest.raises(ValueError, match=f"was packed with {said}: omit that, or pack its source again"):
         load_dataset("packed", packed, options=options)
+
+
+def test_an_option_that_is_said_counts_more_than_a_packs(tree: Path) -> None:
+    """Also if it is the usual one; and an option that is not said does not."""
+    packed = tree.parent / "packed"
+    pack(tree, packed, PackOptions(source=SourceOptions(alpha="ignore", max_megapixels=50)))
+    for options, alpha, megapixels in (
+        (SourceOptions(), "ignore", 50),
+        (SourceOptions(alpha="show"), "show", 50),
+        (SourceOptions(max_megapixels=179), "ignore", 179),
+    ):
+        images = load_dataset("packed", packed, options=options).train_images
+        assert isinstance(images, DecodedImages)
+        assert (images.options.alpha, images.options.max_megapixels) == (alpha, megapixels)
+    pack(tree, tree.parent / "usual", PackOptions())
+    pack(tree, tree.parent / "usual", PackOptions(source=SourceOptions(alpha="show")))
+
+
+def test_shards_of_another_name_are_another_source(tree: Path) -> None:
+    for name in ("a", "b"):
+        with tarfile.open(tree.parent / f"{name}-00000.tar", "w") as tar:
+            tar.add(tree / "a/0000.jpg", "0.jpg")
+    packed = tree.parent / "packed"
+    pack(tree.parent / "a-{00000..00000}.tar", packed, PackOptions())
+    check_same_source(tree.parent / "a-{00000..00000}.tar", packed)
+    with pytest.raises(ValueError, match=r"the run's images are packed from .*a-\{00000..00000\}\.tar"):
+        check_same_source(tree.parent / "b-{00000..00000}.tar", packed)
 
 
 def test_test_images_that_a_source_has_no_more_are_removed(tmp_path: Path) -> None:

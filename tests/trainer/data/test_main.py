@@ -65,7 +65,7 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         "values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
         "1 sampled TIFFs have a fourth band",
         "broken: 4 of 27 images that were decoded, about 4 in all; runs and packs end at more than 100: --max-broken",
-        "duplicates by bytes: 1, first b/0001.jpg of a/again.jpg",
+        f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
     ):
         assert line in printed
     assert call("inspect", tree, "--pixel-range", 0, 4095, "--alpha", "ignore") == 0
@@ -77,7 +77,16 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
     assert call("pack", tree, tmp_path / "packed") == 0
     capsys.readouterr()
     assert call("inspect", tmp_path / "packed") == 0
-    assert f"27 images of {tree}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for line in (
+        "packed: a pack of 27 images, labels by name, in the order of seed 0:",
+        f"27 images of {tree}",
+        "read with no options; 4 broken, others stand for them",
+        "classes, largest first: a 9, b 9, c 9",
+        "shorter side 1 to 48 px",
+        f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
+    ):
+        assert line in printed
 
 
 def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

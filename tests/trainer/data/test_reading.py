@@ -74,7 +74,7 @@ def test_a_few_images_beside_class_folders_lose_no_label(tmp_path: Path) -> None
     plain_tree(tmp_path, 12)
     for name in ("a.png", "at the root.JPEG"):
         (tmp_path / name).write_bytes(b"x")
-    for stray in ("auto", "ignore"):
+    for stray in (None, "ignore"):
         listing, found = listed(tmp_path, stray=stray)
         assert (len(listing), found.classes) == (12, ("a", "b", "c"))
     listing, found = listed(tmp_path, stray="use")
@@ -334,6 +334,34 @@ def test_a_lists_wrong_line_is_named(line: str, message: str, tmp_path: Path) ->
         listed(tmp_path / "list.txt")
 
 
+@pytest.mark.parametrize(
+    ("line", "path", "label"),
+    [
+        ("a.jpg\t", "a.jpg", None),
+        ("a.jpg\tbig dog", "a.jpg", "big dog"),
+        ("a.jpg big dog", "a.jpg", "big dog"),
+        ("my cat.jpg big dog", "my cat.jpg", "big dog"),
+        ("my cat.jpg", "my cat.jpg", None),
+        ("a.jpg copy.jpg", "a.jpg copy.jpg", None),
+        ("bare 7", "bare", "7"),
+        ('"my cat.jpg" 7', "my cat.jpg", "7"),
+        (" a.jpg 7 \r", "a.jpg", "7"),
+    ],
+)
+def test_a_line_of_a_text_list(line: str, path: str, label: str | None, tmp_path: Path) -> None:
+    (tmp_path / path).write_bytes(jpeg(1))
+    (tmp_path / "list.txt").write_text(f"{line}\n", newline="")
+    listing, found = listed(tmp_path / "list.txt")
+    named = {"7": ((), 7), None: ((), -1)}.get(label, ((label,), 0))
+    assert (paths(listing), (found.classes, listing[0].label)) == ([path], named)
+
+
+def test_shards_numbered_by_three_digits_are_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_tar(tmp_path / f"{split}-000.tar", {"0.jpg": jpeg(0), "0.cls": b"1"})
+    assert [split.name for split in read_source(tmp_path).splits] == ["train", "test"]
+
+
 def test_lists_of_other_programs(tmp_path: Path) -> None:
     plain_tree(tmp_path, 6)
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jpg"))
@@ -561,7 +589,7 @@ def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
 def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> None:
     plain_tree(tmp_path / "a/images", 12)
     (tmp_path / "a/preview.png").write_bytes(b"x")
-    for stray, number in (("auto", 12), ("ignore", 12), ("use", 13)):
+    for stray, number in ((None, 12), ("ignore", 12), ("use", 13)):
         listing, found = listed(tmp_path / "a", stray=stray)
         assert (len(listing), found.classes) == (number, ("a", "b", "c")), stray
     plain_tree(tmp_path / "b/train", 6)

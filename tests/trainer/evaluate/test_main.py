@@ -14,12 +14,13 @@ from PIL import Image
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.made_cityscapes import make_cityscapes
-from trainer.data.config import DataConfig
+from trainer.data.config import DataConfig, SourceOptions
+from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import linear_cached
 from trainer.evaluate.command import parse
 from trainer.evaluate.protocols import PROTOCOLS
-from trainer.evaluate.run import _reading
+from trainer.evaluate.run import _images, _reading
 from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, build_model, save_encoder
 
@@ -93,8 +94,18 @@ def test_images_are_read_as_in_the_run_however_their_folder_is_spelled(spelled: 
     with pytest.raises(ValueError, match="--pixel-range: idx is read in one way only"):
         _reading(command, subject, "idx", None)
     reading = _reading(command, subject, "folder", Path(given[3]))
-    assert (reading.split, reading.alpha) == ("train" if spelled else "auto", "ignore")
+    assert (reading.split, reading.alpha) == ("train" if spelled else None, "ignore")
     assert reading.given["pixel_range"] == (0, 4095)
+
+
+@pytest.mark.parametrize(("given", "alpha"), [([], "ignore"), (["--alpha", "show"], "show")])
+def test_results_on_a_pack_say_how_its_pixels_were_read(given: list[str], alpha: str, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        plain_tree(tmp_path / "tree" / split, 6)
+    pack(tmp_path / "tree", tmp_path / "packed", PackOptions(source=SourceOptions(alpha="ignore")))
+    command = parse(["knn", "--pixels", "--dataset", "packed", "--data-dir", str(tmp_path / "packed"), *given])
+    images, _ = _images(command, Subject(name="a", encoder=None, config=None))
+    assert images["pixels"] == {"alpha": alpha}
 
 
 @pytest.mark.parametrize("protocol", SHORT)
