@@ -1,8 +1,8 @@
 """Creates new shards from the directories of old ones, with another number of shards, another rows_per_block, or both.
 
 The rows are those of one checkpoint, which the new shards keep under its name so that a trainer can resume from it, or
-the current rows. Only rows that were ever written are read and written. The rows of all new shards are compared with
-the old ones before any of them can be served.
+the current rows. Only rows that were ever written are read and written. The rows of each new shard are compared with
+the old ones before it can be served.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from weightserver.operations.reshard_sources import (
     require_one_time,
     table_state,
 )
-from weightserver.storage.shard_builder import ShardBuilder, TableState
+from weightserver.storage.shard_builder import ShardBuilder, StoredBlock, TableState
 
 _log = logging.getLogger(__name__)
 
@@ -93,11 +94,10 @@ def reshard(
             for shard, directory in enumerate(targets)
         ]
         digests = _fill(shards, builders, old, new)
-        unfinished = [pair for pair in zip(builders, digests, strict=True) if not pair[0].finished]
-        for builder, digest in unfinished:  # finished ones may have been served since
-            _compare(builder, BlockCodec(new), digest)
-        for builder, digest in unfinished:
-            builder.finish(table, rows_stored=digest.num_rows)
+        for builder, digest in zip(builders, digests, strict=True):
+            if not builder.finished:  # it may have been served since
+                compare = partial(_compare, builder.directory, BlockCodec(new), digest)
+                builder.finish(table, rows_stored=digest.num_rows, compare=compare)
     rows_stored = sum(digest.num_rows for digest in digests)
     _log.info("compared all %(rows)d rows", {"rows": rows_stored})
     kept = table.checkpoint
@@ -172,17 +172,14 @@ def _fill(shards: list[SourceShard], builders: list[ShardBuilder], old: TableSpe
     return digests
 
 
-def _compare(builder: ShardBuilder, codec: BlockCodec, expected: _RowsDigest) -> None:
+def _compare(directory: Path, codec: BlockCodec, expected: _RowsDigest, blocks: Iterator[StoredBlock]) -> None:
     """Raises StorageError unless a new shard holds the expected rows."""
     found = _RowsDigest()
-    builder.flush()
-    with builder.read() as txn:
-        for version in txn.versions():
-            found.add(*_written(codec, version.block, txn.content(version)))
+    for number, content in blocks:
+        found.add(*_written(codec, number, content))
     if found != expected:
         raise StorageError(
-            f"{builder.directory} holds {found.num_rows} rows that are not the {expected.num_rows} of the old shards: "
-            "remove the new directories and start again"
+            f"{directory} holds rows that are not those of the old shards: remove the new directories and start again"
         )
 
 

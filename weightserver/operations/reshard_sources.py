@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from weightserver.core.arrays import Float32Array
-from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
-from weightserver.core.errors import NoTableError, StorageError
+from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import NEWEST, newest
 from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -29,7 +27,7 @@ from weightserver.storage.records import (
     read_state,
     read_table,
 )
-from weightserver.storage.shard_builder import TableState
+from weightserver.storage.shard_builder import StoredBlock, TableState, checked_blocks
 
 
 @dataclass(frozen=True)
@@ -48,26 +46,12 @@ class SourceShard:
     def directory(self) -> Path:
         return self.txn.directory
 
-    def blocks(self) -> Iterator[tuple[int, memoryview]]:
-        """Yields the stored blocks in ascending order, checked.
-
-        Raises:
-            StorageError: a block is damaged; or, at the end, rows are missing.
-        """
-        codec, num_rows, up_to, rows_stored = BlockCodec(self.spec), 0, NEWEST, self.state.rows_stored
-        if self.checkpoint:
-            kept = self.state.checkpoint(self.checkpoint)
-            up_to, rows_stored = kept.generation, kept.rows_stored
-        for version in newest(self.txn.versions(), up_to):
-            content = self.txn.content(version)
-            codec.check(version.block, version.write_id, content)
-            num_rows += codec.num_written(content)
-            yield version.block, content
-        if num_rows != rows_stored:
-            raise StorageError(
-                f"{self.directory} holds {num_rows} of the {rows_stored} rows that were written: restore it from a "
-                "backup, and remove the new directories"
-            )
+    def blocks(self) -> Iterator[StoredBlock]:
+        """The blocks to take. Raises as `checked_blocks`."""
+        if not self.checkpoint:
+            return checked_blocks(self.txn, self.spec, rows_stored=self.state.rows_stored)
+        kept = self.state.checkpoint(self.checkpoint)
+        return checked_blocks(self.txn, self.spec, rows_stored=kept.rows_stored, up_to=kept.generation)
 
 
 def open_source(directory: Path, stack: ExitStack) -> SourceShard:

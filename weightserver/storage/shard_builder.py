@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
-from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import Version
+from weightserver.core.versions import NEWEST, Version, newest
 from weightserver.storage.interface import DATABASES, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -33,6 +32,8 @@ from weightserver.storage.records import (
     write_state,
 )
 
+StoredBlock = tuple[int, memoryview]
+"""A block's number, and its content, which lives as long as its snapshot."""
 BATCH_BYTES = 16 << 20
 """Bytes of blocks that are written in one transaction."""
 
@@ -55,6 +56,32 @@ class TableState:
     timeline: str
     lineage: Lineage = field(default_factory=Lineage)
     """Lineage of the source shards, up to the state that the rows hold completely."""
+
+
+def checked_blocks(
+    txn: Transaction, spec: TableSpec, *, rows_stored: int, up_to: int = NEWEST
+) -> Iterator[StoredBlock]:
+    """Every block's newest version of a generation ≤ `up_to`, ascending.
+
+    Raises:
+        StorageError: a block is damaged; or, at the end, they do not hold `rows_stored` rows that were ever written.
+    """
+    codec, num_rows = BlockCodec(spec), 0
+    for version in newest(txn.versions(), up_to):
+        content = txn.content(version)
+        codec.check(version.block, version.write_id, content)
+        num_rows += codec.num_written(content)
+        yield version.block, content
+    if num_rows != rows_stored:
+        raise StorageError(
+            f"{txn.directory} holds {num_rows} of the {rows_stored} rows that were written: restore an old shard's "
+            "from a backup, and remove new directories"
+        )
+
+
+def _read(blocks: Iterator[StoredBlock]) -> None:
+    for _ in blocks:
+        pass
 
 
 class ShardBuilder(Closing):
@@ -111,24 +138,21 @@ class ShardBuilder(Closing):
                     txn.put_block(version, content)
             self._waiting.clear()
 
-    def read(self) -> AbstractContextManager[Transaction]:
-        """A snapshot of what is stored."""
-        return self._storage.read()
-
-    def finish(self, table: TableState, *, rows_stored: int) -> None:
+    def finish(
+        self, table: TableState, *, rows_stored: int, compare: Callable[[Iterator[StoredBlock]], object] = _read
+    ) -> None:
         """Reads all blocks back, and makes the directory ready to be served.
 
+        Args:
+            compare: takes all blocks; may raise, and then the directory stays unfinished.
+
         Raises:
-            StorageError: a block is damaged or belongs to another shard, or the number of rows is not `rows_stored`.
+            StorageError: a block is damaged, or the number of rows is not `rows_stored`.
         """
         self.flush()
         with self._storage.write() as txn:
             txn.check_contents()
-            num_found = self._check_blocks(txn, table.spec)
-            if num_found != rows_stored:
-                raise StorageError(
-                    f"{self.directory} holds {num_found} rows, not {rows_stored}: remove it and start over"
-                )
+            compare(checked_blocks(txn, table.spec, rows_stored=rows_stored))
             write_spec(txn, table.spec, table.identity)
             write_lineage(txn, table.lineage)
             write_peers(txn, [])
@@ -136,18 +160,6 @@ class ShardBuilder(Closing):
             write_state(txn, _first_state(table, rows_stored))
             write_identity(txn, ShardIdentity(self.shard, self._num_shards))
         self.finished = True
-
-    def _check_blocks(self, txn: Transaction, spec: TableSpec) -> int:
-        """Checks every block; returns the number of rows that were ever written."""
-        codec, sharding = BlockCodec(spec), Sharding(spec.rows_per_block, self._num_shards)
-        num_written = 0
-        for version in txn.versions():
-            content = txn.content(version)
-            codec.check(version.block, version.write_id, content)
-            if sharding.shard_of_block(version.block) != self.shard:
-                raise StorageError(f"{self.directory}: block {version.block} belongs to another shard")
-            num_written += codec.num_written(content)
-        return num_written
 
     def close(self) -> None:
         self._storage.close()
