@@ -1,24 +1,29 @@
 """The tables' command line: run cells, write the page.
 
 python -m experiments run [--tables a,b] [--seeds 3] [--directory runs/tables] [--jobs N] [--quick]
+python -m experiments gpu [--budget SECONDS] [--directory runs/gpu] [--quick]
 python -m experiments page [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
+
+import torch
 
 from experiments import page
 from experiments.cells import Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
-from experiments.results import check_results
+from experiments.results import check_results, finished
 from experiments.runner import MOST_SEEDS, Runner
 from experiments.tables import TABLES
 from experiments.tables.cifar import CIFAR_10
+from experiments.tables.gpu import GPU
 from trainer.cores import usable_cores
 from weightserver.common.atomic_files import directory_lock
 from weightserver.common.logs import print_error
@@ -27,6 +32,8 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 QUICK = Path("build/tables-quick")
 """Where tiny cells have their runs, results and page."""
+_STOP_SECONDS = 15.0
+_BUDGET_HELP = "the time for it; what has not ended then stops after a checkpoint (default: until all have ended)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,23 +52,46 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="{run,page}")
+    commands = parser.add_subparsers(required=True, metavar="{run,gpu,page}")
     run = commands.add_parser("run", help="run the cells that have not finished, and write what they measured")
     run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
     run.add_argument("--seeds", type=int, default=MOST_SEEDS, help="most seeds, for effects that one does not show")
     run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
-    run.add_argument("--quick", action="store_true", help=f"tiny cells, in {QUICK}, to show that everything works")
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_run, seconds=math.inf)
+    gpu = commands.add_parser("gpu", help="run the next of the GPU's cells, one after another")
+    gpu.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", dest="seconds", help=_BUDGET_HELP)
+    gpu.set_defaults(command=_gpu, tables=GPU.name, seeds=1, jobs=1)
+    for command in (run, gpu):
+        command.add_argument(
+            "--quick", action="store_true", help=f"tiny cells, in {QUICK}: shows that everything works"
+        )
     writing = commands.add_parser("page", help="write docs/results.md and its plots from the results")
     writing.add_argument("--docs", type=Path, help="folder of the page (default: docs)")
     writing.add_argument("--quick", action="store_true", help="results of tiny cells")
     writing.set_defaults(command=_page)
     run.add_argument("--directory", type=Path, help="where the runs are kept (default: runs/tables)")
-    for command in (run, writing):
+    gpu.add_argument("--directory", type=Path, help="where they are kept (default: runs/gpu)")
+    for command in (run, gpu, writing):
         command.add_argument(
             "--results", type=Path, help="folder of NAME.json of each table (default: experiments/results)"
         )
     return parser
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    if not options.quick and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU that torch can use: give --quick to try the way on the CPU")
+    if options.seconds <= _STOP_SECONDS:
+        raise ValueError(
+            f"--budget is {options.seconds:g}: give more than {_STOP_SECONDS:g} seconds, which stopping may take"
+        )
+    options.seconds -= _STOP_SECONDS
+    options.directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/gpu"))
+    status = _run(options)
+    (table,) = _tables(options.tables, is_quick=options.quick)
+    done = sum(finished(options.directory, cell, 0) for cell in table.cells)
+    print(f"{done} of {len(table.cells)} runs have finished; the same command continues in {options.directory}")
+    return status
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -77,6 +107,7 @@ def _run(options: argparse.Namespace) -> int:
         directory=directory,
         results=results,
         num_jobs=options.jobs,
+        seconds=options.seconds,
     )
     with directory_lock(directory):
         check_defaults(directory)
@@ -96,7 +127,7 @@ def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
     chosen = list(TABLES) if names is None else names.split(",")
     if unknown := [name for name in chosen if name not in TABLES]:
         raise ValueError(f"--tables has {unknown[0]!r}: give names among {', '.join(TABLES)}")
-    tables = [TABLES[name] for name in chosen if not (is_quick and names is None and TABLES[name] in CIFAR_10)]
+    tables = [TABLES[name] for name in chosen if not (is_quick and names is None and TABLES[name] in (*CIFAR_10, GPU))]
     return [quick(table) for table in tables] if is_quick else tables
 
 

@@ -118,6 +118,8 @@ class Table:
     """Number of seeds to run whatever the effects are."""
     gives_spread: bool = False
     """Whether the spread between its seeds stands for that of cells with too few."""
+    is_paired: bool = False
+    """Whether claims compare two cells seed by seed once all seeds have run, corrected for the number of claims."""
     over_time: bool = False
     """Whether the kNN accuracy during training is drawn over its time. Such cells run alone."""
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from experiments.glyphs import CHARACTERS, MANIFEST, SPLITS, make_glyphs
 from trainer.config import TrainConfig
+from trainer.data.config import SIZES as ALL_IMAGES
 
 GLYPHS, FEW_GLYPHS = "{glyphs}", "{few-glyphs}"
 """In settings, for data_dir: where `with_data` has the glyphs, so that a cell's identity names no place."""
 _SIZES = {GLYPHS: SPLITS, FEW_GLYPHS: {"train": 55, "test": 20}}
 """Images of each character."""
-_ALL_FASHION = 60_000
 
 
 def num_images(config: TrainConfig) -> int:
     """N of a cell's settings."""
     sizes = _SIZES.get(str(config.data.data_dir))
-    return sizes["train"] * len(CHARACTERS) if sizes else config.data.num_images or _ALL_FASHION
+    return sizes["train"] * len(CHARACTERS) if sizes else config.data.num_images or ALL_IMAGES[config.data.dataset]
 
 
 def with_data(config: TrainConfig, folder: Path = Path("data")) -> TrainConfig:

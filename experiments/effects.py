@@ -44,6 +44,8 @@ class Verdict:
     paper: float | None
     """The effect in the paper's numbers; None if it does not have them all."""
     outcome: Outcome
+    p: tuple[float, float] | None = None
+    """Of a paired comparison: by itself, and corrected for the number of the table's claims."""
 
     @property
     def holds(self) -> bool:

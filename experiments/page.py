@@ -9,12 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.cells import LOSS, PIC, Cell, Claim, Table
+from experiments.data import num_images
 from experiments.effects import CLEAR_SPREADS, CONFIDENCE, NEAR, Outcome, Verdict, verdict
+from experiments.paired import paired_verdicts
 from experiments.plots import ON_DARK, draw
 from experiments.results import STEPS_SECONDS, Results, load
 from experiments.runner import MOST_SEEDS, plan
 from experiments.tables.cifar import METHODS
 from experiments.tables.common import BASE, WINDOW
+from experiments.tables.gpu import GPU
 from trainer.presets import PRESETS
 from trainer.proportions import MEANINGS, proportions
 from weightserver.common.atomic_files import atomic_write
@@ -75,6 +78,10 @@ for about as long (half to twice as many images seen), over the trials, five see
 such as runs that collapse, have a spread of their own, which one seed does not tell. One seed is enough where all
 effects that compare a cell show and exceed {CLEAR_SPREADS:g} times the spread; other cells get up to three. A mean
 without ± is of one seed. Where an effect does not hold and nothing more is said, only further seeds were tried.
+
+On CIFAR-10 the plan was written beforehand: an effect is the mean of five differences of runs with the same seed. It is
+judged once all five have run, and shows if its p by the paired t-test, corrected by Holm within the table, is below
+{1 - CONFIDENCE:.2f}.
 """
 _GAINS = {
     Outcome.SHOWN: "shows",
@@ -106,9 +113,9 @@ def text_of(everything: Sequence[Results]) -> str:
     """The page in Markdown."""
     parts = [_HEAD, *_proportions(), _RULE, *_summary(everything)]
     for results in everything:
-        if _has_runs(results):
+        if _has_runs(results) or results.table is GPU:
             parts.append("\n" + "\n".join(_section(results, everything)) + "\n")
-    if missing := [results.table for results in everything if not _has_runs(results)]:
+    if missing := [r.table for r in everything if not _has_runs(r) and r.table is not GPU]:
         parts.append("\n## Not run yet\n\n" + "".join(f"- {_titled(table)}\n" for table in missing))
     return "".join(parts) + "\n" + "\n".join(_hours(everything)) + "\n"
 
@@ -128,9 +135,10 @@ def _proportions() -> Iterator[str]:
     _, paper = PRESETS["imagenet-1k"]
     fashion = Cell(row="", settings=BASE | WINDOW).config(0)
     cifar = next(cell for cell in METHODS.cells if cell.method == PIC).config(0)
-    runs = [(paper, _PAPER_IMAGES), (cifar, cifar.data.num_images or 0), (fashion, fashion.data.num_images or 0)]
-    columns = [asdict(proportions(config, num_images)) for config, num_images in runs]
-    yield "| | the paper, 200 epochs | CIFAR-10 | Fashion-MNIST |\n|---|---|---|---|\n"
+    on_gpu = GPU.cells[0].config(0)
+    runs = [(paper, _PAPER_IMAGES), *((config, num_images(config)) for config in (cifar, on_gpu, fashion))]
+    columns = [asdict(proportions(config, number)) for config, number in runs]
+    yield "| | the paper, 200 epochs | CIFAR-10 | CIFAR-10 on a GPU | Fashion-MNIST |\n|---|---|---|---|---|\n"
     for name, meaning in MEANINGS.items():
         yield f"| {meaning} | {' | '.join(f'{column[name]:.3g}' for column in columns)} |\n"
 
@@ -180,6 +188,8 @@ def _count(verdicts: Iterable[Verdict]) -> str:
 
 
 def _verdicts(results: Results, everything: Sequence[Results]) -> list[tuple[Claim, Verdict | None]]:
+    if results.table.is_paired:
+        return list(zip(results.table.claims, paired_verdicts(results), strict=True))
     return [(claim, verdict(claim, results, everything)) for claim in results.table.claims]
 
 
@@ -198,7 +208,10 @@ def _section(results: Results, everything: Sequence[Results]) -> Iterator[str]:
         yield f"- {_capitalised(claim.text)}: {outcome}{tried and '. ' + tried}"
     if table.claims:
         yield ""
-    yield f"![{table.title}]({PICTURES}/{table.name}.svg)"
+    if _has_runs(results):
+        yield f"![{table.title}]({PICTURES}/{table.name}.svg)"
+    else:
+        yield "None of them has run yet."
 
 
 def _capitalised(text: str) -> str:
@@ -210,7 +223,8 @@ def _said(claim: Claim, found: Verdict) -> str:
     digits = _digits(claim.measure)
     width = "" if math.isnan(found.half_width) else f" ± {found.half_width:.{digits}f}"
     paper = "" if found.paper is None else f" (the paper {found.paper:+.{digits}f})"
-    return f"**{_word(claim, found)}**, {found.effect:+.{digits}f}{width}{paper}".replace("-", "−")
+    p = "" if found.p is None else ", p = {:.2g}, corrected {:.2g}".format(*found.p)
+    return f"**{_word(claim, found)}**, {found.effect:+.{digits}f}{width}{paper}".replace("-", "−") + p
 
 
 def _word(claim: Claim, found: Verdict) -> str:

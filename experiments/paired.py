@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from scipy.special import stdtr, stdtrit
 
-CONFIDENCE = 0.95
+from experiments.cells import Claim
+from experiments.effects import CONFIDENCE, Outcome, Verdict
+from experiments.results import Results
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Effect:
 
     mean: float
     half_width: float
-    """Of its 95 % interval, by Student's t."""
+    """Of its confidence interval, by Student's t."""
     p: float
     """Of the two-sided paired t-test, not corrected."""
 
@@ -46,3 +48,42 @@ def holm(p: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
         corrected[index] = largest
     return corrected
+
+
+def paired_verdicts(results: Results) -> list[Verdict | None]:
+    """What follows from each claim of a table whose claims compare two cells; None while one of its seeds is missing.
+
+    Claims that are missing count in the correction as effects that do not exist.
+    """
+    effects = [_effect(claim, results) for claim in results.table.claims]
+    corrected = holm([1.0 if effect is None else effect.p for effect in effects])
+    return [
+        None
+        if effect is None
+        else Verdict(
+            effect=effect.mean,
+            half_width=effect.half_width,
+            is_clear=True,
+            paper=None,
+            outcome=_outcome(effect.mean, p),
+            p=(effect.p, p),
+        )
+        for effect, p in zip(effects, corrected, strict=True)
+    ]
+
+
+def _effect(claim: Claim, results: Results) -> Effect | None:
+    (better,) = (name for name, weight in claim.weights.items() if weight == 1)
+    (worse,) = (name for name, weight in claim.weights.items() if weight == -1)
+    seeds = range(results.table.seeds)
+    values = {name: results.runs.get(name, {}) for name in (better, worse)}
+    if not all(seed in runs for runs in values.values() for seed in seeds):
+        return None
+    of_better, of_worse = ([float(runs[seed]["measures"][claim.measure]) for seed in seeds] for runs in values.values())
+    return paired_effect(of_better, of_worse)
+
+
+def _outcome(mean: float, corrected: float) -> Outcome:
+    if corrected >= 1 - CONFIDENCE:
+        return Outcome.NOT_SHOWN
+    return Outcome.SHOWN if mean > 0 else Outcome.REVERSED

@@ -46,7 +46,8 @@ from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import Ranks
 
 _NICENESS = 10
-_CHECKPOINT_STEPS = 200
+_CHECKPOINT_STEPS = {"cpu": 200, "cuda": 2_000}
+"""About a minute or two."""
 _CPU_SECONDS = 60.0
 _NUM_VALIDATION = 5_000
 
@@ -90,7 +91,7 @@ def _plain(config: TrainConfig) -> TrainConfig:
     """Settings that change no number: one process of weight servers, checkpoints, evaluation by this module."""
     return config.with_settings(
         num_shards=1,
-        checkpoint_every=_CHECKPOINT_STEPS,
+        checkpoint_every=_CHECKPOINT_STEPS[config.compute.torch_device().type],
         keep_checkpoints=1,
         resume="auto",
         evaluate=False,
@@ -124,7 +125,7 @@ def _features(method: str, config: TrainConfig) -> FeatureSet:
     if method in REFERENCES:
         return reference_features(method, with_pixel_scale(config, images, Ranks()), images)
     encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
-    return encoder_features(encoder, images, encoder_config.pixels)
+    return encoder_features(encoder.to(config.compute.torch_device()), images, encoder_config.pixels)
 
 
 def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
@@ -144,7 +145,8 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
         images = _validated(images)
     subject = load_subject(command.subject)
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
-    made = evaluations.Evaluation(subject=subject, load=lambda: images, state=state)
+    ranks = Ranks(device=config.compute.torch_device())
+    made = evaluations.Evaluation(subject=subject, load=lambda: images, ranks=ranks, state=state)
     evaluations.evaluate(made, command.name, function_of(command.name), command.settings, file)
 
 

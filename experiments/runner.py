@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import subprocess
@@ -85,6 +86,8 @@ class Runner:
     directory: Path
     results: Path
     num_jobs: int
+    seconds: float = math.inf
+    """After which runs are stopped, each at a checkpoint."""
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Runs that failed: key to the place of the log."""
     _failures_in_a_row: int = 0
@@ -94,8 +97,8 @@ class Runner:
     _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> None:
-        """Runs until nothing is left, or runs fail one after another; if this process is interrupted, the cells stop
-        after a checkpoint.
+        """Runs until nothing is left, the time is over, or runs fail one after another; if this process is interrupted,
+        the cells stop after a checkpoint.
 
         Raises ValueError, before anything is written, if results would be lost.
         """
@@ -103,6 +106,7 @@ class Runner:
             check_results(self._file(table), table)
         for table in (*self.tables, *self.others):
             self._recorded |= records(self._file(table), table)
+        end = time.monotonic() + self.seconds
         try:
             self._collect()
             while True:
@@ -110,7 +114,10 @@ class Runner:
                     self._start(job)
                 if not self._running:
                     return
-                self._finish(self._ended.get())
+                try:
+                    self._finish(self._ended.get(timeout=min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)))
+                except queue.Empty:
+                    return
         finally:
             for process in self._running.values():
                 assert process.stdin is not None

@@ -91,6 +91,7 @@ COMPONENTS = Table(
         ("strong augmentation raises accuracy", _BASE, "without strong augmentation"),
     ),
     seeds=SEEDS,
+    is_paired=True,
 )
 _NEGATIVES = {_AT_BATCH: 16, _BASE: 51, _MANY: 400, _ALL: IMAGES}
 NEGATIVES = Table(
@@ -117,6 +118,7 @@ NEGATIVES = Table(
         ("BatchNorm of embeddings raises accuracy at K = 0.4 N", f"{_MANY}, {_BATCH_NORM}", _MANY),
     ),
     seeds=SEEDS,
+    is_paired=True,
 )
 _LENGTHS = (50.0, 100.0, 200.0)
 WINDOWS = Table(
@@ -140,6 +142,7 @@ WINDOWS = Table(
         )
     ),
     seeds=SEEDS,
+    is_paired=True,
 )
 _OURS, _TWO_VIEWS = "PIC", "PIC, two views"
 METHODS = Table(
@@ -158,6 +161,7 @@ METHODS = Table(
         *((f"PIC is better than {name}", _OURS, name) for name in (_TWO_VIEWS, "SimCLR", "MoCo v2", "DIET"))
     ),
     seeds=SEEDS,
+    is_paired=True,
 )
 _BEYOND: dict[str, dict[str, Any]] = {
     _BATCH_NORM: {"embedding_norm": "batch"},
@@ -171,6 +175,7 @@ BEYOND = Table(
     measures=_MEASURES,
     claims=_claims(*((f"{name}: raises accuracy", name, _OURS) for name in _BEYOND)),
     seeds=SEEDS,
+    is_paired=True,
 )
 CIFAR_10 = (TRIALS, NEGATIVES, WINDOWS, METHODS, COMPONENTS, BEYOND)
 """In the order in which they are run."""

@@ -105,7 +105,7 @@ def test_cells_name_no_place_and_find_what_was_rendered(
 ) -> None:
     """Rendered once; other glyphs in the same place are refused."""
     monkeypatch.setattr(data, "make_glyphs", lambda output, sizes: glyphs.write_glyphs(output, fonts, sizes, 0))
-    monkeypatch.setattr(data, "_SIZES", {data.FEW_GLYPHS: {"train": 1, "test": 1}})
+    monkeypatch.setitem(data._SIZES, data.FEW_GLYPHS, {"train": 1, "test": 1})
     (cell, *_) = quick(TABLES["glyphs"]).cells
     found = data.with_data(cell.config(0), tmp_path / "data")
     assert cell.settings["data_dir"] == data.FEW_GLYPHS
@@ -114,7 +114,7 @@ def test_cells_name_no_place_and_find_what_was_rendered(
     written = (found.data.data_dir / "glyphs.json").stat().st_mtime_ns
     assert data.with_data(cell.config(1), tmp_path / "data").data.data_dir == found.data.data_dir
     assert (found.data.data_dir / "glyphs.json").stat().st_mtime_ns == written
-    monkeypatch.setattr(data, "_SIZES", {data.FEW_GLYPHS: {"train": 2, "test": 1}})
+    monkeypatch.setitem(data._SIZES, data.FEW_GLYPHS, {"train": 2, "test": 1})
     with pytest.raises(ValueError, match="few-glyphs has other glyphs than the tables': move it elsewhere"):
         data.with_data(cell.config(0), tmp_path / "data")
     fashion = TABLES["trials"].cells[0].config(0)

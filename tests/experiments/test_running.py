@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,16 @@ def test_a_cell_stops_after_a_checkpoint_when_its_runner_ends(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_run_of_some_seconds_stops_and_the_next_one_continues(tmp_path: Path) -> None:
+    table = Table(name="made", title="", cells=(FIRST,))
+    for seconds in (0, math.inf):
+        made = replace(runner(tmp_path, table), seconds=seconds)
+        made.run()
+        assert made.failed == {}
+        assert finished(tmp_path, FIRST, 0) == (seconds > 0)
+
+
+@pytest.mark.slow
 def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
     broken = Cell(row="broken", settings=TINY | {"window_size": 2_048})
     after = Cell(row="after", settings=TINY | {"labels": f"{AFTER}/labels.npy"}, after=broken)
@@ -167,6 +179,7 @@ def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.Capt
             "--tables has 'lenghts': give names among cifar_trials, cifar_negatives",
         ),
         (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
+        (["gpu", "--budget", "15", "--quick"], "--budget is 15: give more than 15 seconds"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(
