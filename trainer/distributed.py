@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.liveness import ending_together
 from weightserver.torch import Ranks
+
+_GRACE_SECONDS = 15.0
+"""Time for a rank that failed to end by itself."""
 
 
 def averaged_over_ranks(network: nn.Module, ranks: Ranks) -> nn.Module:
@@ -56,9 +59,9 @@ def process_group(
 ) -> Iterator[Ranks]:
     """Connects the ranks that torchrun started, by gloo and, on CUDA, NCCL; gives each its GPU.
 
-    Tensors on the CPU, such as all messages between ranks, are sent by gloo, so that no GPU waits for them. If a rank
-    fails or is killed, the processes of all ranks end (`trainer.liveness`). A process that torchrun did not start, or
-    that it started alone, is a single rank and connects to no other.
+    Tensors on the CPU, such as all messages between ranks, are sent by gloo, so that no GPU waits for them. A rank that
+    fails ends its process, whatever it waits for; torchrun then ends the others, with SIGKILL after 30 s. A process
+    that torchrun did not start, or that it started alone, is a single rank and connects to no other.
 
     Args:
         timeout_seconds: time for which a rank waits in a collective for the others.
@@ -84,7 +87,7 @@ def process_group(
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=ranks.device)
         else:
             dist.init_process_group("gloo", timeout=timeout)
-        with ending_together(ranks.rank, ranks.world_size, ranks.broadcast_text, agreed):
+        with _ending_after_errors(but=agreed):
             yield ranks
         _destroy()
     except RuntimeError as error:
@@ -95,6 +98,18 @@ def process_group(
         # After a failure NCCL would wait for operations in progress, which other ranks may never join.
         if dist.is_initialized() and ranks.device.type != "cuda":
             _destroy()
+
+
+@contextmanager
+def _ending_after_errors(*, but: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Ends the process some seconds after an error inside, whatever it waits for: threads, NCCL, a GPU."""
+    try:
+        yield
+    except but:
+        raise
+    except BaseException:
+        faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True)
+        raise
 
 
 def _destroy() -> None:
