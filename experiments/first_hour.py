@@ -73,10 +73,6 @@ STEPS = (
         short=None,
     ),
     Step(
-        text="How the images look to the encoder, after augmentation, is drawn to `preview.png`:",
-        command="pic preview pictures/train --output preview.png",
-    ),
-    Step(
         text="One command trains on them. It prints what it chose and why, and begins. Ctrl-C stops it after a while:",
         command="pic train pictures",
         interrupt_at=r"loss \d",

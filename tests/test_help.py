@@ -30,7 +30,7 @@ def commands() -> Iterable[tuple[str, Main, list[str]]]:
     mains: dict[str, tuple[Main, Iterable[str]]] = {
         "weightserver": (weightserver.cli.main, weightserver.cli.COMMANDS),
         "trainer": (trainer.__main__.main, [*PRESETS, "report"]),
-        "trainer.data": (trainer.data.__main__.main, ["pack", "verify", "preview"]),
+        "trainer.data": (trainer.data.__main__.main, ["inspect", "pack", "verify"]),
         "trainer.demo": (trainer.demo.main, []),
         "trainer.embed": (trainer.embed.main, []),
         "trainer.evaluate": (trainer.evaluate.__main__.main, PROTOCOLS),

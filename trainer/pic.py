@@ -43,7 +43,6 @@ _GROUPS = {
     },
     "prepare images": {
         "inspect": Command("Says what a source of images is read as", "trainer.data.__main__", ("inspect",)),
-        "preview": Command("Draws views of some images", "trainer.data.__main__", ("preview",)),
         "pack": Command("Packs images into large files", "trainer.data.__main__", ("pack",)),
         "verify": Command("Compares packed files with their checksums", "trainer.data.__main__", ("verify",)),
     },

@@ -30,7 +30,7 @@ def test_the_commands_run_and_leave_what_the_page_shows(tmp_path: Path, monkeypa
     for said in ("--resume continues from there", "kNN of the trained encoder", "Next:"):
         assert said in text, text
     assert len(re.findall(r"epoch [\d.]+ of [\d.]+ [━╸╺]", text)) == 2, "the progress of both parts of the run"
-    for left in ("preview.png", "features.npz", "rows/images.csv", "runs/pictures/report.html"):
+    for left in ("features.npz", "rows/images.csv", "runs/pictures/report.html"):
         assert (tmp_path / left).exists(), left
 
 

@@ -204,7 +204,6 @@ def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (trainer.__main__.main, "report", "RUN"),
         (trainer.data.__main__.main, "pack", "RUN", "RUN-packed"),
         (trainer.data.__main__.main, "verify", "RUN"),
-        (trainer.data.__main__.main, "preview", "RUN"),
         (trainer.demo.main, "--data-dir", "RUN", "--output", "RUN"),
         (trainer.embed.main, "RUN", "RUN", "--output", "RUN.npz"),
         (trainer.evaluate.__main__.main, "knn", "--run", "RUN"),

@@ -1,16 +1,14 @@
-"""Inspects sources of images, packs images in the order of their visits, verifies packs, and previews augmentations.
+"""Inspects sources of images, packs images in the order of their visits, and verifies packs.
 
 pic inspect images/                          # what they are read as, and what they are
 pic pack images/train packed/                # repeat it to continue after an interruption
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
 pic verify packed/
-pic preview images/train --output preview.png
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import NoReturn
 
 from trainer.command_line import parsed
@@ -54,19 +52,6 @@ def _parser() -> argparse.ArgumentParser:
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_path)
-
-    preview = commands.add_parser("preview", help="draw views by the paper's augmentation and by the weak one")
-    preview.add_argument("source", type=to_path, help="images as for pack, or a packed directory")
-    preview.add_argument(
-        "--output", type=to_path, default=Path("preview.png"), metavar="PNG", help="file (default preview.png)"
-    )
-    preview.add_argument("--run", type=to_path, metavar="DIR", help="draw views as this run does, instead of both")
-    preview.add_argument("--image-size", type=int, metavar="PX", help="side of a view (default: the run's, or 224)")
-    preview.add_argument("--background", metavar="COLOUR", help="what transparent pixels show (default: white)")
-    preview.add_argument("--images", type=int, default=4, metavar="N", help="number of images (default 4)")
-    preview.add_argument("--views", type=int, default=8, metavar="N", help="views of each image (default 8)")
-    preview.add_argument("--seed", type=int, default=0, help="seed of the views (default 0)")
-    add_source_arguments(preview)
     return parser
 
 

@@ -63,7 +63,3 @@ class AugmentationConfig:
         """The same augmentation for views of `image_size` pixels if this one is for 224: the blur is scaled."""
         smallest, largest = (float(f"{sigma * image_size / _PAPERS_SIZE:.2g}") for sigma in self.blur_sigma)
         return replace(self, blur_sigma=(smallest, largest))
-
-
-AUGMENTATIONS = {"strong": AugmentationConfig(), "weak": AugmentationConfig(strong=False)}
-"""The paper's augmentation, and crop and flip only, for comparison."""

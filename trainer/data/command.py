@@ -7,11 +7,9 @@ import sys
 from typing import NoReturn
 
 from trainer.data.changes import changes_since
-from trainer.data.datasets import load_dataset
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.preview import ViewsOfRun, at_size, views_of_run, write_preview
 from trainer.data.reading import read_source, source_exists
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
@@ -22,9 +20,7 @@ def run(options: argparse.Namespace) -> NoReturn:
     """Runs a command. Exit status 0; 1 with one line on stderr on failure."""
     with exit_on_error(f"pic {options.command}", after_interrupt="repeat the command to continue"):
         with shown():
-            lines = {"inspect": _inspect, "pack": _pack, "verify": _verify, "preview": _preview}[options.command](
-                options
-            )
+            lines = {"inspect": _inspect, "pack": _pack, "verify": _verify}[options.command](options)
         print(*lines, sep="\n")
     sys.exit(0)
 
@@ -78,26 +74,3 @@ def _verify(options: argparse.Namespace) -> list[str]:
     if wrong:
         raise ValueError("; ".join(wrong))
     return [f"{options.directory}: all files match their checksums"]
-
-
-def _preview(options: argparse.Namespace) -> list[str]:
-    views = views_of_run(options.run) if options.run else ViewsOfRun()
-    image_size = options.image_size or views.image_size
-    with stage("drawing views"):
-        dataset = load_dataset(
-            "packed" if is_packed(options.source) else "folder",
-            options.source,
-            image_size=image_size,
-            background=options.background or views.background,
-            options=source_options(options),
-        )
-        rows = write_preview(
-            dataset.train_images,
-            options.output,
-            image_size=image_size,
-            augmentations=views.augmentations or at_size(image_size),
-            num_images=options.images,
-            num_views=options.views,
-            seed=options.seed,
-        )
-    return [f"wrote {options.output}: {rows}"]

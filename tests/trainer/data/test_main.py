@@ -11,11 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.image_tree import encoded, odd_tree, plain_tree
-from trainer.config import TrainConfig
 from trainer.data.__main__ import main
-from trainer.data.augment import AugmentationConfig
-from trainer.data.preview import ViewsOfRun, at_size, views_of_run
-from trainer.model import EncoderConfig
 
 
 def call(*arguments: object) -> object:
@@ -103,10 +99,6 @@ def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.Cap
         ("pack", "absent", "out"),
         ("pack", ".", "out", "--threads", "0"),
         ("verify", "absent"),
-        ("preview", "absent"),
-        ("preview", "tree", "--output", "absent/preview.png"),
-        ("preview", "tree", "--output", "preview.jpg"),
-        ("preview", "tree", "--views", "0"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -133,35 +125,6 @@ def test_a_failed_pack_leaves_only_directories_that_existed(output: str, tmp_pat
 def test_a_tars_size_is_a_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed", "--shard-mib", size) == 2
     assert f"argument --shard-mib: {size} is not a number of MiB" in capsys.readouterr().err
-
-
-def test_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, picture = plain_tree(tmp_path / "tree", 6), tmp_path / "preview.png"
-    assert call("preview", tree, "--output", picture, "--image-size", 28, "--images", 2, "--views", 3) == 0
-    said = f"wrote {picture}: 2 rows strong, then 2 rows weak\n"
-    assert capsys.readouterr().out == said
-    pixels = np.asarray(Image.open(picture))
-    cell = 4 * 28 + 8  # each pixel is drawn as 4 × 4
-    assert pixels.shape == (4 * cell, 4 * cell, 3)
-    paper, plain = pixels[: 2 * cell], pixels[2 * cell :]
-    assert np.array_equal(paper[:, :cell], plain[:, :cell])  # the images themselves
-    assert not np.array_equal(paper[:, cell:], plain[:, cell:])
-    assert at_size(28)["strong"].blur_sigma == (0.013, 0.25), "in proportion to the size"
-
-
-def test_a_preview_shows_the_views_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, run, picture = plain_tree(tmp_path / "tree", 3), tmp_path / "run", tmp_path / "preview.png"
-    run.mkdir()
-    unchanged = AugmentationConfig(strong=False, min_scale=1.0, max_aspect_ratio=1.0, flip_probability=0.0)
-    encoder = EncoderConfig(in_channels=3, image_size=48)
-    config = TrainConfig().with_settings(dataset="folder", encoder=encoder, augmentation=unchanged, background="black")
-    (run / "config.json").write_text(config.to_json())
-    assert views_of_run(run) == ViewsOfRun(48, "black", {f"as in {run}": unchanged})
-    assert call("preview", tree, "--run", run, "--output", picture, "--images", 2, "--views", 1) == 0
-    assert np.asarray(Image.open(picture)).shape[0] == 2 * (2 * 48 + 8)  # its one kind of views, of 48 px
-    (run / "config.json").write_text("{}")
-    assert call("preview", tree, "--run", run, "--output", picture) == 1
-    assert "is not a run's config.json" in capsys.readouterr().err
 
 
 def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
