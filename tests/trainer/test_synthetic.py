@@ -150,7 +150,7 @@ def test_statistics_can_be_calibrated_on_them(dataset: Dataset) -> None:
         (
             "imagenet",
             {"num_images": 5},
-            "choose one of cifar-10, fashion-mnist, folder, idx, inaturalist-2018, packed, syn",
+            "choose one of cifar-10, fashion-mnist, folder, idx, packed, syn",
         ),
     ],
 )

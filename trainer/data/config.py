@@ -124,7 +124,7 @@ class DataConfig(SourceOptions):
     """The data set."""
 
     dataset: str = "fashion-mnist"
-    """Name of the data set: fashion-mnist, cifar-10, idx, folder, packed, inaturalist-2018 or synthetic."""
+    """Name of the data set: fashion-mnist, cifar-10, idx, folder, packed or synthetic."""
     num_images: int | None = None
     """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist,
     cifar-10 or idx, whose evaluation uses all images and labels."""

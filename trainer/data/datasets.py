@@ -20,7 +20,6 @@ from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages, EncodedImages
 from trainer.data.idx import find_idx, read_idx
-from trainer.data.inaturalist import read_split
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, is_packed
@@ -224,9 +223,8 @@ def load_dataset(
     (required) colour images of `image_size` pixels, generated from `seed` (used by this data set only), without labels.
     folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
     packed: the output of `pic pack` in `directory`, with test images packed in its test/.
-    inaturalist-2018: train2018.json, val2018.json and the images that they name in `directory`.
 
-    Images of the last three are decoded in colour for each use: crops of the whole image for training, centres for
+    Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
     `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images with a
     class that the training images lack are omitted.
@@ -458,8 +456,8 @@ def _load_cifar(directory: Path | None) -> Dataset:
         _download("CIFAR10", "CIFAR-10")
     except (OSError, RuntimeError, URLError) as error:
         raise ValueError(
-            f"cifar-10 not found: download failed ({_one_line(error)}). Put torchvision's cifar-10-batches-py or the "
-            "binary version of www.cs.toronto.edu/~kriz/cifar.html into a folder and give it as --data-dir"
+            f"cifar-10 not found: download failed ({_one_line(error)}). Put torchvision's cifar-10-batches-py into "
+            "a folder and give it as --data-dir"
         ) from error
     return _in_memory(*read_cifar(CACHE_DIRECTORY), CIFAR_CLASSES)
 
@@ -511,16 +509,9 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
 """Labelled data sets that are loaded into memory."""
 
 
-def _load_inaturalist(directory: Path, image_size: int, decoded: _Decoded, _: SourceOptions) -> Dataset:
-    """iNaturalist 2018 as it is distributed: train2018.json, val2018.json and the images that they name."""
-    train, test = (_read(read_split(directory / f"{name}2018.json"), decoded) for name in ("train", "val"))
-    return _dataset(train, test, directory, evaluated_side=image_size)
-
-
 DECODED: dict[str, Callable[[Path, int, _Decoded, SourceOptions], Dataset]] = {
     FOLDER: _load_folder,
     "packed": _load_packed,
-    "inaturalist-2018": _load_inaturalist,
 }
 """Data sets whose images are decoded for each use."""
 SYNTHETIC = "synthetic"
