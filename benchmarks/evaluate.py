@@ -26,7 +26,7 @@ from benchmarks.measure import Timing, at_least, in_turn, save_results, write_re
 from trainer.data import Dataset
 from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation
-from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.features import Frozen
 from trainer.evaluate.knn import SEARCHED_ROWS
 from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.settings import LinearConfig

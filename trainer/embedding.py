@@ -16,8 +16,7 @@ from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
-from trainer.evaluate.evaluation import Advance
-from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
 from trainer.feature_files import Batch, check_output, write_features

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trainer.data import Dataset
 from trainer.evaluate.__main__ import main
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
+from trainer.evaluate.evaluation import Evaluation, Outcome
+from trainer.evaluate.features import Advance
 from trainer.evaluate.subjects import Subject
 from trainer.model import EncoderConfig, TorchvisionEncoder
 from trainer.torchvision_schemas import import_module

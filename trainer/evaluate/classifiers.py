@@ -19,7 +19,7 @@ from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.pixels import normalise
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.evaluate.evaluation import Evaluation
-from trainer.evaluate.frozen import Frozen, centres
+from trainer.evaluate.features import Frozen, centres
 from trainer.evaluate.protocol import num_correct
 from trainer.evaluate.settings import TrainingConfig
 from trainer.evaluate.training import Training, check_batch, cosine

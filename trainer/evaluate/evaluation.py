@@ -16,14 +16,11 @@ from typing import Any
 
 from trainer.counting import counting
 from trainer.data import Dataset
-from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
 from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.torch import Ranks
-
-Advance = Callable[..., None]
-"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
 
 
 @dataclass(frozen=True, kw_only=True)

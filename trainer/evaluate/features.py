@@ -1,7 +1,10 @@
 """Features to evaluate: of an encoder, trained or not, or raw pixels."""
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +14,108 @@ from torch.optim.swa_utils import update_bn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
-from trainer.evaluate.frozen import centres
 from trainer.evaluate.protocol import split_tests
 from trainer.model import EncoderConfig, build_model
+from weightserver.common.background import computed_ahead
+from weightserver.torch import to_device
 
 _BATCH_SIZE = 500
 PIXELS_SIDE = 32
+RAW = PixelScale((0.0,), (1.0,))
+"""Pixels from 0 to 1."""
+
+Advance = Callable[..., None]
+"""advance(n=1, **shown): n more items are done; `shown` are numbers to show, tensors such as loss=…."""
+
+
+class RawPixels(nn.Module):
+    """The pixels themselves as features, flattened; of larger images, averages over 32 x 32 areas."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if max(images.shape[2:]) > PIXELS_SIDE:
+            images = F.interpolate(images, (PIXELS_SIDE, PIXELS_SIDE), mode="area")
+        return images.flatten(1)
+
+
+class Frozen:
+    """An encoder in eval mode (BatchNorm uses running statistics) whose state nothing changes."""
+
+    def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool = False) -> None:
+        self._encoder = encoder.to(device).eval()
+        self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
+        self._bfloat16 = bfloat16
+        self.pixels, self.device = pixels, device
+        self._is_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features float32 [B, d] of normalised images."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+            features: Tensor = self._encoder(images.contiguous(memory_format=torch.channels_last))
+        features = features.float().flatten(1)
+        self._is_finite &= features.isfinite().all()  # read in `check`, since that waits for the GPU
+        return features
+
+    def of_pixels(self, images: Tensor) -> Tensor:
+        """Features float32 [B, d] of images uint8 [B, C, H, W]."""
+        return self(normalise(to_device(images, self.device), self.pixels))
+
+    @torch.no_grad()
+    def of_images(
+        self, images: TrainImages, side: int | None, ids: Tensor, batch_size: int = 256, advance: Advance | None = None
+    ) -> Tensor:
+        """Features float32 [n, d], on the CPU, of `centres`; `advance` is told the number of each batch."""
+        features = []
+        for batch in centres(images, side, ids, batch_size):
+            features.append(self.of_pixels(batch).cpu())
+            if advance is not None:
+                advance(len(batch))
+        return torch.cat(features) if features else torch.zeros(0)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter or a BatchNorm buffer has changed, ValueError for infinite features."""
+        for name, value in self._encoder.state_dict().items():
+            if not torch.equal(value.nan_to_num(), self._before[name].nan_to_num()):
+                raise RuntimeError(f"{name} of the frozen encoder has changed: its evaluation is void")
+        if not self._is_finite:
+            raise ValueError("the encoder's features are not all finite: are its weights damaged?")
+
+
+def centres(images: TrainImages, side: int | None, ids: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """Batches uint8 [b, C, side, side] of the centre squares of images `ids` (int64 [n]), whole images for side None.
+
+    The next batch is decoded while the caller uses the last one.
+    """
+    edge = 0 if side is None else (images.shape[-1] - side) // 2
+    inner = slice(edge, None if side is None else edge + side)
+    batches = map(images.__getitem__, torch.split(ids, batch_size))
+    with closing(computed_ahead(batches, ahead=1, name="batches")) as decoded:
+        for batch in decoded:
+            yield batch[..., inner, inner]
+
+
+def encode(
+    encoder: nn.Module,
+    images: TrainImages,
+    side: int | None = None,
+    pixels: PixelScale = MINUS_ONE_TO_ONE,
+    *,
+    ids: Tensor | None = None,
+    batch_size: int = _BATCH_SIZE,
+) -> Tensor:
+    """Features float32 [n, d], on the CPU, of images uint8 [N, C, H, W], or of their centres with sides of `side`.
+
+    They are computed in eval mode where the encoder is, whose mode is restored.
+
+    Args:
+        ids: int64 [n], the images; all of them by default.
+    """
+    was_training = encoder.training
+    device = next((parameter.device for parameter in encoder.parameters()), torch.device("cpu"))
+    frozen = Frozen(encoder, pixels, device)
+    features = frozen.of_images(images, side, torch.arange(len(images)) if ids is None else ids, batch_size)
+    encoder.train(was_training)
+    return features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +131,7 @@ class FeatureSet:
     test_labels: Tensor
     """int64 [M]."""
 
-    def tested(self) -> "FeatureSet":
+    def tested(self) -> FeatureSet:
         """These features, or, without test images, with a tenth of the training images in their place: an encoder that
         learned without labels has seen them, but not their classes."""
         if len(self.test):
@@ -47,45 +146,25 @@ class FeatureSet:
 
 
 def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = MINUS_ONE_TO_ONE) -> FeatureSet:
-    """Computes features of an encoder in eval mode (BatchNorm uses running statistics), then restores its mode.
+    """The features of the training images and of the test images, as of `encode`.
 
     `pixels` is the encoder's scale (`EncoderConfig.pixels`), here and below.
 
     Raises:
         ValueError: a data set without labels.
     """
-    return _of_both(dataset, lambda images: encode(encoder, images, dataset.evaluated_side, pixels))
-
-
-def pixel_features(dataset: Dataset) -> FeatureSet:
-    """The pixels themselves, 0..1, flattened; of larger images, averages over 32 x 32 areas.
-
-    Raises:
-        ValueError: a data set without labels.
-    """
-    return _of_both(dataset, lambda images: _flat_pixels(images, dataset.evaluated_side))
-
-
-def _of_both(dataset: Dataset, features_of: Callable[[TrainImages], Tensor]) -> FeatureSet:
-    """The features of the training images and of the test images."""
     dataset.check_labelled()
     return FeatureSet(
-        train=features_of(dataset.train_images),
+        train=encode(encoder, dataset.train_images, dataset.evaluated_side, pixels),
         train_labels=dataset.train_labels,
-        test=features_of(dataset.test_images),
+        test=encode(encoder, dataset.test_images, dataset.evaluated_side, pixels),
         test_labels=dataset.test_labels,
     )
 
 
-def _flat_pixels(images: TrainImages, side: int | None) -> Tensor:
-    """Pixels float32 [N, d] in 0..1 of images uint8 [N, C, H, W]."""
-    flat = []
-    for batch in centres(images, side, torch.arange(len(images)), _BATCH_SIZE):
-        pixels = batch.cpu().float() / 255
-        if max(pixels.shape[2:]) > PIXELS_SIDE:
-            pixels = F.interpolate(pixels, (PIXELS_SIDE, PIXELS_SIDE), mode="area")
-        flat.append(pixels.flatten(1))
-    return torch.cat(flat) if flat else torch.zeros(0)
+def pixel_features(dataset: Dataset) -> FeatureSet:
+    """`RawPixels` in 0..1. Raises ValueError for a data set without labels."""
+    return encoder_features(RawPixels(), dataset, RAW)
 
 
 def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
@@ -101,24 +180,7 @@ def calibrate_batch_norm(
     Images are uint8 [N, C, H, W]. This makes the comparison with an untrained encoder fair: its initial statistics
     (mean 0, variance 1) describe no data.
     """
-    encoder = copy.deepcopy(encoder)
-    update_bn((_prepare(encoder, batch, pixels) for batch in torch.split(images[:num_images], _BATCH_SIZE)), encoder)
+    encoder, device = copy.deepcopy(encoder), next(encoder.parameters()).device
+    batches = (normalise(batch.to(device), pixels) for batch in torch.split(images[:num_images], _BATCH_SIZE))
+    update_bn((batch.contiguous(memory_format=torch.channels_last) for batch in batches), encoder)
     return encoder.eval()
-
-
-@torch.no_grad()
-def encode(
-    encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
-) -> Tensor:
-    """Features float32 [N, d], on the CPU, of images uint8 [N, C, H, W], or of their centres with sides of `side`."""
-    was_training = encoder.training
-    encoder.eval()
-    batches = centres(images, side, torch.arange(len(images)), _BATCH_SIZE)
-    features = [encoder(_prepare(encoder, batch, pixels)).float().cpu() for batch in batches]
-    encoder.train(was_training)
-    return torch.cat(features) if features else torch.zeros(0)
-
-
-def _prepare(encoder: nn.Module, images: Tensor, pixels: PixelScale) -> Tensor:
-    device = next(encoder.parameters()).device
-    return normalise(images.to(device), pixels).contiguous(memory_format=torch.channels_last)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
-from trainer.evaluate.features import FeatureSet
+from trainer.evaluate.evaluation import Evaluation, Outcome
+from trainer.evaluate.features import Advance, FeatureSet
 from trainer.evaluate.neighbours import Features, nearest, predict
 from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, split_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig

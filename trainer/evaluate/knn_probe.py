@@ -82,13 +82,15 @@ class KnnProbe:
 
     def _features(self) -> Tensor:
         """Features float32 [n, d] of the sample by rank 0's encoder, on the CPU; each rank computes a share of them."""
-        model, images, side = self._model, self._dataset.train_images, self._dataset.evaluated_side
-        features = torch.zeros(len(self._images), model.feature_dim)
+        encoder, data = self._model.encoder, self._dataset
+        features = torch.zeros(len(self._images), self._model.feature_dim)
         mine = self._ranks.share(len(self._images))
-        batches = zip(*(torch.split(whole[mine], _BATCH_SIZE) for whole in (features, self._images)), strict=True)
-        with with_first_ranks_buffers(model.encoder, self._ranks):
-            for batch, ids in batches:
-                batch.copy_(encode(model.encoder, images[ids], side, model.config.pixels))
+        ids, pixels = self._images[mine], self._model.config.pixels
+        with with_first_ranks_buffers(encoder, self._ranks):
+            if len(ids):  # there may be more ranks than images
+                features[mine] = encode(
+                    encoder, data.train_images, data.evaluated_side, pixels, ids=ids, batch_size=_BATCH_SIZE
+                )
         if self._ranks.world_size > 1:
             dist.all_reduce(features)  # exact: all ranks except one add zeros
         return features

@@ -13,10 +13,8 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from trainer.data import TrainImages
-from trainer.evaluate.evaluation import Advance, Evaluation, Outcome
+from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
-from trainer.evaluate.frozen import Frozen, centres
 from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, split_held_out
 from trainer.evaluate.settings import LinearCachedConfig
 
@@ -27,7 +25,6 @@ STRENGTHS = (1e-2, 1e-3, 1e-4, 1e-5)
 """Candidates for the strength λ in: mean cross entropy + λ/2 · |weights|²."""
 MAX_BYTES = 4 * 2**30
 """Features of training or test images that `linear_cached` takes; fitting needs several times as much."""
-_BATCH_SIZE = 256
 MAX_ITERATIONS = 60
 """L-BFGS iterations for each strength, starting from the result of the stronger one. More are not worth the time: on
 raw pixels (784 features, the slowest to converge) 200 change the test accuracy at the chosen λ by less than 0.1
@@ -54,26 +51,18 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
 def _fitted(evaluation: Evaluation, config: LinearCachedConfig) -> ProbeResult:
     dataset, frozen = evaluation.labelled(), evaluation.frozen()
     _splits(dataset.train_labels, config.folds)  # refused before the features are computed
-    num_images = len(dataset.train_images) + len(dataset.test_images)
-    with evaluation.progress("features", num_images) as advance:
-        train = _features(frozen, dataset.train_images, dataset.evaluated_side, advance)
-        test = _features(frozen, dataset.test_images, dataset.evaluated_side, advance)
+    every = [torch.arange(len(images)) for images in (dataset.train_images, dataset.test_images)]
+    side, most = dataset.evaluated_side, max(map(len, every))
+    if (num_bytes := 4 * most * frozen.of_images(dataset.train_images, side, every[0][:1]).shape[1]) > MAX_BYTES:
+        raise ValueError(
+            f"linear-cached keeps all features in memory, here {num_bytes / 2**30:.0f} GiB: use linear instead"
+        )
+    with evaluation.progress("features", sum(map(len, every))) as advance:
+        train = frozen.of_images(dataset.train_images, side, every[0], advance=advance)
+        test = frozen.of_images(dataset.test_images, side, every[1], advance=advance)
     frozen.check()
     features = FeatureSet(train=train, train_labels=dataset.train_labels, test=test, test_labels=dataset.test_labels)
     return linear_top1(features, config.folds)
-
-
-def _features(frozen: Frozen, images: TrainImages, side: int | None, advance: Advance) -> Tensor:
-    """Features float32 [N, d] of all images, on the CPU."""
-    parts = []
-    for batch in centres(images, side, torch.arange(len(images)), _BATCH_SIZE):
-        parts.append(frozen.of_pixels(batch).cpu())
-        advance(len(batch))
-        if (num_bytes := 4 * len(images) * parts[0].shape[1]) > MAX_BYTES:
-            raise ValueError(
-                f"linear-cached keeps all features in memory, here {num_bytes / 2**30:.0f} GiB: use linear instead"
-            )
-    return torch.cat(parts)
 
 
 def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:

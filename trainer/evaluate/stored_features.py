@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.data import TrainImages
-from trainer.evaluate.evaluation import Advance
-from trainer.evaluate.frozen import Frozen, centres
+from trainer.evaluate.features import Advance, Frozen
 from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
 BLOCK_ROWS = 4_096
 """Features in a file: 16 MiB for features of 2,048 values."""
-_BATCH_SIZE = 256
 
 
 class StoredFeatures:
@@ -64,7 +62,6 @@ def write_array(path: Path, array: npt.NDArray[Any]) -> None:
     atomic_write(path, write)
 
 
-@torch.no_grad()
 def store_features(
     frozen: Frozen, images: TrainImages, side: int | None, directory: Path, ranks: Ranks, advance: Advance
 ) -> StoredFeatures:
@@ -81,8 +78,7 @@ def store_features(
         ids = torch.arange(block * BLOCK_ROWS, min(len(images), (block + 1) * BLOCK_ROWS))
         file = block_file(directory, block)
         if not file.exists():
-            batches = centres(images, side, ids, _BATCH_SIZE)
-            features = torch.cat([F.normalize(frozen.of_pixels(batch)).half().cpu() for batch in batches])
+            features = F.normalize(frozen.of_images(images, side, ids)).half()
             frozen.check()
             write_array(file, features.numpy())
         advance(len(ids) * ranks.world_size)

@@ -17,6 +17,7 @@ from torch import nn
 from trainer.data import SYNTHETIC
 from trainer.data.config import DataConfig
 from trainer.data.pixels import PixelScale
+from trainer.evaluate.features import RAW, RawPixels
 from trainer.evaluate.options import SubjectOptions
 from trainer.export.importing import library_config
 from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
@@ -28,7 +29,6 @@ from weightserver.torch import Ranks
 
 _MOST_ATTEMPTS = 10
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
-_RAW = PixelScale((0.0,), (1.0,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,13 @@ class Subject:
 
     @property
     def network(self) -> nn.Module:
-        """The encoder; for raw pixels, one that flattens images."""
-        return self.encoder if self.encoder is not None else nn.Flatten()
+        """The encoder, or `RawPixels`."""
+        return self.encoder if self.encoder is not None else RawPixels()
 
     @property
     def pixels(self) -> PixelScale:
         """The scale of the network's input."""
-        return self.config.pixels if self.config is not None else _RAW
+        return self.config.pixels if self.config is not None else RAW
 
     @cached_property
     def digest(self) -> str:

@@ -19,8 +19,7 @@ from tests.helpers.evaluations import (
 )
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate import stored_features
-from trainer.evaluate.features import encoder_features
-from trainer.evaluate.frozen import Frozen
+from trainer.evaluate.features import Frozen, encoder_features
 from trainer.evaluate.knn import knn, knn_top1
 from trainer.evaluate.settings import KnnConfig
 from trainer.evaluate.stored_features import StoredFeatures, store_features

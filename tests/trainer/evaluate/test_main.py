@@ -17,8 +17,8 @@ from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
-from trainer.evaluate import linear_cached
 from trainer.evaluate.command import parse
+from trainer.evaluate.features import Frozen
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.evaluate.run import _images, _reading
 from trainer.evaluate.subjects import Subject
@@ -328,7 +328,7 @@ def test_bad_input_gives_one_line_and_status_2(
 def test_folds_are_refused_before_features_are_computed(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(linear_cached, "_features", lambda *_: pytest.fail("features were computed"))
+    monkeypatch.setattr(Frozen, "of_images", lambda *_: pytest.fail("features were computed"))
     arguments = ["linear-cached", "--pixels", "--dataset", "idx", "--data-dir", str(data_dir), "--folds"]
     assert evaluate([*arguments, "1000000"]) == 2
     assert "training images are too few for 1000000 folds: each needs one\n" in capsys.readouterr().err
