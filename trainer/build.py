@@ -25,9 +25,9 @@ from trainer.model import PICModel, build_model, load_encoder, measure_feature_d
 from trainer.monitors import Monitors
 from trainer.observing import Observer
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import load, saved_images, saved_steps
+from trainer.run.checkpoint_file import file_path, restore, saved_steps
 from trainer.run.claim import DirectoryClaim
-from trainer.run.opening import head_of, open_head
+from trainer.run.opening import Opened, head_of, open_head
 from trainer.run.recorder import Recorder
 from trainer.run.run_images import RunImages
 from trainer.run.totals import Totals, Usage, totals_at
@@ -100,15 +100,16 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
 
     claim = stack.enter_context(DirectoryClaim(config, num_images, is_first=ranks.is_first))
     recorder = Recorder(config, num_images, ranks, stack)
-    images, saved_step = open_head(stack.enter_context(head), config, dataset, classes, ranks)
-    usage = Usage(_totals_before(config, saved_step, ranks), started, head.counters, ranks)
+    opened = open_head(stack.enter_context(head), config, dataset, classes, ranks)
+    images = opened.images
+    usage = Usage(_totals_before(config, opened.step, ranks), started, head.counters, ranks)
 
     def on_saved() -> None:
         claim.keep()
         recorder.checkpoint_saved()
 
     checkpoints = Checkpoints(config, ranks, head, images, usage, on_saved=on_saved)
-    start_step = _restore(config, saved_step, images, checkpoints, model, optimizer)
+    start_step = _restore(config, opened, checkpoints, model, optimizer)
     claim.prepare(start_step, num_steps)
     recorder.follow(head.counters, start_step)
     rates = images.learning_rates(config.optimization)
@@ -182,20 +183,19 @@ def _totals_before(config: TrainConfig, saved_step: int | None, ranks: Ranks) ->
 
 def _restore(
     config: TrainConfig,
-    saved_step: int | None,
-    images: RunImages,
+    opened: Opened,
     checkpoints: Checkpoints,
     model: PICModel,
     optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Loads the checkpoint to resume from; returns the first step. A new run saves its first checkpoint, so that from
-    now on the servers belong to it, and one with more images the same with these."""
-    files = config.run.output / "checkpoints"
-    if saved_step is not None:
-        load(files, saved_step, model, optimizer)
-    if saved_step is None or saved_images(files, saved_step) != images:
-        checkpoints.save(saved_step or 0, model, optimizer)
-    return saved_step or 0
+    """Restores the checkpoint to resume from; returns the first step. A new run saves its first checkpoint, so that
+    from now on the servers belong to it, and one with more images the same with these."""
+    step = opened.step or 0
+    if opened.step is not None:
+        restore(opened.tensors, file_path(config.run.output / "checkpoints", step), model, optimizer)
+    if opened.step is None or opened.has_grown:
+        checkpoints.save(step, model, optimizer)
+    return step
 
 
 def _sampler(config: TrainConfig, classes: RunClasses, head: ClassifierHead) -> WindowSampler:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from weightserver.torch import Ranks
@@ -51,6 +51,26 @@ def with_first_ranks_buffers(module: nn.Module, ranks: Ranks) -> Iterator[None]:
     finally:
         for buffer, content in zip(module.buffers(), own, strict=True):
             buffer.copy_(content)
+
+
+def tensors_of_first(call: Callable[[], dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """The tensors by name that `call` returns on rank 0, contiguous and on the CPU, on every rank.
+
+    Raises:
+        ValueError: rank 0 failed; its own error is raised there.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def described() -> list[tuple[str, list[int], str]]:
+        tensors.update(call())
+        return [(name, list(value.shape), str(value.dtype).rpartition(".")[2]) for name, value in tensors.items()]
+
+    for name, shape, dtype in ranks.of_first(described):
+        if not ranks.is_first:
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if ranks.world_size > 1 and tensors[name].numel():
+            dist.broadcast(tensors[name].view(-1).view(torch.uint8), src=0)
+    return tensors
 
 
 @contextmanager

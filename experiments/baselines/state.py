@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.run.checkpoint import tensors_to_save
-from trainer.run.checkpoint_file import FORMAT, file_path, load, saved_steps
+from trainer.run.checkpoint_file import FORMAT, file_path, load, restore, saved_steps
 from weightserver.common.atomic_files import atomic_write, make_directory
+from weightserver.torch import Ranks
 
 IDENTITY_FILE = "baseline.json"
 """The method, its own settings, the digests of the images, and the updates of PIC's run; the rest is in config.json."""
@@ -52,5 +53,5 @@ class Checkpoints:
         """Restores the newest state; returns the number of its updates, 0 if there is none."""
         steps = saved_steps(self._directory)
         if steps:
-            load(self._directory, steps[-1], method, optimizer)
+            restore(load(self._directory, steps[-1], Ranks()), file_path(self._directory, steps[-1]), method, optimizer)
         return steps[-1] if steps else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -569,3 +570,25 @@ def test_a_run_of_another_version_is_refused_in_one_line(tmp_path: Path, capsys:
     with pytest.raises(ValueError, match=r"run is a run of another version of this program: finish .* \(0\.2 or older"):
         train(small_run(output, resume=True))
     assert (output / "config.json").read_bytes() == before
+
+
+@pytest.mark.guard  # seconds
+def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
+    """Two ranks as on two machines that share no disk: each has its own working directory, and --output is relative."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += ["sh", "-c", f'cd "$RANK" && exec {shlex.quote(sys.executable)} -m trainer "$@"', "trainer"]
+    command += ["synthetic", "--num-images", "300", "--encoder.image-size", "16", "--encoder.width", "8", "--dim", "16"]
+    command += ["--steps", "40", "--batch-size", "16", "--num-negatives", "64", "--window-size", "96"]
+    command += ["--window-stride", "24", "--checkpoint-every", "10", "--log-every", "1", "--no-evaluate"]
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+
+    def run(*more: str) -> list[float]:
+        subprocess.run([*command, *more], check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return losses(tmp_path / "0" / "run")
+
+    with LocalCluster(2) as cluster:
+        command += ["--output", "run", "--resume", "auto", "--servers", ",".join(cluster.addresses)]
+        once = run()
+        assert run("--resume-step", "20") == once
+    assert not list((tmp_path / "1").iterdir())

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from trainer.distributed import tensors_of_first
 from trainer.run.run_images import RunImages
 from weightserver import Checkpoint
 from weightserver.common.atomic_files import sync
-from weightserver.torch import SavedRows
+from weightserver.torch import Ranks, SavedRows
 
 _log = logging.getLogger(__name__)
 
@@ -68,39 +69,41 @@ def steps_on_both(directory: Path, kept: Sequence[Checkpoint]) -> list[int]:
     return found
 
 
-def load(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restores model and optimizer to their state after `step` updates.
+def load(directory: Path, step: int, ranks: Ranks) -> dict[str, Tensor]:
+    """The tensors in the file of a checkpoint by name, which rank 0 reads and sends to the others.
 
     Raises:
-        ValueError: the file is damaged, or of another format or model.
+        ValueError: the file is damaged, or of another format.
     """
-    path = file_path(directory, step)
-    if not path.exists():
-        raise ValueError(f"{path} is not on this machine: all ranks of a resumed run need its directory")
-    if read_metadata(path).get("step") != str(step):
-        raise ValueError(f"{path} is not a checkpoint of step {step}")
+
+    def read() -> dict[str, Tensor]:
+        path = file_path(directory, step)
+        if read_metadata(path).get("step") != str(step):
+            raise ValueError(f"{path} is not a checkpoint of step {step}")
+        return _read_tensors(path)
+
+    return tensors_of_first(read, ranks)
+
+
+def restore(tensors: Mapping[str, Tensor], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives model and optimizer the state in the tensors of `path`. Raises ValueError for those of another model."""
     try:
-        model.load_state_dict(_read_tensors(path, MODEL))
+        model.load_state_dict(_named(tensors, MODEL))
     except RuntimeError as error:
         raise _unreadable(path, error) from None
-    momentum = _read_tensors(path, MOMENTUM)
+    momentum = _named(tensors, MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
             # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
             optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
 
 
-def head_state(directory: Path, step: int) -> Tensor:
-    """The state of the head in the file of a checkpoint. Raises ValueError if it has none."""
+def saved_rows(directory: Path, step: int) -> SavedRows:
+    """What identifies the rows of a checkpoint. Raises ValueError for a file that cannot be read, or is none."""
     path = file_path(directory, step)
     if "" not in (found := _read_tensors(path, HEAD)):
         raise ValueError(f"{path} is not a checkpoint in format {FORMAT}: use the version of the program that wrote it")
-    return found[""]
-
-
-def saved_rows(directory: Path, step: int) -> SavedRows:
-    """What identifies the rows of a checkpoint. Raises ValueError for a file that cannot be read, or is none."""
-    return SavedRows.from_state(head_state(directory, step))
+    return SavedRows.from_state(found[""])
 
 
 def encoder_tensors(directory: Path, name: str) -> dict[str, Tensor]:
@@ -122,10 +125,14 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, by the rest of the name."""
+    """The tensors of a file whose names start with `prefix`, by the rest of the name."""
     with _opened(path) as file:
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        return _named({name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}, prefix)  # noqa: SIM118
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names start with `prefix`, by the rest of the name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 @contextlib.contextmanager

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.display import stage
-from trainer.run.checkpoint_file import head_state, remove_unfinished, saved_images
+from trainer.run.checkpoint_file import HEAD, load, remove_unfinished, saved_images
 from trainer.run.resume import step_to_resume
 from trainer.run.run_images import RunImages
 from weightserver import NoTableError, WeightClient
@@ -66,45 +69,60 @@ def _loss(config: TrainConfig) -> Loss:
     return Loss("cosine", config.loss.temperature, config.loss.margin, margin_size, config.loss.label_smoothing)
 
 
-def open_head(
-    head: ClassifierHead, config: TrainConfig, dataset: Dataset, classes: RunClasses, ranks: Ranks
-) -> tuple[RunImages, int | None]:
+@dataclass(frozen=True)
+class Opened:
+    """A run whose head is open."""
+
+    images: RunImages
+    step: int | None = None
+    """That of the checkpoint from which it is resumed; None for a new run."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Those of the checkpoint, by their names in its file."""
+    has_grown: bool = False
+    """Whether it has more images than at the checkpoint."""
+
+
+def open_head(head: ClassifierHead, config: TrainConfig, dataset: Dataset, classes: RunClasses, ranks: Ranks) -> Opened:
     """Opens the head of a new run, or at the newest checkpoint of a run that is resumed; with --extend there are also
-    new rows for the images that were added since. Returns the run's images and the checkpoint's step, None for a new
-    run.
+    new rows for the images that were added since. Only rank 0 needs the run's directory.
 
     Raises:
         ValueError: settings or images that do not match, or weight servers that another run used.
         WeightServerError: weight servers that are unreachable or refuse.
     """
     num_images = len(dataset.train_images)
-    images, step = RunImages(num_images, num_images, dataset.digests, classes.digest), None
+    opened = Opened(RunImages(num_images, num_images, dataset.digests, classes.digest))
     if config.rows.rows != "dense" and not config.servers.servers:
         with stage("starting the weight servers"):
             head.connect()
     if config.run.resume:
         client = head.connect()
-        found = ranks.of_first(partial(_to_resume, client, config, images, dataset.ranges))
-        images, step = RunImages.from_json(found["images"]), found["step"]
-    if step is not None:
-        head.set_extra_state(head_state(config.run.output / "checkpoints", step))
+        found = ranks.of_first(partial(_to_resume, client, config, opened.images, dataset.ranges))
+        opened = Opened(RunImages.from_json(found["images"]), found["step"], has_grown=found["has_grown"])
+    if opened.step is not None:
+        tensors = load(config.run.output / "checkpoints", opened.step, ranks)
+        head.set_extra_state(tensors[HEAD])
+        opened = replace(opened, tensors=tensors)
     head.open()
     if config.run.resume and ranks.is_first:
         remove_unfinished(config.run.output / "checkpoints")
-    return images, step
+    return opened
 
 
 def _to_resume(client: WeightClient, config: TrainConfig, images: RunImages, ranges: tuple[int, ...]) -> dict[str, Any]:
-    """The step to resume from, None for a run that died before its first checkpoint, and the run's images then.
+    """The step to resume from, None for a run that died before its first checkpoint, the run's images then, and whether
+    they are more than in the checkpoint.
 
     `images` are those of a new run with all images. Raises ValueError as `open_head`.
     """
-    files = config.run.output / "checkpoints"
+    files, has_grown = config.run.output / "checkpoints", False
     step = step_to_resume(files, client, config.run.resume_step)
     if step is not None:
-        images = saved_images(files, step).resumed(ranges, images.digests, images.classes, extend=config.run.extend)
+        saved = saved_images(files, step)
+        images = saved.resumed(ranges, images.digests, images.classes, extend=config.run.extend)
+        has_grown = images != saved
     else:
         with contextlib.suppress(NoTableError):
             if client.describe().run == config.run.output.name:  # nothing was written; it begins again
                 client.drop_table()
-    return {"step": step, "images": images.to_json()}
+    return {"step": step, "images": images.to_json(), "has_grown": has_grown}

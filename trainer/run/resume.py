@@ -31,18 +31,30 @@ _OF_ONE_START = frozenset(["resume", "extend", "init_encoder"])
 
 
 def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory.
+    """Replaces `--resume auto` by True or False, on every rank by what rank 0 finds in the run's directory. What a
+    resumed run is, all ranks take from rank 0, which alone needs that directory.
 
     Only a directory that no run has claimed starts a new run; anything that prevents an existing run from being resumed
     is found and refused later. Dense rows cannot be resumed.
     """
     if config.run.resume != "auto":
-        return config
+        return _as_on_first(config, ranks) if config.run.resume else config
     found = ranks.is_first and config.rows.rows != "dense" and (config.run.output / CONFIG_FILE).exists()
     (resumes,) = ranks.max_over_ranks([float(found)])
     if config.run.resume_step is not None and not resumes:
         raise ValueError(f"{config.run.output} holds no run to resume: omit --resume-step, or give the run's --output")
-    return config.with_settings(resume=bool(resumes))
+    config = config.with_settings(resume=bool(resumes))
+    return _as_on_first(config, ranks) if resumes else config
+
+
+def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """The settings with rank 0's for all that a run cannot change when it is resumed."""
+    had = ranks.of_first(lambda: json.loads(config.to_json()))
+    if ranks.is_first:
+        return config
+    own = json.loads(config.to_json())
+    settings = TrainConfig.of_run(had | {name: value for name, value in own.items() if name in RESUMABLE})
+    return settings.with_settings(resume_step=config.run.resume_step)
 
 
 def check_same_run(config: TrainConfig, num_images: int) -> None:
