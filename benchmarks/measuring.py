@@ -96,12 +96,12 @@ def handled(service: WeightServerService, rows: Any, clock: Any) -> Callable[[],
     context.invocation_metadata.return_value = ((VERSION_KEY, __version__),)
     list(service.Fetch(pb.FetchRequest(step=STEP, rates=pb.Rates(learning_rates=to_bytes(rates))), context))
     named = pb.Rates(start=STEP, digest=HashedRates(rates).digest(STEP))
-    request = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP, rates=named)
-    fetch = service.calls.answer_in_parts("Fetch", service.Fetch)
+    message = pb.FetchRequest(rows=rows_to_proto(rows), step=STEP, rates=named).SerializeToString()
+    fetch = service.calls.handler_in_parts("Fetch", service.Fetch, pb.FetchRequest.FromString).stream_stream
 
     def run() -> None:
         StageClock.start = clock  # type: ignore[method-assign]
-        for _ in fetch(iter([request]), context):
+        for _ in fetch(iter([message]), context):
             pass
 
     return run

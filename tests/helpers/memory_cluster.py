@@ -378,7 +378,7 @@ class Process:
         )
         handler = self._registered.service(details)
         behaviour = handler.stream_unary or handler.stream_stream
-        requests = (handler.request_deserializer(request.SerializeToString()) for request in message.requests)
+        requests = (request.SerializeToString() for request in message.requests)
         self._handling.append(message)
         try:
             answers = behaviour(requests, context)

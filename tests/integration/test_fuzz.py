@@ -32,7 +32,7 @@ from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
-from weightserver.server.admission import BASE_BYTES, CallLimiter
+from weightserver.server.admission import BASE_BYTES
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.service import NAME, WeightServerService, add_to_server
@@ -242,7 +242,7 @@ class FakeContext:
 
 
 class InProcess:
-    """A shard's handlers behind its call limiter, without a channel or a disk."""
+    """A shard's handlers, without a channel or a disk."""
 
     def __init__(self) -> None:
         self.shard = Shard(MemoryStorage(), shard=0, num_shards=2)
@@ -253,11 +253,10 @@ class InProcess:
         )
         registered: list[Any] = []
         add_to_server(service, SimpleNamespace(add_generic_rpc_handlers=registered.extend))
-        limiter = CallLimiter(self.memory, stall_seconds=60, on_cut_off=lambda: None)
         self._handlers = {}
         for method in METHODS:
             details = SimpleNamespace(method=f"/{NAME}/{method.name}", invocation_metadata=())
-            self._handlers[method.name] = limiter.intercept_service(registered[0].service, details)
+            self._handlers[method.name] = registered[0].service(details)
         self.prepare()
 
     def prepare(self) -> None:

@@ -33,7 +33,7 @@ class StageClock:
 
 
 _clock: ContextVar[StageClock | None] = ContextVar("clock", default=None)
-"""The clock of the current call, from its arrival on; gRPC runs a call's interceptors and handler in one context."""
+"""The clock of the current call, from its arrival on; gRPC finds and runs a call's handler in one context."""
 
 
 def arrive() -> None:

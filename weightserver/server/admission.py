@@ -18,19 +18,19 @@ that were used, and those that a fetch brought last.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from weightserver.common.logs import follow_request
 from weightserver.common.malloc import own_bytes, return_free_memory
-from weightserver.common.stages import arrive, call_clock
+from weightserver.common.stages import call_clock
 from weightserver.common.version import __version__
 from weightserver.core.errors import InvalidRequestError, WeightServerError
 from weightserver.protocol.codec import VERSION_KEY
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.25
 """How often the watch looks at every call."""
 
 
-class _Call:
+class WatchedCall:
     """A call from the time it has a thread until its answer was taken."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
@@ -67,11 +67,8 @@ class _Call:
         self.is_silent = True
 
 
-class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Keeps every call of every service within the bounds.
-
-    Every service's handlers read their requests as streams, even those of one message, which look the same on the wire:
-    gRPC would wait for a unary request's message in a thread, without a bound.
+class StallWatch:
+    """Cancels calls whose caller is silent.
 
     Silence is counted in looks of one thread, not in time: while the process is stopped or starved, nobody looks.
 
@@ -80,11 +77,13 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         on_cut_off: called for each call that is cancelled because its caller was silent.
     """
 
-    def __init__(self, memory: RequestMemory, *, stall_seconds: float, on_cut_off: Callable[[], None]) -> None:
+    def __init__(
+        self, memory: RequestMemory, *, stall_seconds: float = math.inf, on_cut_off: Callable[[], None] = lambda: None
+    ) -> None:
         self._memory = memory
         self._stall_seconds = stall_seconds
         self._on_cut_off = on_cut_off
-        self._calls: set[_Call] = set()
+        self._calls: set[WatchedCall] = set()
 
     @property
     def num_running(self) -> int:
@@ -95,40 +94,11 @@ class CallLimiter(grpc.ServerInterceptor):  # type: ignore[misc]
         """Starts the thread that cuts silent callers off and returns free memory, for as long as the process lives."""
         threading.Thread(target=self._watch, name="stalls", daemon=True).start()
 
-    def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
-        arrive()
-        follow_request(handler_call_details.invocation_metadata)
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return None
-        behaviour = handler.stream_unary or handler.stream_stream
-
-        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-            with self._watched(context) as call:
-                return behaviour(_requests(received, call, handler.request_deserializer), context)
-
-        def answers(received: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._watched(context) as call:
-                requests = _requests(received, call, handler.request_deserializer)
-                with closing(behaviour(requests, context)) as parts:
-                    for message in parts:
-                        call.wait()
-                        yield message
-                        call.is_silent = False
-
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(answers, None, handler.response_serializer)
-        if threads := getattr(behaviour, "experimental_thread_pool", None):
-            answer.experimental_thread_pool = threads  # type: ignore[attr-defined]
-        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)
-
     @contextmanager
-    def _watched(self, context: grpc.ServicerContext) -> Iterator[_Call]:
+    def watched(self, context: grpc.ServicerContext) -> Iterator[WatchedCall]:
         """Watches a call from now on until its answer was taken. Its handler answers all errors but that its caller is
         gone."""
-        call = _Call(context)
+        call = WatchedCall(context)
         self._calls.add(call)
         try:
             if not context.add_callback(lambda: self._calls.discard(call)):
@@ -171,7 +141,7 @@ def abort(
     raise AssertionError("abort() raises")
 
 
-def _requests(received: Iterator[bytes], call: _Call, parse: Callable[[bytes], Any]) -> Iterator[Any]:
+def requests(received: Iterator[bytes], call: WatchedCall, parse: Callable[[bytes], Any]) -> Iterator[Any]:
     """The call's messages."""
     clock = call_clock()
     while True:

@@ -1,4 +1,8 @@
-"""How handlers answer calls: they time them, turn errors into statuses, and commit writes."""
+"""How handlers answer calls: they watch and time them, turn errors into statuses, and commit writes.
+
+All read their requests as streams, even those of one message, which look the same on the wire: gRPC would wait for a
+unary request's message in a thread, without a bound.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -26,7 +30,7 @@ from weightserver.core.errors import (
 )
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, SHARD_KEY, TABLE_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
-from weightserver.server.admission import abort
+from weightserver.server.admission import StallWatch, abort, requests
 from weightserver.server.metrics import ShardMetrics
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
@@ -49,6 +53,7 @@ class Calls:
         shard: Shard,
         committer: Committer,
         metrics: ShardMetrics,
+        stalls: StallWatch,
         *,
         slow_seconds: float,
         on_write: Callable[[str], object],
@@ -56,31 +61,50 @@ class Calls:
         self._shard = shard
         self._committer = committer
         self._metrics = metrics
+        self._stalls = stalls
         self._slow_seconds = slow_seconds
         self._on_write = on_write
         self._logged: dict[tuple[str, str], float] = {}
 
-    def answer(self, method: str, behaviour: Callable[[Any, Any], Any], *, of_one: bool) -> Callable[..., Any]:
+    def handler(
+        self,
+        method: str,
+        behaviour: Callable[[Any, Any], Any],
+        parse: Callable[[bytes], Any],
+        serialize: Callable[[Any], bytes] | None = None,
+        *,
+        of_one: bool,
+    ) -> grpc.RpcMethodHandler:
         """The handler of a method that returns its answer.
 
         Args:
             of_one: whether the behaviour takes the call's only message, instead of all of them.
         """
 
-        def answer(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            with self._answering(method, context):
-                return behaviour(_only(requests) if of_one else requests, context)
+        def answer(received: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            with self._stalls.watched(context) as call, self._answering(method, context):
+                messages = requests(received, call, parse)
+                return behaviour(_only(messages) if of_one else messages, context)
 
-        return answer
+        return grpc.stream_unary_rpc_method_handler(answer, None, serialize)
 
-    def answer_in_parts(self, method: str, behaviour: Callable[[Any, Any], Iterator[Any]]) -> Callable[..., Any]:
+    def handler_in_parts(
+        self, method: str, behaviour: Callable[[Any, Any], Generator[bytes, None, None]], parse: Callable[[bytes], Any]
+    ) -> grpc.RpcMethodHandler:
         """The handler of a method that takes one message and generates its answers."""
 
-        def answers(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._answering(method, context):
-                yield from behaviour(_only(requests), context)
+        def answers(received: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with (
+                self._stalls.watched(context) as call,
+                self._answering(method, context),
+                contextlib.closing(behaviour(_only(requests(received, call, parse)), context)) as parts,
+            ):
+                for message in parts:
+                    call.wait()
+                    yield message
+                    call.is_silent = False
 
-        return answers
+        return grpc.stream_stream_rpc_method_handler(answers)
 
     @contextlib.contextmanager
     def _answering(self, method: str, context: grpc.ServicerContext) -> Iterator[None]:

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from weightserver.core.errors import WeightServerError
-from weightserver.server.admission import MAX_THREADS, CallLimiter
+from weightserver.server.admission import MAX_THREADS, StallWatch
 from weightserver.server.health import ShardHealth
 from weightserver.server.request_memory import RequestMemory
 from weightserver.server.security import ServerTls
@@ -38,15 +38,13 @@ def publish_shard(registry: CollectorRegistry, shard: Shard) -> None:
     _publish(registry, gauges)
 
 
-def publish_load(
-    registry: CollectorRegistry, memory: RequestMemory, limiter: CallLimiter, committer: Committer
-) -> None:
+def publish_load(registry: CollectorRegistry, memory: RequestMemory, stalls: StallWatch, committer: Committer) -> None:
     """Publishes what requests hold and how many wait."""
     calls = f"Calls that have a thread; further ones wait while there are {MAX_THREADS}."
     gauges: Gauges = {
         "request_memory_bytes": ("Memory reserved by requests in progress.", lambda: memory.used_bytes),
         "commit_queue_writes": ("Writes that wait for a transaction.", lambda: committer.num_waiting),
-        "running_calls": (calls, lambda: limiter.num_running),
+        "running_calls": (calls, lambda: stalls.num_running),
         "waiting_calls": ("Calls that have a thread and wait for memory.", lambda: memory.num_waiting),
     }
     _publish(registry, gauges)

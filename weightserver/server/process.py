@@ -36,7 +36,7 @@ from weightserver.protocol.codec import (
     MAX_REQUEST_BYTES,
 )
 from weightserver.server import service
-from weightserver.server.admission import MAX_CALLS, MAX_THREADS, CallLimiter
+from weightserver.server.admission import MAX_CALLS, MAX_THREADS, StallWatch
 from weightserver.server.config import ServerConfig
 from weightserver.server.gauges import publish_certificate, publish_health, publish_load, publish_shard
 from weightserver.server.health import ShardHealth
@@ -163,12 +163,13 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
     committer = Committer(shard.batch, front.metrics.committed)
     grace_seconds = 0.0  # an error before serving ends the process at once
     try:
-        publish_load(front.metrics.registry, front.memory, front.limiter, committer)
+        publish_load(front.metrics.registry, front.memory, front.stalls, committer)
         handlers = service.WeightServerService(
             shard,
             committer,
             front.metrics,
             front.memory,
+            stalls=front.stalls,
             slow_seconds=config.slow_request_seconds,
             on_write=healthy.wrote,
         )
@@ -204,7 +205,7 @@ class _Front:
     tls: ServerTls | None
     metrics: ShardMetrics
     memory: RequestMemory
-    limiter: CallLimiter
+    stalls: StallWatch
 
 
 def _listening_server(config: ServerConfig) -> _Front:
@@ -219,11 +220,11 @@ def _listening_server(config: ServerConfig) -> _Front:
         tokens = Followed(lambda: read_tokens(config.token_file), config.token_file)
         interceptors.append(TokenInterceptor(tokens, metrics.unauthenticated.inc))
     memory = RequestMemory(config.request_memory_mib << 20)
-    limiter = CallLimiter(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.cut_off.inc)
-    limiter.start()
+    stalls = StallWatch(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.cut_off.inc)
+    stalls.start()
     server = grpc.server(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grpc"),
-        interceptors=[*interceptors, limiter],
+        interceptors=interceptors,
         maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
@@ -239,7 +240,7 @@ def _listening_server(config: ServerConfig) -> _Front:
         ],
     )
     address = _listen(server, config.listen, tls)
-    return _Front(server, address, tls, metrics, memory, limiter)
+    return _Front(server, address, tls, metrics, memory, stalls)
 
 
 def _check_streams(config: ServerConfig) -> None:

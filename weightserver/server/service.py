@@ -12,7 +12,8 @@ from functools import partial
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from weightserver.common.stages import call_clock
+from weightserver.common.logs import follow_request
+from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS
@@ -25,6 +26,7 @@ from weightserver.protocol.codec import (
     spec_from_proto,
     to_bytes,
 )
+from weightserver.server.admission import StallWatch
 from weightserver.server.answers import (
     describe_response,
     read_blocks_response,
@@ -65,13 +67,16 @@ class WeightServerService:
         metrics: ShardMetrics,
         memory: RequestMemory,
         *,
+        stalls: StallWatch | None = None,
         slow_seconds: float = math.inf,
         on_write: Callable[[str], object] = lambda refused: None,
     ) -> None:
         self._shard = shard
         self._metrics = metrics
         self._memory = memory
-        self.calls = Calls(shard, committer, metrics, slow_seconds=slow_seconds, on_write=on_write)
+        self.calls = Calls(
+            shard, committer, metrics, stalls or StallWatch(memory), slow_seconds=slow_seconds, on_write=on_write
+        )
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         self._memory.reserve(answer_bytes(len(self._shard.state.checkpoints) * _CHECKPOINT_BYTES), context)
@@ -298,26 +303,31 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        if method not in self._handlers:
+            return None
+        arrive()
+        follow_request(metadata)
         if method == f"/{NAME}/Fetch" and any(key == ONE_MESSAGE_KEY for key, _ in metadata):
             return self._fetch_at_once
-        return self._handlers.get(method)
+        return self._handlers[method]
 
 
 def add_to_server(service: WeightServerService, server: grpc.Server) -> None:
-    """Registers every method of the contract. All read their requests as streams: see `admission`. Fetch serializes its
-    answers itself.
-    """
+    """Registers every method of the contract. Fetch serializes its answers itself."""
     calls, handlers = service.calls, {}
     for method in pb.DESCRIPTOR.services_by_name["WeightServer"].methods:
         request, response = (GetMessageClass(message) for message in (method.input_type, method.output_type))
         behaviour = getattr(service, method.name)
         if method.server_streaming:
-            answer = calls.answer_in_parts(method.name, behaviour)
-            handler = grpc.stream_stream_rpc_method_handler(answer, request.FromString)
+            handler = calls.handler_in_parts(method.name, behaviour, request.FromString)
         else:
-            answer = calls.answer(method.name, behaviour, of_one=not method.client_streaming)
-            handler = grpc.stream_unary_rpc_method_handler(answer, request.FromString, response.SerializeToString)
+            handler = calls.handler(
+                method.name,
+                behaviour,
+                request.FromString,
+                response.SerializeToString,
+                of_one=not method.client_streaming,
+            )
         handlers[f"/{NAME}/{method.name}"] = handler
-    at_once = calls.answer("Fetch", service.fetch_at_once, of_one=True)
-    fetch_at_once = grpc.stream_unary_rpc_method_handler(at_once, pb.FetchRequest.FromString)
+    fetch_at_once = calls.handler("Fetch", service.fetch_at_once, pb.FetchRequest.FromString, of_one=True)
     server.add_generic_rpc_handlers([_Handlers(handlers, fetch_at_once)])
