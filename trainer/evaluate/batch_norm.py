@@ -17,18 +17,18 @@ def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:
     On GPUs by torch's SyncBatchNorm, which does not support CPUs.
 
     Raises:
-        ValueError: a CPU, and a BatchNorm of another class than torch's.
+        ValueError: a BatchNorm of another class than torch's, such as timm's with an activation, which would be lost.
     """
     if ranks.world_size == 1:
         return network
+    norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
+            raise ValueError(f"{type(norm).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
     if ranks.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         return converted
-    for norm in network.modules():
-        if not isinstance(norm, _BatchNorm):
-            continue
-        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
-            raise ValueError(f"{type(norm).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
+    for norm in norms:
         norm.__class__ = _CpuSyncBatchNorm  # the same state, computed otherwise
     return network
 

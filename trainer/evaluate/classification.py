@@ -6,14 +6,11 @@ appendix, Experimental Settings, for semi-supervised classification on ImageNet 
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.data import Dataset
-from trainer.data.decoded_images import DecodedImages
 from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.protocol import split_held_out
@@ -71,11 +68,12 @@ def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Out
     """Fine-tunes the encoder and a linear classifier on the labelled images, and tests them on centre crops.
 
     Raises:
-        ValueError: images without labels, fewer of them than a batch, no encoder, or a split that does not fit.
+        ValueError: images without labels, fewer of them than a batch, or no encoder.
     """
     evaluation.subject.require_encoder("semi-supervised")
     dataset = evaluation.labelled()
-    labelled = labelled_images(dataset, config)
+    every = torch.arange(len(dataset.train_images))
+    labelled = balanced_share(dataset.train_labels, every, config.labels, config.seed)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
 
     def trained(ids: Tensor, rate: float, name: str) -> Classifiers:
@@ -104,14 +102,6 @@ def default_epochs(num_labelled: int, num_images: int) -> int:
     return _EPOCHS_OF_ONE_PERCENT if num_labelled <= 0.015 * num_images else _EPOCHS
 
 
-def labelled_images(dataset: Dataset, config: SemiSupervisedConfig) -> Tensor:
-    """The ids, int64 [n] in rising order, of the training images whose labels may be used."""
-    if config.split_file is None:
-        every = torch.arange(len(dataset.train_images))
-        return balanced_share(dataset.train_labels, every, config.labels, config.seed)
-    return _in_split_file(dataset, config.split_file)
-
-
 def balanced_share(labels: Tensor, ids: Tensor, share: float, seed: int, *, leave: int = 0) -> Tensor:
     """Of each class a `share` of the images `ids` (int64 [n]), rounded, at least one; ids int64 in rising order.
 
@@ -124,25 +114,3 @@ def balanced_share(labels: Tensor, ids: Tensor, share: float, seed: int, *, leav
         of_class = shuffled[labels[shuffled] == label]
         taken.append(of_class[: min(len(of_class) - leave, max(1, round(share * len(of_class))))])
     return torch.cat(taken).sort().values
-
-
-def _in_split_file(dataset: Dataset, file: Path) -> Tensor:
-    """The training images named in a split file. Raises ValueError if one is not among them, or there is none."""
-    images = dataset.train_images
-    if not isinstance(images, DecodedImages):
-        raise ValueError("--split-file names files, but these images have no names: give --labels instead")
-    try:
-        wanted = {PurePosixPath(line).name for line in file.read_text().split()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the split file {file} ({error}): give a list of image names") from None
-    found = {
-        PurePosixPath(name).name: number for number, name in enumerate(images.paths(torch.arange(len(images)).numpy()))
-    }
-    if missing := wanted - found.keys():
-        raise ValueError(
-            f"{len(missing)} of the {len(wanted)} images of {file} are not among the training images, such as "
-            f"{min(missing)}: give the split of this data set, as --dataset folder"
-        )
-    if not wanted:
-        raise ValueError(f"the split file {file} is empty: give a list of image names")
-    return torch.tensor(sorted(found[name] for name in wanted))

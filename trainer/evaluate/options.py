@@ -9,19 +9,12 @@ from pathlib import Path
 from trainer.settings import Settings, check_at_least, flag
 from weightserver.common.logs import LogFormat
 
-_KINDS = ("run", "encoder", "model", "pixels")
-_NEEDS = {
-    "checkpoint": "run",
-    "image_size": "model",
-    "in_channels": "model",
-    "encoder_seed": "model",
-}
-"""Options that need another one."""
+_KINDS = ("run", "encoder", "pixels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(Settings):
-    """What to evaluate: exactly one of --run, --encoder, --model and --pixels."""
+    """What to evaluate: exactly one of --run, --encoder and --pixels."""
 
     run: Path | None = None
     """Directory of a run: its encoder at the end, or that of its newest checkpoint while it trains."""
@@ -29,14 +22,6 @@ class SubjectOptions(Settings):
     """With --run: step-…, the checkpoint to evaluate instead."""
     encoder: Path | None = None
     """Encoder file that the trainer or 'pic export import' wrote, or an exported file or directory."""
-    model: str | None = None
-    """torchvision:NAME or timm:NAME, with random weights, for comparison."""
-    image_size: int | None = None
-    """With --model: side of its images, in pixels; 224 if omitted."""
-    in_channels: int | None = None
-    """With --model: 1 for grey images, 3 for colour; 3 if omitted."""
-    encoder_seed: int | None = None
-    """With --model: seed of its weights; 0 if omitted."""
     pixels: bool = False
     """Raw pixels, for comparison."""
 
@@ -45,11 +30,8 @@ class SubjectOptions(Settings):
         if len(given) != 1:
             found = " and ".join(map(flag, given)) or "none"
             raise ValueError(f"give exactly one of {', '.join(map(flag, _KINDS))}, got {found}")
-        for name, needed in _NEEDS.items():
-            if getattr(self, name) is not None and not getattr(self, needed):
-                raise ValueError(f"{flag(name)} is for {flag(needed)}: omit it, or give {flag(needed)}")
-        check_at_least(self, 1, "image_size")
-        check_at_least(self, 0, "encoder_seed")
+        if self.checkpoint is not None and self.run is None:
+            raise ValueError("--checkpoint is for --run: omit it, or give --run")
 
 
 @dataclass(frozen=True, kw_only=True)

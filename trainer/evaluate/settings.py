@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainer.settings import Settings, check_at_least, check_not_negative, check_positive
 
@@ -106,9 +105,6 @@ class SemiSupervisedConfig(TrainingConfig):
 
     labels: float = 0.01
     """Share of each class's training images whose labels are used: 0.01 and 0.1 in the paper. Chosen by --seed."""
-    split_file: Path | None = None
-    """A file with the names of the labelled images, one a line, as the public 1percent.txt and 10percent.txt; instead
-    of --labels. Needs --dataset folder."""
     epochs: int | None = None
     """Passes over the labelled images. Default: 10 for about 1 % of the training images (at most 1.5), 20 for more."""
     learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)

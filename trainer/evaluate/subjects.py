@@ -1,13 +1,11 @@
-"""What is evaluated: the encoder of a run, a file, a library's model, or raw pixels."""
+"""What is evaluated: the encoder of a run or a file, or raw pixels."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +17,7 @@ from trainer.data.config import DataConfig
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
 from trainer.evaluate.options import SubjectOptions
-from trainer.export.importing import library_config
-from trainer.model import EncoderConfig, build_model, load_encoder, measure_feature_dim
+from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint_file import checkpoint_name, file_path, saved_steps
 from trainer.run.directory import CONFIG_FILE, ENCODER_FILE, is_run, read_encoder, read_settings
 from trainer.settings import settings_of
@@ -28,7 +25,6 @@ from trainer.torchvision_schemas import declare_missing_schemas
 from weightserver.torch import Ranks
 
 _MOST_ATTEMPTS = 10
-_SUFFIXES = (".safetensors", ".pth", ".pt", ".tar", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class Subject:
     """What is evaluated, and where its results go."""
 
     name: str
-    """For people: "runs/a, step-000000001000", "torchvision:resnet50, random weights of seed 0", "raw pixels"."""
+    """For people: "runs/a, step-000000001000", "raw pixels"."""
     encoder: nn.Module | None
     """Maps normalised float32 [B, C, H, W] to features [B, d]; in eval mode, on the CPU. None: raw pixels."""
     config: EncoderConfig | None
@@ -71,7 +67,7 @@ class Subject:
     def require_encoder(self, protocol: str) -> tuple[nn.Module, EncoderConfig]:
         """The encoder and its settings. Raises ValueError for raw pixels."""
         if self.encoder is None or self.config is None:
-            raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run, --encoder or --model")
+            raise ValueError(f"{protocol} needs an encoder, not raw pixels: give --run or --encoder")
         return self.encoder, self.config
 
     def check_images(self, channels: int, side: int) -> None:
@@ -125,10 +121,6 @@ def _load(options: SubjectOptions) -> Subject:
         return _of_run(options.run, options.checkpoint)
     if options.encoder is not None:
         return _of_file(options.encoder)
-    if options.model:
-        sizes = {"image_size": options.image_size, "in_channels": options.in_channels}
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        return _random_model(library_config(options.model, **given), options.encoder_seed or 0)
     return Subject(name="raw pixels", encoder=None, config=None)
 
 
@@ -200,23 +192,8 @@ def _metadata(file: Path) -> dict[str, str]:
         return {}
 
 
-def _random_model(config: EncoderConfig, seed: int) -> Subject:
-    """The encoder that a training with this seed would start from; its BatchNorm statistics describe no data."""
-    encoder = build_model(config, seed=seed).encoder.eval()
-    measure_feature_dim(encoder, config)
-    return Subject(
-        name=f"{config.name}, random weights of seed {seed}",
-        encoder=encoder,
-        config=config,
-        directory=Path("runs") / re.sub(r"[^\w.]+", "-", f"{config.name}-random-{seed}"),
-    )
-
-
 def _directory_for(file: Path) -> Path:
     """Where results about a file go: a run's directory for its encoder, otherwise one of the file's name next to it."""
     if file.name == ENCODER_FILE and (file.parent / CONFIG_FILE).is_file():
         return file.parent
-    name = file.name
-    while (shorter := Path(name).stem) and Path(name).suffix in _SUFFIXES:
-        name = shorter
-    return file.with_name(name if name != file.name else f"{name}-results")
+    return file.with_suffix("") if file.suffix else file.with_name(f"{file.name}-results")

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from tests.helpers.evaluations import (
@@ -20,19 +18,16 @@ from tests.helpers.evaluations import (
     made_dataset,
     made_evaluation,
 )
-from trainer.data import load_dataset
 from trainer.evaluate.classification import (
     balanced_share,
     default_epochs,
     fine_tune,
-    labelled_images,
     linear,
     semi_supervised,
 )
 from trainer.evaluate.classifiers import CosineClassifier
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
-from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings
 
 FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
@@ -100,17 +95,17 @@ def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Pa
     found = semi_supervised(made_evaluation(SeesRows(), tmp_path / "one", dataset), config)
     assert found.results["top1"] > 60
     assert found.chosen["learning_rate"] == 0.3
-    assert found.details["labelled_images"] == len(labelled_images(dataset, config))
-    labelled = labelled_images(dataset, config)
+    labelled = balanced_share(dataset.train_labels, torch.arange(320), config.labels, config.seed)
+    assert found.details["labelled_images"] == len(labelled)
     hidden = torch.full_like(dataset.train_labels, 3)
     hidden[labelled] = dataset.train_labels[labelled]
     relabelled = replace(dataset, train_labels=hidden, test_labels=dataset.test_labels)
 
-    def as_labelled(_: object, __: object) -> Tensor:
-        return labelled
+    def as_labelled(_: object, ids: Tensor, share: float, seed: int, *, leave: int = 0) -> Tensor:
+        return balanced_share(dataset.train_labels, ids, share, seed, leave=leave)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.evaluate.classification.labelled_images", as_labelled)
+        patch.setattr("trainer.evaluate.classification.balanced_share", as_labelled)
         again = semi_supervised(made_evaluation(SeesRows(), tmp_path / "two", relabelled), config)
     assert again == found, "no other label is used"
 
@@ -125,59 +120,6 @@ def test_labelled_images_are_balanced_and_chosen_by_seed() -> None:
     assert left.tolist() in ([2040], [2041]), "a class keeps its only image"
     some = torch.arange(1290, 1340)
     assert set(balanced_share(labels, some, 0.5, seed=0).tolist()) <= set(some.tolist())
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """ImageNet's folders with one class of dark and one of bright images, and its names."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 20), ("val", 8)):
-        for number, name in enumerate(("n01440764", "n01443537")):
-            folder = tmp_path / "imagenet" / split / name
-            folder.mkdir(parents=True)
-            for image in range(count):
-                pixels = random.integers(0, 100, (40, 40, 3), dtype=np.uint8) + np.uint8(150 * number)
-                Image.fromarray(pixels).save(folder / f"{name}_{image}.JPEG", format="JPEG")
-    return tmp_path / "imagenet"
-
-
-class Brightness(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return images.mean(dim=(2, 3)) * self.scale
-
-
-def of_tree(tree: Path, state: Path) -> Evaluation:
-    made = made_evaluation(Brightness(), state)
-    dataset = load_dataset("folder", tree, image_size=32).strict()
-    subject = Subject(name="made", encoder=Brightness(), config=made.subject.config)
-    return replace(made, subject=subject, load=lambda: dataset)
-
-
-def test_a_public_split_file_names_the_labelled_images(tree: Path, tmp_path: Path) -> None:
-    wanted = [f"n01440764_{number}.JPEG" for number in (3, 17, 5)] + [f"n01443537_{number}.JPEG" for number in (1, 2)]
-    split = tmp_path / "1percent.txt"
-    split.write_text("\n".join(wanted) + "\n")
-    config = SemiSupervisedConfig(split_file=split, epochs=30, batch_size=5, learning_rates=(1.0,))
-    evaluation = of_tree(tree, tmp_path / "state")
-    ids = labelled_images(evaluation.load(), config)
-    paths = evaluation.load().train_images.paths(ids.numpy())  # type: ignore[attr-defined]
-    assert sorted(Path(path).name for path in paths) == sorted(wanted)
-    assert semi_supervised(evaluation, config).results == {"top1": 100, "top5": 100}
-
-    split.write_text("n01440764_3.JPEG\nn99999999_1.JPEG\n")
-    with pytest.raises(ValueError, match=r"1 of the 2 images of .*1percent.txt are not among .*n99999999_1.JPEG"):
-        semi_supervised(evaluation, config)
-    split.write_text("")
-    with pytest.raises(ValueError, match="is empty"):
-        semi_supervised(evaluation, config)
-    with pytest.raises(ValueError, match=r"cannot read the split file .*none.txt"):
-        semi_supervised(evaluation, replace(config, split_file=tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="these images have no names"):
-        semi_supervised(made_evaluation(SeesRows(), tmp_path / "names"), config)
 
 
 def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:

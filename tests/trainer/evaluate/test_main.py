@@ -153,6 +153,21 @@ def test_without_test_images_a_tenth_of_the_training_images_is_held_out(
     assert evaluate(["knn", "--k", "1", "--run", str(run_dir)]) == 2, "the run learned the labels of all"
 
 
+def test_links_say_whose_labels_are_used(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2, in_channels=3, image_size=16)
+    save_encoder(build_model(config, seed=0).encoder, config, run_dir / "encoder.safetensors")
+    train, few = plain_tree(tmp_path / "all/train", 30), tmp_path / "few"
+    for path in sorted(train.rglob("*.jpg"))[::2]:
+        (few / "train" / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (few / "train" / path.parent.name / path.name).symlink_to(path)
+    (few / "val").symlink_to(plain_tree(tmp_path / "all/val", 12))
+    command = ["semi-supervised", *SHORT["semi-supervised"], "--labels", "1", "--batch-size", "5"]
+    place = ["--dataset", "folder", "--data-dir", str(few)]
+    assert evaluate([*command, "--encoder", str(run_dir / "encoder.safetensors"), *place]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["labelled_images"], result["test_images"]) == (15, 12)
+
+
 @pytest.mark.parametrize("options", [["knn"], ["linear-cached", "--folds", "3"]])
 def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--dataset", "idx", "--data-dir", str(data_dir), "--output", str(tmp_path)]
@@ -165,7 +180,9 @@ def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: 
 @pytest.mark.guard  # seconds
 def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--output", str(tmp_path / "results"), "--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
-    subject = ["--model", "resnet18", "--image-size", "64"]
+    config = EncoderConfig(name="resnet18", in_channels=3, image_size=64)
+    save_encoder(build_model(config, seed=0).encoder, config, tmp_path / "resnet.safetensors")
+    subject = ["--encoder", str(tmp_path / "resnet.safetensors")]
     assert evaluate(["segment", *subject, *place, "--iterations", "1", "--batch-size", "2", "--crop-size", "33"]) == 0
     result = printed(capsys)
     assert 0 <= result["miou"] <= 100
@@ -300,7 +317,7 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
         (["knn", "--run", "{run}", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--encoder", "{colour}", "--dataset", "idx"], "is for 3-channel 28 px images"),
         (["knn", "--pixels", "--dataset", "folder", "--data-dir", "{tree}"], "has no test images"),
-        (["segment", "--model", "resnet18"], "--data-dir is missing: give the folder of Cityscapes"),
+        (["segment", "--encoder", "{colour}"], "--data-dir is missing: give the folder of Cityscapes"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.small_run import EVERY, small_run
-from trainer.data.pixels import IMAGENET
 from trainer.distributed import process_group
 from trainer.evaluate import subjects
 from trainer.evaluate.options import SubjectOptions
@@ -156,28 +155,12 @@ def test_an_export(tmp_path: Path) -> None:
         assert found.config.pixels == SMALL.pixels
 
 
-def test_a_model_with_random_weights() -> None:
-    options = {"model": "timm:resnet10t", "image_size": 32}
-    found = load_subject(SubjectOptions(**options))  # type: ignore[arg-type]
-    assert found.config == EncoderConfig(
-        name="timm:resnet10t", image_size=32, in_channels=3, pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
-    )
-    assert_equal(found, build_model(found.config, seed=0).encoder.state_dict())
-    assert found.name == "timm:resnet10t, random weights of seed 0"
-    assert found.directory == Path("runs/timm-resnet10t-random-0")
-    other = load_subject(SubjectOptions(**options, encoder_seed=1))  # type: ignore[arg-type]
-    assert not torch.equal(*(next(iter(weights_of(subject).values())) for subject in (found, other)))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give exactly one of --run, --encoder, --model, --pixels, got none"),
+        ({}, "give exactly one of --run, --encoder, --pixels, got none"),
         ({"run": Path("a"), "pixels": True}, "got --run and --pixels"),
         ({"checkpoint": "step-1", "pixels": True}, "--checkpoint is for --run: omit it"),
-        ({"image_size": 0, "model": "resnet18"}, "--image-size must be at least 1, got 0"),
-        ({"model": "resnet19"}, "unknown encoder 'torchvision:resnet19'"),
-        ({"model": "timm:vit_tiny_patch16_224", "image_size": 10}, "cannot take 10 px images"),
         ({"run": "{trained}", "checkpoint": "step-7"}, "has no checkpoint 'step-7': it has step-"),
         ({"run": "{tmp}"}, "has neither encoder.safetensors nor a checkpoint yet"),
         ({"run": "{export}"}, "holds no run: give the --output of one, or an encoder's file or export by --encoder"),

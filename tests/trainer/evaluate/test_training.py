@@ -166,12 +166,16 @@ def test_two_ranks_have_the_result_of_one(tmp_path: Path) -> None:
         assert found.details == pytest.approx(alone.details)
 
 
-def test_rejects_a_batch_norm_that_cannot_be_synchronised() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rejects_a_batch_norm_that_cannot_be_synchronised(device: str) -> None:
+    """On a GPU, torch would replace it by a SyncBatchNorm without what it adds."""
+
     class Other(nn.BatchNorm2d):
         pass
 
+    ranks = Ranks(world_size=2, device=torch.device(device))
     with pytest.raises(ValueError, match="Other of the encoder cannot be synchronised: evaluate on a single rank"):
-        synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(2), Other(2)), Ranks(world_size=2))
+        synchronise_batch_norm(nn.Sequential(nn.BatchNorm1d(2), Other(2)), ranks)
 
 
 if __name__ == "__main__":
