@@ -65,7 +65,7 @@ def _contradiction(reading: Reading, directory: Path, options: PackOptions) -> s
     for split, part in reading.to_pack(directory):
         if is_packed(part):
             manifest = Manifest.load(part)
-            for wrong, _ in contradictions(manifest, split, split.source, options):
+            for wrong, _ in contradictions(manifest, split, options):
                 return f"it {wrong}"
             if others := [one.source for one in manifest.ranges if one.source != split.source]:
                 return f"it holds images of {others[0]}"

@@ -10,7 +10,7 @@ from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.reading import read_source, source_exists
+from trainer.data.reading import counted, read_source
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
@@ -38,34 +38,27 @@ def _pack(options: argparse.Namespace) -> list[str]:
         PackOptions(
             order_seed=options.order_seed,
             shard_bytes=options.shard_bytes,
-            labelled=not options.no_labels,
             extend=options.extend,
             threads=options.threads,
             source=of_source,
         ),
     )
     broken = sum(shard.num_broken for shard in manifest.shards)
-    labels = _counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
+    labels = counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
     packed = (
-        f"{options.output}: {_counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
-        f"{labels if manifest.labelled else 'no labels'}, {_counted(len(manifest.shards), 'tar')}, "
+        f"{options.output}: {counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
+        f"{labels if manifest.labelled else 'no labels'}, {counted(len(manifest.shards), 'tar')}, "
         f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
     )
-    if not source_exists(options.source):
-        return [packed]
     with stage("comparing the source with the pack"):
-        reading = read_source(options.source.resolve(), of_source, labelled=not options.no_labels)
+        reading = read_source(options.source.resolve(), of_source)
         changed = changes_since(reading, options.output).lines()
     unused = [
-        f"{split.name}/ is not packed ({_counted(split.counts.total(), 'image')}): --split {reading.train.name}:"
+        f"{split.name}/ is not packed ({counted(split.counts.total(), 'image')}): --split {reading.train.name}:"
         f"{split.name} packs it for evaluation"
         for split in reading.splits[2:]
     ]
     return [packed, *changed, *unused]
-
-
-def _counted(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def _verify(options: argparse.Namespace) -> list[str]:

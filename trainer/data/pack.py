@@ -42,7 +42,7 @@ from trainer.data.manifest import (
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
-from trainer.data.reading import Split, read_source, source_exists
+from trainer.data.reading import Split, read_source
 from trainer.display import stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
@@ -83,13 +83,9 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    reading = None
-    if not is_packed(output) or source_exists(source):
-        reading = read_source(source, options.source, labelled=options.labelled)
+    reading = read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
     with _only_packer(output), counting("packing") as progress, stage("packing"):
-        if reading is None:
-            return _pack_split(None, str(source), output, options, progress)
         if options.extend or not is_packed(output):
             for line in filter(None, (reading.left_out.line(source), *map(Remark, reading.notes))):
                 say(line, logging.WARNING)
@@ -97,12 +93,12 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         for split, directory in reading.to_pack(output):
             directory.mkdir(exist_ok=True)
             extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            packed.append(_pack_split(split, split.source, directory, extended, progress))
+            packed.append(_pack_split(split, directory, extended, progress))
         return packed[0]
 
 
-def _pack_split(split: Split | None, source: str, output: Path, options: PackOptions, progress: Counting) -> Manifest:
-    manifest = planned(split, source, output, options)
+def _pack_split(split: Split, output: Path, options: PackOptions, progress: Counting) -> Manifest:
+    manifest = planned(split, output, options)
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
     packed = _Packer(output, manifest, listing, options, progress).run()

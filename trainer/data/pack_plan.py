@@ -25,8 +25,6 @@ class PackOptions:
     """Seed of the order of the images; training needs the same one. Default: that of the pack so far, or 0."""
     shard_bytes: int | None = None
     """Maximum size of a tar, unless it holds a single image. Default: that of the pack so far, or 256 MiB."""
-    labelled: bool = True
-    """Whether to keep the source's labels, if any."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How to read the source where it can be read in several ways."""
     extend: bool = False
@@ -39,25 +37,22 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
-def planned(split: Split | None, source: str, output: Path, options: PackOptions) -> Manifest:
-    """The manifest to pack by: the existing one, with a new range if images are added.
+def planned(split: Split, output: Path, options: PackOptions) -> Manifest:
+    """The manifest to pack a split by: the existing one, with a new range if images are added.
 
-    `split` is what `source` names; None if it does not exist any more. A range that was begun, and none of whose images
-    was packed or can be read any more, is given up.
+    A range that was begun, and none of whose images was packed or can be read any more, is given up.
 
     Raises:
         ValueError: a source without images, or a directory whose content contradicts `options`.
     """
     if is_packed(output):
         manifest = Manifest.load(output)
-        kept = _without_lost_range(manifest, output) if split else manifest
-        for wrong, remedy in contradictions(kept if kept.ranges else manifest, split, source, options):
+        kept = _without_lost_range(manifest, output)
+        for wrong, remedy in contradictions(kept if kept.ranges else manifest, split, options):
             raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
         manifest = kept
         if manifest.ranges and not (manifest.complete and options.extend):
             return manifest
-        if split is None:
-            raise ValueError(f"no such folder or list of images: {source}")
         if manifest.ranges:
             return _with_range(manifest, split, split_changes(split, output).added, output)
     else:
@@ -68,11 +63,10 @@ def planned(split: Split | None, source: str, output: Path, options: PackOptions
         size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
         seed = options.order_seed or 0
         manifest = Manifest(order_seed=seed, shard_bytes=size, classes=(), options=options.source, ranges=())
-    assert split is not None, "only a pack outlives its source"
     entries = list(split.listing.entries())
     if not any_intact(entries, split.listing, options.source):
         raise ValueError(
-            f"none of {len(entries):,} images of {source} can be read, first {entries[0].name}: repair them"
+            f"none of {len(entries):,} images of {split.source} can be read, first {entries[0].name}: repair them"
         )
     return _with_range(manifest, split, entries, output)
 
@@ -90,9 +84,7 @@ def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
     return replace(kept, classes=())  # it is planned anew
 
 
-def contradictions(
-    manifest: Manifest, split: Split | None, source: str, options: PackOptions
-) -> Iterator[tuple[str, str]]:
+def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     if options.order_seed not in (None, manifest.order_seed):
         wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
@@ -102,14 +94,12 @@ def contradictions(
     if differing := manifest.options.differing(options.source):
         yield f"was packed with {differing}", "omit that"
     last = manifest.ranges[-1]
-    if last.source != source and (not manifest.complete or not options.extend):
+    if last.source != split.source and (not manifest.complete or not options.extend):
         remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
         yield f"holds images of {last.source}", remedy
     kind = kind_of_labels(manifest.labelled, manifest.classes)
-    if not options.labelled and manifest.labelled:
-        yield f"has {kind}", "omit --no-labels"
-    elif split and split.kind_of_labels != kind:
-        yield f"has {kind}, {source} {split.kind_of_labels}", "add images of the same kind"
+    if split.kind_of_labels != kind:
+        yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
 
 
 def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path) -> Manifest:

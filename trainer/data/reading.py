@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import tarfile
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -105,8 +104,8 @@ def source_exists(source: Path) -> bool:
     return source.exists() or bool(_PATTERN.search(source.name))
 
 
-def read_source(source: Path, options: SourceOptions | None = None, *, labelled: bool = True) -> Reading:
-    """Reads a source. `labelled` False discards labels.
+def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
+    """Reads a source.
 
     Raises:
         ValueError: no such source, one that cannot be read, or one without images.
@@ -116,7 +115,7 @@ def read_source(source: Path, options: SourceOptions | None = None, *, labelled:
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
-        listed, labels, kinds = _listed(folder, options, left_out, notes, labelled=labelled)
+        listed, labels, kinds = _listed(folder, options, left_out, notes)
         if listed:
             root = source if source.is_dir() else source.parent
             found.append(
@@ -163,7 +162,7 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
     if is_table(source.name):
         notes += add_tables(top, source.parent, [source.name], options, left_out)
         return top, "a table of images"
-    if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
+    if tarfile.is_tarfile(source):
         is_shard = options.tars == "shards" or (options.tars is None and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
         return top, "a shard of samples (webdataset)" if is_shard else ""
@@ -261,7 +260,7 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
 
 
 def _listed(
-    folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str], *, labelled: bool
+    folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]
 ) -> tuple[bytes, list[int], tuple[str, ...]]:
     """The listing of a split's images, their labels, and the names of the labels, by number.
 
@@ -273,7 +272,7 @@ def _listed(
         if by_folder and not place and not strays:
             left_out.add(Reason.STRAY, path_in(rest))
             continue
-        texts.append((place if by_folder else text) if labelled else "")
+        texts.append(place if by_folder else text)
         rests.append(rest)
     numbers = {text: label_number(text) for text in set(texts)}
     missing = sorted(text for text in numbers if text.lower() in MISSING_TEXTS)
@@ -326,9 +325,9 @@ def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> 
     return True, False
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, ending: str = "s") -> str:
     """A number of things for people: 1 image, 2 images."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def _labels(split: Split) -> str:

@@ -259,7 +259,6 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tmp_path / "other", packed, {}, "give --extend to add these"),
         (tree, tree, {}, "is the source itself: give another directory"),
         (packed, tmp_path / "twice", {}, "holds packed images: give the folder"),
-        (tree, packed, {"labelled": False}, "has labels by name: omit --no-labels"),
     ):
         before = contents(packed)
         with pytest.raises(ValueError, match=message):
@@ -283,13 +282,6 @@ def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=f"has {kind}, .* {other}: add images of the same kind"):
                 pack(sources[other], output, options(extend=True))
         assert Manifest.load(output).sizes == ({"labels by name": 6, "no labels": 1, "labels by number": 2}[kind],)
-    named, unlabelled = sources["labels by name"], tmp_path / "unlabelled"
-    pack(named, unlabelled, options(labelled=False))
-    with pytest.raises(ValueError, match=r"has no labels, .* labels by name: add images"):
-        pack(named, unlabelled, options())
-    pack(named, unlabelled, options(labelled=False))
-    manifest = pack(tmp_path / "list", tmp_path / "packed no labels", options(labelled=False, extend=True))
-    assert (manifest.sizes, manifest.labelled) == ((1, 2), False)
 
 
 def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:

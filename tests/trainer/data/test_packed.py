@@ -206,7 +206,7 @@ def test_extended_images_train_in_the_order_of_their_ranges(tmp_path: Path) -> N
 def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
     tree = plain_tree(tmp_path / "tree", 99)  # too few to hold some out
     pack(tree, tmp_path / "labelled", PackOptions())
-    pack(tree, tmp_path / "unlabelled", PackOptions(labelled=False))
+    pack(plain_tree(tmp_path / "flat/x", 297) / "a", tmp_path / "unlabelled", PackOptions())
     messages = {"labelled": "has no test images", "unlabelled": "these images have no labels"}
     for directory, message in messages.items():
         with pytest.raises(ValueError, match=message):
