@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.helpers.watching import wait_until
 from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
+from weightserver.client.calls import WATCH
 
 SPEC = TableSpec(num_rows=100, dim=8)
 A_CHILD_ENDS = """
 import os, sys
+from tests.helpers.watching import wait_until
 from weightserver import LocalCluster
 with LocalCluster(1) as cluster:
     if (child := os.fork()) == 0:
@@ -90,6 +95,20 @@ def test_a_forked_process_cannot_use_an_inherited_client(cluster: LocalCluster, 
     assert np.array_equal(client.fetch(ROWS, step=1), before)
     client.push_gradients(ROWS, ONES, step=1)
     assert client.describe().clock == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_process_forked_while_others_call_makes_no_channel(cluster: LocalCluster, client: WeightClient) -> None:
+    """gRPC's locks may be taken there: without the line some of such processes hung, and some aborted."""
+    client.create_table(SPEC)
+    cluster.processes[0].send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(client.fetch, ROWS, step=0)
+        wait_until(lambda: bool(WATCH.waiting))
+        _, line = in_fork(lambda: WeightClient(cluster.addresses, connect_seconds=1).describe())
+        cluster.processes[0].send_signal(signal.SIGCONT)
+        assert line.startswith("ValueError: this process was forked while other threads called weight servers"), line
+        assert fetched.result(60).shape == (100, 8)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
+from weightserver.client.calls import WATCH
 from weightserver.client.threads import outcomes
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -62,7 +63,16 @@ def require_process(process: int) -> None:
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
-    """A channel straight to a shard, with TLS if credentials are given."""
+    """A channel straight to a shard, with TLS if credentials are given.
+
+    Raises:
+        ValueError: this process was forked while a thread was within gRPC, whose locks nobody gives back.
+    """
+    if WATCH.is_cut_off:
+        raise ValueError(
+            "this process was forked while other threads called weight servers, so gRPC could hang or end it: start it "
+            "by 'forkserver' or 'spawn', such as multiprocessing_context='forkserver' of a DataLoader"
+        )
     if credentials is None:
         return grpc.insecure_channel(address, _OPTIONS)
     return grpc.secure_channel(address, credentials() if callable(credentials) else credentials, _OPTIONS)
