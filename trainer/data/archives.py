@@ -1,4 +1,4 @@
-"""Reads the directory of tars: their members, and samples of shards in webdataset's form.
+"""Reads the directory of tars and zip files: their members, and samples of shards in webdataset's form.
 
 A sample is the members whose names are the same up to the first dot of the last part: an image, and what belongs to it,
 as its class in KEY.cls. Source: https://github.com/webdataset/webdataset, "The WebDataset Format".
@@ -10,9 +10,13 @@ import io
 import json
 import posixpath
 import re
+import stat
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +25,13 @@ from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
 
 _PEEKED = 100
 """Members of a tar that tell shards of samples from classes."""
+IN_ZIP = -3
+"""Offset of a zip's member, which is found by its name."""
 _NUMBERED = re.compile(r"(.*?)[-_.]?(\d{3,})")
 
 
 class Member(NamedTuple):
-    """A file in a tar, and the place of its bytes."""
+    """A file in an archive, and the place of its bytes."""
 
     name: str
     offset: int
@@ -33,10 +39,10 @@ class Member(NamedTuple):
 
 
 def members(path: Path, shown: str, left_out: LeftOut) -> dict[str, Member]:
-    """The files of a tar that are not hidden, by plain name in its order; of several with one name, the last one.
+    """The files of an archive that are not hidden, by plain name in its order; of several with one name, the last one.
 
     Raises:
-        ValueError: not a complete tar.
+        ValueError: not a complete tar or zip file.
     """
     found: dict[str, Member] = {}
     for name, member in _stored(path, shown, left_out):
@@ -54,8 +60,9 @@ def members(path: Path, shown: str, left_out: LeftOut) -> dict[str, Member]:
 def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     """Plain name and place of each file; hard links lead to what they name, symbolic ones are left out."""
     try:
-        yield from _of_tar(path, shown, left_out)
-    except tarfile.TarError as error:
+        is_tar = tarfile.is_tarfile(path) or not zipfile.is_zipfile(path)  # a tar's last member may be a zip
+        yield from _of_tar(path, shown, left_out) if is_tar else _of_zip(path, shown, left_out)
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
         with path.open("rb") as file:
             is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
         if is_compressed:
@@ -79,13 +86,34 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
                 left_out.add(Reason.SPECIAL, f"{shown}:{member.name}")
 
 
+def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
+    infos = _opened_zip(path).infolist()
+    from_windows = not any("/" in info.filename for info in infos)  # whose older programs wrote backslashes
+    for info in infos:
+        name = info.filename.replace("\\", "/") if from_windows else info.filename
+        if stat.S_ISLNK(info.external_attr >> 16):
+            left_out.add(Reason.LINKED_IN_ZIP, f"{shown}:{info.filename}")
+        elif info.flag_bits & 1:
+            left_out.add(Reason.ENCRYPTED, f"{shown}:{info.filename}")
+        elif not name.endswith("/"):
+            yield _plain(name), Member(info.filename, IN_ZIP, info.file_size)
+
+
 def _plain(name: str) -> str:
     """The name of a member as a path below the archive."""
     return posixpath.normpath(name).lstrip("/")
 
 
+_opened_zip = lru_cache(16)(zipfile.ZipFile)
+
+
 def read_member(path: Path, member: Member) -> bytes:
     """The bytes of a member. Raises OSError if they cannot be read."""
+    if member.offset == IN_ZIP:
+        try:
+            return _opened_zip(path).read(member.name)
+        except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+            raise OSError(f"damaged in its zip file ({error})") from None
     with path.open("rb") as file:
         file.seek(member.offset)
         return file.read(member.length)

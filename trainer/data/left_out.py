@@ -34,6 +34,8 @@ class Reason(Enum):
     MISSING = "link to a missing file", "links to missing files"
     EMPTY = "empty file", "empty files"
     SPECIAL = "name that is no file", "names that are no files"
+    ENCRYPTED = "encrypted file", "encrypted files"
+    LINKED_IN_ZIP = "link in a zip file", "links in a zip file"
     DAMAGED = "file that cannot be read", "files that cannot be read"
     SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
     HIDDEN = "hidden name", "hidden names"

@@ -123,8 +123,7 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
         start = file.read(4096)
     if b"\0" in start:
         raise ValueError(
-            f"{source} is no list of images: give a folder, a tar, or a list as text, CSV or JSON lines; unpack other "
-            "archives, as zip files"
+            f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV or JSON lines"
         )
     with source.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):

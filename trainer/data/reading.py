@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
     if is_table(source.name):
         notes += add_tables(top, source.parent, [source.name], options, left_out)
         return top, "a table of images"
-    if tarfile.is_tarfile(source):
+    if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
         is_shard = options.tars == "shards" or (options.tars is None and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
         return top, "a shard of samples (webdataset)" if is_shard else ""

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,10 @@ def test_members_of_tars_obey_the_rules_of_folders(tmp_path: Path) -> None:
     )
 
 
-def test_a_single_tar_is_like_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["tar", "zip"])
+def test_a_single_archive_is_like_its_folder(suffix: str, tmp_path: Path) -> None:
     tree = odd_tree(tmp_path / "tree", 9)
-    archive = Path(shutil.make_archive(str(tmp_path / "archive"), "tar", tree))
+    archive = Path(shutil.make_archive(str(tmp_path / "archive"), suffix, tree))
     (plain, a), (packed, b) = listed(tree), listed(archive)
     assert a.classes == b.classes
     assert [packed.read(i) for i in range(len(packed))] == [plain.read(i) for i in range(len(plain))]
@@ -235,9 +237,6 @@ def test_a_compressed_tar_says_what_to_do(tmp_path: Path) -> None:
     for path in (Path(archive), tmp_path / "named.tar"):
         with pytest.raises(ValueError, match=r"is a compressed archive.*: unpack it"):
             read_source(path)
-    zipped = shutil.make_archive(str(tmp_path / "archive"), "zip", tree)
-    with pytest.raises(ValueError, match=r"archive.zip is no list of images: .*; unpack other archives, as zip files"):
-        read_source(Path(zipped))
     shutil.copy(archive, tree / "download.tar.gz")
     assert read_source(tree).left_out.counts == {Reason.COMPRESSED: 1}
 
@@ -561,6 +560,32 @@ def test_a_tar_beside_the_folder_of_its_name(tmp_path: Path) -> None:
     assert [listing.read(image) for image in range(7)][-1] == jpeg(1)
 
 
+def test_a_zip_is_read_as_the_folder_that_was_packed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as archive:
+        for name in ("a\\0.jpg", "a\\1", "b\\0.jpg", "b\\2"):
+            archive.writestr(name, jpeg(1))
+        link = zipfile.ZipInfo("b\\link.jpg")
+        link.create_system, link.external_attr = 3, 0o120777 << 16
+        archive.writestr(link, "0.jpg")
+        offset = archive.getinfo("b\\2").header_offset
+    content = bytearray((tmp_path / "windows.zip").read_bytes())
+    content[offset + 50 : offset + 60] = bytes(10)
+    (tmp_path / "windows.zip").write_bytes(content)
+    listing, found = listed(tmp_path / "windows.zip")
+    assert (listing.labels().tolist(), found.classes) == ([0, 0, 1], ("a", "b"))
+    assert listing.read(2) == jpeg(1)
+    assert left_out_of(tmp_path / "windows.zip") == (
+        r"1 link in a zip file (windows.zip:b\link.jpg), 1 file that cannot be read (windows.zip:b\2)"
+    )
+
+
+def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("other.jpg", jpeg(0))
+    write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": (tmp_path / "a.zip").read_bytes()})
+    assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing.entries()] == ["1.jpg", "2.jpg"]
+
+
 def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> None:
     plain_tree(tmp_path / "a/images", 12)
     (tmp_path / "a/preview.png").write_bytes(b"x")
@@ -644,6 +669,14 @@ def test_images_of_samples_are_known_by_their_content(tmp_path: Path) -> None:
     assert left_out_of(tmp_path / "s-0000.tar") == (
         "2 labels of samples, which are read (first s-0000.tar:0.cls), 1 file that is no image (s-0000.tar:2.cls)"
     )
+
+
+def test_a_zip_of_any_name_is_unchanged_since_it_was_packed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "images", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(3):
+            archive.writestr(f"{number}.jpg", jpeg(number))
+    pack(tmp_path / "images", tmp_path / "packed", PackOptions())
+    assert changes_since(read_source(tmp_path / "images"), tmp_path / "packed").lines() == []
 
 
 def test_a_link_into_a_run_is_said_to_be_one(tmp_path: Path) -> None:
