@@ -153,8 +153,8 @@ def seconds_of(duration: str) -> float:
 
 
 @contextmanager
-def running_trainer(options: Sequence[str]) -> Iterator[str]:
-    """Runs `python -m trainer OPTIONS` until the context ends (SIGTERM); yields host:port of its metrics."""
+def running_trainer(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Runs `python -m trainer OPTIONS` until the context ends (SIGTERM); yields host:port of its metrics, and it."""
     command = [sys.executable, "-m", "trainer", *options, "--metrics-port", "0"]
     with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -164,7 +164,7 @@ def running_trainer(options: Sequence[str]) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the trainer did not start: {said.strip().rpartition(chr(10))[2]}")
                 time.sleep(0.05)
-            yield found[1]
+            yield found[1], process
         finally:
             end_process(process, seconds=_STOP_SECONDS)
 

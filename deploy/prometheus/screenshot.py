@@ -80,7 +80,7 @@ def main() -> None:
         shards = cluster.metrics_addresses
         run = ["--servers", ",".join(cluster.addresses), "--output", f"{directory}/run"]
         with (
-            running_trainer([*TRAINER.split(), *run]) as trainer,
+            running_trainer([*TRAINER.split(), *run]) as (trainer, _),
             LocalPrometheus({"default": {"weightserver": shards, "trainer": [trainer]}}, scrape="1s") as prometheus,
             WeightClient(cluster.addresses) as reader,
         ):

@@ -79,7 +79,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with LocalCluster(2) as cluster, WeightClient(cluster.addresses) as client:
         options = [*OPTIONS.split(), "--servers", ",".join(cluster.addresses), "--output", str(output)]
         with (
-            running_trainer(options) as trainer,
+            running_trainer(options) as (trainer, _),
             LocalPrometheus(
                 {"default": {"weightserver": cluster.metrics_addresses, "trainer": [trainer]}}
             ) as prometheus,

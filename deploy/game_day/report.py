@@ -1,0 +1,106 @@
+"""What came of each fault: what differs from what must, and docs/game-day.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from deploy.game_day.faults import Fault
+from deploy.runbook import Done
+
+_SHORT_SECONDS = 45.0
+"""Within which an alert must fire in the short form."""
+
+
+@dataclass
+class Outcome:
+    """One fault, and what came of it."""
+
+    name: str
+    fault: Fault
+    instance: str = ""
+    """The metrics' address of the shard that broke."""
+    fired: dict[tuple[str, str], tuple[float, dict[str, str]]] = field(default_factory=dict)
+    """Seconds after which an alert fired first, and its labels, by scrape interval and alert."""
+    ready: str = ""
+    """What /readyz said at the end."""
+    commands: list[Done] = field(default_factory=list)
+
+    def note(self, scrape: str, labels: dict[str, str], seconds: float) -> bool:
+        """Notes that an alert fires; returns whether it is new."""
+        key = scrape, labels["alertname"]
+        is_new = key not in self.fired
+        if is_new:
+            self.fired[key] = seconds, labels
+        return is_new
+
+    def has_fired(self, scrapes: Iterable[str]) -> bool:
+        return all((scrape, alert) in self.fired for scrape in scrapes for alert in self.fault.alerts)
+
+    def limits(self, scrapes: list[str]) -> dict[tuple[str, str], float]:
+        """Within how many seconds each alert must fire, by scrape interval and alert."""
+        return {
+            (scrape, alert): limits[number] if len(scrapes) > 1 else _SHORT_SECONDS
+            for number, scrape in enumerate(scrapes)
+            for alert, limits in self.fault.alerts.items()
+        }
+
+
+def differences(outcomes: list[Outcome], scrapes: list[str]) -> list[str]:
+    """A line for each thing that is not as it must be."""
+    return [f"{outcome.name}: {line}" for outcome in outcomes for line in _differences(outcome, scrapes)]
+
+
+def _differences(outcome: Outcome, scrapes: list[str]) -> Iterable[str]:
+    fault = outcome.fault
+    for (scrape, alert), limit in outcome.limits(scrapes).items():
+        seconds, labels = outcome.fired.get((scrape, alert), (None, {}))
+        if seconds is None or seconds > limit:
+            after = "did not fire" if seconds is None else f"fired after {seconds:.0f} s"
+            yield f"{alert} {after}, scraped every {scrape}: it must within {limit:.0f} s"
+        elif fault.names_shard and labels.get("job") == "weightserver" and labels["instance"] != outcome.instance:
+            yield f"{alert} names {labels['instance']}, not the shard that broke, {outcome.instance}"
+    for (scrape, alert), (seconds, labels) in outcome.fired.items():
+        if labels["severity"] == "critical" and alert not in {*fault.alerts, *fault.also}:
+            yield f"{alert} fired after {seconds:.0f} s, scraped every {scrape}: it must not"
+    if not re.match(fault.ready, outcome.ready):
+        yield f"/readyz says {outcome.ready!r}: it must say {fault.ready!r}"
+    for done in outcome.commands:
+        if done.status is None or "Traceback" in done.errors:
+            why = "did not end" if done.status is None else "ended with a traceback"
+            yield f"the runbook's command {why} within {done.seconds:.0f} s: {done.command}"
+
+
+def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
+    """docs/game-day.md."""
+    intervals = " | ".join(f"every {scrape}" for scrape in scrapes)
+    lines = [
+        "# Game day",
+        "",
+        "`python -m deploy.game_day` breaks clusters in the ways that happen, each a cluster of its own of two shards",
+        "and a client, beside two real Prometheus servers with the rules of",
+        "[rules.yml](../deploy/prometheus/rules.yml), and writes this page. It fails when an alert does not fire in",
+        "time, names another shard, or pages for what needs nobody; when `/readyz` says something else; and when a",
+        "command that [the runbook](runbook.md) has for the alert does not end within 30 s. This is the day of",
+        f"{datetime.now(UTC):%Y-%m-%d}. Times count from the fault, in seconds, scraped at two intervals.",
+        "",
+        f"| what happens | alert | {intervals} | `/readyz` of that shard | the runbook's commands, slowest |",
+        "|---|---|" + "---|" * (len(scrapes) + 2),
+    ]
+    for outcome in outcomes:
+        alerts = outcome.fault.alerts
+        names = "<br>".join(f"[{alert}](runbook.md#{alert.lower()})" for alert in alerts) or "none"
+        after = [
+            "<br>".join(
+                f"{outcome.fired[scrape, alert][0]:.0f}" if (scrape, alert) in outcome.fired else "never"
+                for alert in alerts
+            )
+            for scrape in scrapes
+        ]
+        slowest = max((done.seconds for done in outcome.commands), default=0)
+        commands = f"{len(outcome.commands)}, {slowest:.1f} s" if outcome.commands else ""
+        ready = re.sub(r"\S*/(?=\S)|\d[\d.-]*", "…", outcome.ready.partition(";")[0])[:100]
+        lines.append(f"| {outcome.fault.what} | {names} | {' | '.join(after)} | {ready} | {commands} |")
+    return "\n".join(lines) + "\n"

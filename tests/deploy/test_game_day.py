@@ -1,0 +1,74 @@
+"""Clusters break as `deploy.game_day` says: the alerts that it expects fire in time, and one restart pages nobody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.game_day.faults import FAULTS, Fault
+from deploy.game_day.report import Outcome, differences, page
+from deploy.runbook import COMMANDS, Done
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def held(*options: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "deploy.game_day", *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.guard
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus: see Debian's package")
+def test_the_short_form() -> None:
+    held("--short")
+
+
+@pytest.mark.docker  # as the other rehearsal, it is asked for
+@pytest.mark.timeout(3600)
+def test_the_whole_day(tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None or os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system, and prometheus (Debian's package of that name)")
+    held("--output", str(tmp_path / "game-day.md"))
+
+
+def outcome(alerts: dict[str, tuple[float, float]], fired: dict[str, float], instance: str = "a:1") -> Outcome:
+    fault = Fault("a fault", "plain", lambda *_: None, alerts)
+    found = Outcome("fault", fault, instance="a:1", ready="SERVING")
+    for alert, seconds in fired.items():
+        labels = {"alertname": alert, "severity": "critical", "job": "weightserver", "instance": instance}
+        assert [found.note(scrape, labels, seconds) for scrape in ("5s", "60s", "60s")] == [True, True, False]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (outcome({"ShardDown": (90, 180)}, {"ShardDown": 80}), None),
+        (outcome({"ShardDown": (90, 180)}, {"ShardDown": 99}), "ShardDown fired after 99 s, scraped every 5s: it must"),
+        (outcome({"ShardDown": (90, 180)}, {}), "ShardDown did not fire, scraped every 5s: it must within 90 s"),
+        (outcome({"ShardDown": (90, 180)}, {"ShardDown": 9}, "a:2"), "names a:2, not the shard that broke, a:1"),
+        (outcome({}, {"FetchSlow": 9}), "FetchSlow fired after 9 s, scraped every 5s: it must not"),
+    ],
+)
+def test_what_differs_is_told(found: Outcome, message: str | None) -> None:
+    lines = differences([found], ["5s", "60s"])
+    assert bool(lines) is (message is not None)
+    assert message is None or message in lines[0]
+    assert "| a fault |" in page([found], ["5s", "60s"])
+
+
+def test_readiness_and_commands_differ_too() -> None:
+    found = outcome({}, {})
+    found.ready = "NOT_READY: why"
+    found.commands = [Done("ok", 1, 0.1, "", ""), Done("slow", None, 30, "", ""), Done("bad", 1, 1, "", "Traceback")]
+    told = differences([found], ["5s"])
+    assert [line.rpartition(": ")[2] for line in told] == ["it must say 'SERVING'", "slow", "bad"]
+
+
+def test_every_alert_of_the_day_has_commands() -> None:
+    assert {alert for fault in FAULTS.values() for alert in fault.alerts} <= set(COMMANDS)
