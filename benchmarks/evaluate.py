@@ -95,7 +95,7 @@ def linear_calls() -> dict[str, Callable[[], object]]:
 
     def heads(num_rates: int) -> Callable[[], object]:
         pixels = Subject(name="features", encoder=None, config=None)
-        evaluation = Evaluation(subject=pixels, load=lambda: made, state=Path())
+        evaluation = Evaluation(subject=pixels, dataset=made, state=Path())
         frozen = Frozen(pixels.network, pixels.pixels, torch.device("cpu"))
         training = Classifiers(
             evaluation, torch.arange(BATCH_SIZE), LinearConfig(), (30.0,) * num_rates, epochs=1, frozen=frozen

@@ -146,7 +146,7 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
     subject = load_subject(command.subject)
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
     ranks = Ranks(device=config.compute.torch_device())
-    made = evaluations.Evaluation(subject=subject, load=lambda: images, ranks=ranks, state=state)
+    made = evaluations.Evaluation(subject=subject, dataset=images, ranks=ranks, state=state)
     evaluations.evaluate(made, command.name, function_of(command.name), command.settings, file)
 
 

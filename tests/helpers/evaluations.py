@@ -108,7 +108,7 @@ def made_evaluation(
     state.mkdir(parents=True, exist_ok=True)
     return Evaluation(
         subject=Subject(name="made", encoder=encoder, config=config or EncoderConfig(image_size=SIDE)),
-        load=lambda: dataset,
+        dataset=dataset,
         data_dir=data_dir,
         state=state,
         ranks=ranks or Ranks(),
@@ -148,7 +148,9 @@ def interrupted_evaluation(
     run: Callable[[Evaluation], Outcome], evaluation: Evaluation, *, fails_at: int
 ) -> tuple[Outcome, list[tuple[str, int]]]:
     """The outcome of an evaluation that failed once, and what was done after the failure."""
-    fields = {name: getattr(evaluation, name) for name in ("subject", "load", "state", "ranks", "data_dir", "bfloat16")}
+    fields = {
+        name: getattr(evaluation, name) for name in ("subject", "dataset", "state", "ranks", "data_dir", "bfloat16")
+    }
     try:
         run(Watched(**fields, seen=[], fails_at=fails_at))
     except PowerLoss:

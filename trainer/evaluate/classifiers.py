@@ -75,7 +75,7 @@ class Classifiers:
         frozen: Frozen | None = None,
     ) -> None:
         check_batch(len(ids), config.batch_size, evaluation.ranks)
-        self._dataset, self._ranks, self._frozen = evaluation.load(), evaluation.ranks, frozen
+        self._dataset, self._ranks, self._frozen = evaluation.labelled(), evaluation.ranks, frozen
         self._ids, self._config, self._epochs, self._evaluation = ids, config, epochs, evaluation
         self._side, self._pixels = self._dataset.evaluated_side, evaluation.subject.pixels
         device = self._ranks.device

@@ -40,8 +40,8 @@ class Evaluation:
     """What is evaluated, on what images, and where; the same on each rank but for `ranks`."""
 
     subject: Subject
-    load: Callable[[], Dataset]
-    """Loads the labelled images; protocols with a format of their own read `data_dir` instead."""
+    dataset: Dataset | None = None
+    """The labelled images; protocols with a format of their own read `data_dir` instead."""
     images: dict[str, Any] = field(default_factory=dict)
     """What identifies these images, for the result: data set, folder, numbers, digest."""
     data_dir: Path | None = None
@@ -55,9 +55,9 @@ class Evaluation:
 
     def labelled(self) -> Dataset:
         """The images. Raises ValueError if they have no labels, or no test images."""
-        dataset = self.load()
-        dataset.check_labelled(tested=True)
-        return dataset
+        assert self.dataset is not None, "a protocol of labelled images was given none"
+        self.dataset.check_labelled(tested=True)
+        return self.dataset
 
     def frozen(self) -> Frozen:
         """The encoder, on the device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def run(command: Command) -> dict[str, Any] | None:
         if not protocol.pixels:
             subject.require_encoder(command.name)
         with stage("loading the images"):
-            images, load = _images(command, subject)
+            images, dataset = _images(command, subject)
         directory = options.output or subject.directory / DIRECTORY
         name = options.name or "-".join(filter(None, (command.name, command.subject.checkpoint)))
         identity = {
@@ -60,7 +59,7 @@ def run(command: Command) -> dict[str, Any] | None:
         }
         evaluation = Evaluation(
             subject=subject,
-            load=load,
+            dataset=dataset,
             images=images,
             data_dir=options.data_dir,
             ranks=ranks,
@@ -73,8 +72,8 @@ def run(command: Command) -> dict[str, Any] | None:
     return result if ranks.is_first else None
 
 
-def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callable[[], Dataset]]:
-    """What identifies the images, and how labelled images of no own format are loaded.
+def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset | None]:
+    """What identifies the images, and the images themselves unless the protocol reads a format of its own.
 
     Raises:
         ValueError: images that do not fit the encoder or have no labels.
@@ -84,7 +83,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
         _refuse_reading(command, own_format)
         if options.dataset is not None:
             raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
-        return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, _no_labelled_images
+        return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, None
     name, directory = subject.data(options.dataset, options.data_dir)
     background = subject.images.background if options.background is None else options.background
     reading = _reading(command, subject, name, directory)
@@ -112,11 +111,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Callabl
     if isinstance(dataset.train_images, DecodedImages):  # as they are read: a pack has options of its own
         pixels = dataset.train_images.options.of_pixels.given
         images |= {"pixels": pixels} if pixels else {}
-    return images, lambda: dataset
-
-
-def _no_labelled_images() -> Dataset:
-    raise NotImplementedError("the protocol reads images of its own format")
+    return images, dataset
 
 
 def _reading(command: Command, subject: Subject, name: str, directory: Path | None) -> SourceOptions:

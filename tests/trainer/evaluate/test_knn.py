@@ -35,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(tmp_path: Path, encoder: nn.Module, num_images: int = 150) -> StoredFeatures:
     evaluation = made_evaluation(encoder, tmp_path, made_dataset(num_images))
     frozen = Frozen(encoder, evaluation.subject.pixels, torch.device("cpu"))
-    images = evaluation.load().train_images
+    images = evaluation.labelled().train_images
     return store_features(frozen, images, None, tmp_path / "train", Ranks(), lambda *_, **__: None)
 
 
