@@ -1,0 +1,345 @@
+"""The manifests of deploy/kubernetes: numbers come from one place, commands are those of the programs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import trainer.arguments
+import weightserver
+import weightserver.cli
+from tests.helpers.watching import wait_until
+from trainer.run.checkpoint_file import saved_steps
+from weightserver.common.addresses import parse_addresses
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy/kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+VERSION = "1.32"
+Manifest = dict[str, Any]
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="there is no kubectl with Kustomize 5: see kubernetes.io/docs/tasks/tools"
+)
+
+OF_CUSTOM_RESOURCES = {
+    "JobSet": {"network", "failurePolicy", "replicatedJobs"},
+    "PyTorchJob": {"runPolicy", "pytorchReplicaSpecs"},
+    "ServiceMonitor": {"selector", "endpoints"},
+    "PodMonitor": {"selector", "podMetricsEndpoints"},
+}
+"""Fields of resources whose schemas come with their operators."""
+
+
+OF_OPERATOR = {"RANK": "1", "MASTER_ADDR": "trainer-master-0", "MASTER_PORT": "23456"}
+"""What the operator of PyTorchJobs sets in a pod."""
+
+
+def rendered(overlay: Path) -> list[Manifest]:
+    done = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@functools.cache
+def manifests(overlay: str) -> list[Manifest]:
+    return rendered(KUBERNETES / "overlays" / overlay)
+
+
+def the(found: list[Manifest], kind: str, name: str = "") -> Manifest:
+    (manifest,) = (each for each in found if each["kind"] == kind and name in ("", each["metadata"]["name"]))
+    return manifest
+
+
+def pods(found: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """The pod templates, by what they are."""
+    for each in found:
+        spec = each.get("spec", {})
+        if each["kind"] == "CronJob":
+            yield each["metadata"]["name"], spec["jobTemplate"]["spec"]["template"]
+        elif each["kind"] == "JobSet":
+            for job in spec["replicatedJobs"]:
+                yield f"trainer-{job['name']}", job["template"]["spec"]["template"]
+        elif each["kind"] == "PyTorchJob":
+            for name, replica in spec["pytorchReplicaSpecs"].items():
+                yield f"trainer-{name}", replica["template"]
+        elif "template" in spec:
+            yield each["metadata"]["name"], spec["template"]
+
+
+def container(template: Manifest) -> Manifest:
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+def of_trainer(found: list[Manifest]) -> list[Manifest]:
+    return [template for name, template in pods(found) if name.startswith("trainer-")]
+
+
+class Started(NamedTuple):
+    """The program that a container's command starts."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def run(found: list[Manifest], template: Manifest, folder: Path, **environment: str) -> Started:
+    """Runs a container's command with its environment, and with programs that only record how they are started."""
+    programs, said = folder / "programs", folder / "arguments.json"
+    programs.mkdir(exist_ok=True)
+    for name in ("weightserver", "train.sh"):
+        show = f"import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open({str(said)!r}, 'w'))"
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -c "{show}" "$@"\n')
+        (programs / name).chmod(0o755)
+    values = dict(the(found, "ConfigMap", "cluster")["data"]) | environment
+    values |= {each["name"]: each["value"] for each in container(template).get("env", []) if "value" in each}
+    assert container(template)["command"][:2] == ["tini", "--"]
+    words = [*container(template)["command"][2:], *container(template)["args"]]
+    words = [re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in words]
+    words = [word.replace("/backups", str(folder / "backups")) for word in words]
+    subprocess.run(words, check=True, env=values | {"PATH": f"{programs}:{os.environ['PATH']}"}, timeout=60)
+    return Started(*json.loads(said.read_text()))
+
+
+def addresses(num_shards: int) -> list[str]:
+    return [f"weightserver-{shard}.weightserver:50051" for shard in range(num_shards)]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_manifests_follow_the_schemas(overlay: str) -> None:
+    found = manifests(overlay)
+    for each in found:
+        if fields := OF_CUSTOM_RESOURCES.get(each["kind"]):
+            assert set(each["spec"]) == fields
+        else:
+            kubernetes_validate.validate(each, VERSION, strict=True)
+    for name, template in pods(found):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+    for each in found:
+        for job in each["spec"].get("replicatedJobs", []) if each["kind"] == "JobSet" else []:
+            document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}} | job["template"]
+            kubernetes_validate.validate(document, VERSION, strict=True)
+            assert set(job) == {"name", "replicas", "template"}
+
+
+def test_the_schemas_refuse_unknown_fields() -> None:
+    document = the(manifests("small"), "StatefulSet")
+    document = document | {"spec": document["spec"] | {"replica": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_numbers_are_in_one_place(overlay: str, tmp_path: Path) -> None:
+    """Five shards and four nodes of the trainer, by a change of the ConfigMap alone."""
+    copy = shutil.copytree(KUBERNETES, tmp_path / "kubernetes") / "overlays" / overlay
+    text = (copy / "cluster.yaml").read_text()
+    for name, number in (("NUM_SHARDS", 5), ("MORE_NODES", 3), ("RANKS_PER_NODE", 2)):
+        text, changes = re.subn(rf'{name}: "\d+"', f'{name}: "{number}"', text)
+        assert changes == 1
+    (copy / "cluster.yaml").write_text(text)
+    found = rendered(copy)
+
+    stateful = the(found, "StatefulSet")["spec"]
+    assert stateful["replicas"] == 5
+    served = weightserver.cli._parser().parse_args(run(found, stateful["template"], tmp_path, SHARD="4").arguments)
+    assert (served.shard, served.num_shards) == (4, 5)
+    if jobs := [each for each in found if each["kind"] == "JobSet"]:
+        assert [job["replicas"] for job in jobs[0]["spec"]["replicatedJobs"]] == [1, 3]
+    else:
+        replicas = the(found, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
+        assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
+    for template in of_trainer(found):
+        started = run(found, template, tmp_path, **OF_OPERATOR)
+        assert (started.environment["PET_NNODES"], started.environment["PET_NPROC_PER_NODE"]) == ("4", "2")
+        assert trainer.arguments.parse_config(started.arguments).servers.addresses == addresses(5)
+    backups(tmp_path)
+    started = run(found, dict(pods(found))["weightserver-backup"], tmp_path)
+    assert parse_addresses(*weightserver.cli._parser().parse_args(started.arguments).addresses) == addresses(5)
+
+
+def backups(folder: Path, number: int = 1) -> list[Path]:
+    made = [folder / "backups" / f"2026-01-{day + 1:02}T031500" for day in range(number)]
+    for each in made:
+        each.mkdir(parents=True)
+    return made
+
+
+def test_seven_backups_are_kept(tmp_path: Path) -> None:
+    found, made = manifests("small"), backups(tmp_path, 9)
+    run(found, dict(pods(found))["weightserver-backup"], tmp_path)
+    assert sorted((tmp_path / "backups").iterdir()) == made[2:]
+
+
+def test_shards_start_empty_only_if_told(tmp_path: Path) -> None:
+    """A lost volume is not replaced by an empty one, unless the ConfigMap of the first start exists."""
+    found = manifests("small")
+    template = the(found, "StatefulSet")["spec"]["template"]
+    assert {"configMapRef": {"name": "weightserver-first-start", "optional": True}} in container(template)["envFrom"]
+    parse = weightserver.cli._parser().parse_args
+    assert not parse(run(found, template, tmp_path, SHARD="1").arguments).init
+    assert parse(run(found, template, tmp_path, SHARD="1", INIT="--init").arguments).init
+    first = "kubectl create configmap weightserver-first-start --from-literal=INIT=--init"
+    assert first in (ROOT / "docs/deployment.md").read_text()
+
+
+def test_a_shard_is_found_probed_and_stopped_as_it_serves(tmp_path: Path) -> None:
+    found = manifests("small")
+    spec = the(found, "StatefulSet")["spec"]
+    served, labels = container(spec["template"]), spec["template"]["metadata"]["labels"]
+    started = run(found, spec["template"], tmp_path, SHARD="1")
+    arguments = weightserver.cli._parser().parse_args(started.arguments)
+    assert not arguments.insecure
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > arguments.grace_seconds
+    for kind, path in (("startup", "/healthz"), ("readiness", "/readyz"), ("liveness", "/healthz")):
+        assert served[f"{kind}Probe"]["httpGet"] == {"path": path, "port": "metrics"}
+    assert {port["name"]: port["containerPort"] for port in served["ports"]} == {
+        "grpc": int(arguments.listen.rpartition(":")[2]),
+        "metrics": arguments.metrics_port,
+    }
+    service = the(found, "Service", "weightserver")
+    assert (service["metadata"]["name"], service["spec"]["selector"]) == (spec["serviceName"], labels)
+    assert spec["selector"]["matchLabels"] == labels
+    assert the(found, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_trainers_command_is_one(overlay: str, tmp_path: Path) -> None:
+    found = manifests(overlay)
+    for template in of_trainer(found):
+        started = run(found, template, tmp_path, **OF_OPERATOR)
+        config = trainer.arguments.parse_config(started.arguments)
+        config.check()
+        assert config.servers.tls_ca is not None
+        ports = {port["name"]: port["containerPort"] for port in container(template)["ports"]}
+        assert (config.report.metrics_port, config.report.metrics_host) == (ports["metrics"], "0.0.0.0")
+        if overlay == "pytorchjob":
+            assert started.environment["PET_MASTER_ADDR"] == OF_OPERATOR["MASTER_ADDR"]
+            assert started.environment["PET_NODE_RANK"] == OF_OPERATOR["RANK"]
+        else:
+            jobs = the(found, "JobSet")
+            first = f"{jobs['metadata']['name']}-{jobs['spec']['replicatedJobs'][0]['name']}-0-0"
+            assert started.environment["PET_MASTER_ADDR"] == f"{first}.{jobs['spec']['network']['subdomain']}"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_volume_is_written_by_two_nodes(overlay: str) -> None:
+    """Rank 0 alone has the run's directory."""
+    found = manifests(overlay)
+    claims = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "PersistentVolumeClaim"}
+    assert {mode for spec in claims.values() for mode in spec["accessModes"]} <= {"ReadWriteOnce", "ReadOnlyMany"}
+    first, node = of_trainer(found)
+    mounted = [{volume["name"]: volume for volume in each["spec"]["volumes"]} for each in (first, node)]
+    assert mounted[0]["runs"]["persistentVolumeClaim"]["claimName"] == "runs"
+    assert mounted[1]["runs"] == {"name": "runs", "emptyDir": {}}
+    assert mounted[0] | {"runs": 0} == mounted[1] | {"runs": 0}
+    used = re.findall(r"'claimName': '([\w-]+)'", str(found))
+    assert set(used) == set(claims)
+
+
+@pytest.mark.parametrize("overlay", ["small", "large"])
+def test_a_preemption_does_not_use_up_the_restarts(overlay: str) -> None:
+    """A pod that is taken away, and its peers, which end with 143 after a checkpoint, fail by the policy."""
+    spec = the(manifests(overlay), "JobSet")["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == (
+        "RestartJobSetAndIgnoreMaxRestarts",
+        ["PodFailurePolicy"],
+    )
+    for job in spec["replicatedJobs"]:
+        job = job["template"]["spec"]
+        assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
+        taken, peers = job["podFailurePolicy"]["rules"]
+        assert taken == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        assert peers["onExitCodes"] == {"containerName": "trainer", "operator": "In", "values": [128 + signal.SIGTERM]}
+
+
+@pytest.mark.guard
+def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
+    """143 after SIGTERM and a checkpoint, 2 for a wrong argument; torchrun itself ends with 1."""
+    output = tmp_path / "run"
+    environment = os.environ | {"OUTPUT": str(output), "OMP_NUM_THREADS": "1", "PET_NPROC_PER_NODE": "2"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = ROOT / "deploy/train.sh"
+    wrong = subprocess.run([script, "synthetic", "--no-such"], env=environment, capture_output=True)
+    assert wrong.returncode == 2
+    command = "synthetic --num-images 300 --encoder.name none --steps 1000000 --batch-size 16 --num-negatives 64"
+    command += " --window-size 96 --window-stride 24 --log-every 1000000 --checkpoint-every 18"
+    with subprocess.Popen([script, *command.split()], env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or len(saved_steps(output / "checkpoints")) > 1, seconds=200)
+            process.terminate()
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_run_unprivileged(overlay: str) -> None:
+    for name, template in pods(manifests(overlay)):
+        spec, own = template["spec"], container(template)["securityContext"]
+        assert spec["securityContext"]["runAsUser"] == 10001, name
+        assert not spec["automountServiceAccountToken"], name
+        assert own["readOnlyRootFilesystem"], name
+        assert own["capabilities"]["drop"] == ["ALL"], name
+        allowed = ["IPC_LOCK"] if name.startswith("trainer") else None  # InfiniBand locks memory
+        assert own["capabilities"].get("add") == allowed, name
+        image, _, version = container(template)["image"].rpartition(":")
+        assert (image.rpartition("/")[2], version) in {
+            (f"pic-{program}", weightserver.__version__) for program in ("weightserver", "trainer")
+        }
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_policies_let_through_what_calls(overlay: str) -> None:
+    found = manifests(overlay)
+    labels = {name: template["metadata"]["labels"]["app"] for name, template in pods(found)}
+    ports = {
+        template["metadata"]["labels"]["app"]: {port["name"] for port in container(template).get("ports", [])}
+        for _, template in pods(found)
+    }
+    shards, trainers = the(found, "NetworkPolicy", "weightserver"), the(found, "NetworkPolicy", "trainer")
+    callers, anyone = shards["spec"]["ingress"]
+    (expression,) = callers["from"][0]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == set(labels.values()) - {"weightserver"}
+    for policy, app in ((shards, "weightserver"), (trainers, "trainer")):
+        assert policy["spec"]["podSelector"]["matchLabels"] == {"app": app}
+        named = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
+        assert named <= ports[app]
+    assert anyone == {"from": [{"namespaceSelector": {}}], "ports": [{"port": "metrics"}]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_prometheus_finds_what_the_rules_know(overlay: str) -> None:
+    """Rules and panels join on `cluster` and `instance`; the jobs have the names of the compose file's."""
+    found = manifests(overlay)
+    compose = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    monitors = {"weightserver": the(found, "ServiceMonitor"), "trainer": the(found, "PodMonitor")}
+    assert set(monitors) == {job["job_name"] for job in compose} - {"prometheus"}
+    selected = {
+        "weightserver": the(found, "Service", "weightserver")["metadata"]["labels"],
+        "trainer": of_trainer(found)[0]["metadata"]["labels"],
+    }
+    for name, monitor in monitors.items():
+        assert monitor["spec"]["selector"]["matchLabels"] == selected[name]
+        (endpoint,) = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] == "metrics"
+        steps = {step["targetLabel"]: step for step in endpoint["relabelings"]}
+        assert set(steps) == {"instance", "cluster", "job"}
+        assert steps["instance"]["sourceLabels"][0] == "__meta_kubernetes_pod_name"
+        assert steps["cluster"]["sourceLabels"] == ["__meta_kubernetes_namespace"]
+        assert steps["job"]["replacement"] == name
