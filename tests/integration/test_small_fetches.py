@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -55,6 +58,22 @@ def test_their_errors_are_those_of_other_fetches(client: WeightClient) -> None:
     ) as raised:
         client.fetch([7], step=3)
     assert (raised.value.row, raised.value.step) == (7, 3)
+
+
+def test_a_fetch_that_a_shard_refuses_leaves_nothing_in_memory(client: WeightClient) -> None:
+    """Nor do the answers of others, to which the requests were sent at the same time."""
+    client.open_session("errors")
+    client.push_gradients([7], np.ones((1, SPEC.dim), np.float32), step=4)
+
+    def refused(times: int) -> int:
+        for _ in range(times):
+            with pytest.raises(StepError, match="row 7 has seen 5 updates"):
+                client.fetch([7, 57], step=3)
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = refused(100)
+    assert refused(200) - before < 2_000_000
 
 
 def test_both_kinds_of_answers_are_the_same(channel: grpc.Channel) -> None:

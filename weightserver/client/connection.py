@@ -321,6 +321,12 @@ class BegunFetch(NamedTuple):
     answer: Any
     options: dict[str, Any]
 
+    def read_to_end(self) -> None:
+        """Drops the answer, until its deadline: gRPC keeps for ever what nobody has read to its end."""
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.answer:
+                pass
+
 
 def _own_seconds(call: Any) -> float | None:
     """How long the shard says the call took it, without waiting for this client; None if it says nothing."""

@@ -22,6 +22,7 @@ from weightserver.client.table import KnownTable
 from weightserver.client.writer import Writer
 from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
 
@@ -58,10 +59,13 @@ def fetch_rows(
                     begun.append(connection.begin_fetch(request, rates, part))
                 for (connection, part), first in zip(parts, [None, *begun], strict=False):
                     connection.fetch(request, rates, part, first)
+            except WeightServerError:
+                for first in filter(None, begun):
+                    first.read_to_end()
+                raise
             finally:
-                for first in begun:
-                    if first is not None:
-                        first.answer.cancel()
+                for first in filter(None, begun):
+                    first.answer.cancel()
     if not in_order:
         for whole, values in zip(out, fetched, strict=True):
             if whole is not None and values is not None:
