@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
 def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> None:
     """Compares the encoder with an untrained one and raw pixels, draws the training, and prints all of it on rank 0.
 
-    `others` are the directories of further runs that have ended, by name: they are compared on the same images.
+    `others` are the directories of further runs that have ended on the same images, by name: they are compared.
     """
     if not result.is_first:
         return
@@ -237,14 +236,11 @@ def _gaps(summary: dict[str, Any]) -> str:
 def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
     """How another run's final loss and accuracy differ from those of the run in `output`."""
     (loss, _), (other_loss, _) = _final_losses(output), _final_losses(other)
-    text = f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f}"
-    if name not in compared:
-        return f"{text}."
     gains = (
         f"{TITLES[protocol]} {compared[_TRAINED][protocol].top1 - result.top1:+.1f} points"
         for protocol, result in compared[name].items()
     )
-    return f"{text} (trained encoder over that: {', '.join(gains)})."
+    return f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f} (trained encoder over that: {', '.join(gains)})."
 
 
 def _verdict(compared: Results) -> str:
@@ -269,17 +265,17 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
         begun = "initial encoder"
     evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
-        **{name: partial(_evaluated_run, name, run, result) for name, run in others.items()},
         begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
         _PIXELS: lambda: _evaluated(_PIXELS, lambda: _some_pixels(dataset)),
     }
     references = (begun, _PIXELS)
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
+    known |= {name: _read_comparison(run)[_TRAINED] for name, run in others.items()}
     compared: Results = {}
-    for name, evaluate in evaluations.items():
+    for name in (_TRAINED, *others, *references):
         try:
             with stage("references, which Ctrl-C leaves out") if name in references else nullcontext():
-                compared[name] = known.get(name) or evaluate()
+                compared[name] = known.get(name) or evaluations[name]()
         except KeyboardInterrupt:
             if name not in references:
                 raise
@@ -323,15 +319,6 @@ def _initial_encoder(result: TrainResult, name: str) -> nn.Module:
         else:
             encoder = untrained_encoder(config.model.encoder, result.dataset.evaluated, config.sampling.seed)
         return encoder.to(next(result.model.parameters()).device)
-
-
-def _evaluated_run(name: str, run: Path, result: TrainResult) -> dict[str, ProbeResult]:
-    """The results of another run's encoder on the images of this one, on which it may have been evaluated before."""
-    if found := _read_comparison(run).get(_TRAINED):
-        return found
-    encoder, config = load_encoder(run / ENCODER_FILE)
-    encoder = encoder.to(next(result.model.parameters()).device)
-    return _evaluated(f"encoder {name}", lambda: encoder_features(encoder, result.dataset.evaluated, config.pixels))
 
 
 def _read_comparison(output: Path) -> Results:

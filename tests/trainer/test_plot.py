@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from trainer.run.directory import read_metrics
 from trainer.run.plot import draw_training
@@ -24,9 +23,7 @@ def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
     """The figure of two runs."""
     losses = [6.9 - 0.02 * min(step, 80) + 0.02 * max(0, step - 80) for step in range(120)]
     records: list[dict[str, Any]] = [
-        {"step": step, "loss": loss, "knn_top1": 70.0}
-        | {"corrected_rows": 2 * (step > 40), "missed_steps": 60 * (step > 40), "largest_gap": 45 * (step > 40)}
-        for step, loss in enumerate(losses, start=9)
+        {"step": step, "loss": loss, "knn_top1": 70.0} for step, loss in enumerate(losses, start=9)
     ]
     records[0]["initial_knn_top1"] = 60.0
     directory = tmp_path_factory.mktemp("drawn")
@@ -56,7 +53,7 @@ def points(figure: Figure, label: str) -> list[list[tuple[float, float]]]:
 def test_no_legend_covers_a_curve(figure: Figure) -> None:
     figure.canvas.draw()
     legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
-    assert len(legends) == 3
+    assert len(legends) == 2
     for legend in legends:
         box = legend.get_window_extent()
         assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
@@ -65,12 +62,9 @@ def test_no_legend_covers_a_curve(figure: Figure) -> None:
 
 
 def test_lines_are_told_apart_without_colour(figure: Figure) -> None:
-    """In each panel; the last one has two axes."""
-    panels: dict[float, list[Line2D]] = {}
-    for axes in figure.axes:
-        panels.setdefault(axes.get_position().y0, []).extend(axes.get_lines())
-    assert [len(lines) for lines in panels.values()] == [4, 5, 3]
-    for lines in panels.values():
+    panels = [list(axes.get_lines()) for axes in figure.axes]
+    assert [len(lines) for lines in panels] == [4, 5]
+    for lines in panels:
         looks = [
             (str(line._dash_pattern), line.get_marker(), line.get_linewidth())  # type: ignore[attr-defined]
             for line in lines
@@ -83,9 +77,6 @@ def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
     assert points(figure, "during training")[0][0] == (0, 60)
     assert points(figure, "loss, smoothed")[0][0] == pytest.approx((9, 6.9))
     assert figure.axes[0].get_xlim()[0] == 0
-    assert points(figure, "mean gap of rows that return")[0][-1] == pytest.approx((128, 30))
-    assert points(figure, "largest gap so far")[0][-1] == (128, 45)
-    assert points(figure, "rows corrected so far (right)")[0][-1] == (128, 2 * 88)
     loss, accuracy = ([y for _, y in curve] for curve in points(figure, "without correction"))
     assert loss == pytest.approx([6.95] * 120)
     assert accuracy == [60.0, *[65.0] * 120]
@@ -95,9 +86,9 @@ def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
 def test_a_short_run_has_the_panels_and_lines_of_what_it_has(
     number: int, labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No smoothed loss, which would hide the few points, and no panel of returning rows where none returned."""
+    """No smoothed loss, which would hide the few points, and no panel of accuracy without any."""
     losses = [7 - 0.01 * step + step % 2 for step in range(number)]
-    records = [{"step": step, "loss": loss, "corrected_rows": 0} for step, loss in enumerate(losses)]
+    records = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -87,7 +87,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     assert min(curves[2:]) > 300
     assert len(found["images"]) == 12 * (1 + 7)
     text = (run / "report.html").read_text()
-    assert text.count('<th scope="col">sneaker</th>') == text.count('<th scope="row">sneaker</th>') == 1
+    assert "label sneaker" in text
     assert all(size > 20 for image in found["images"] for size in image)
     notes, _ = summary.pop("warnings"), summary.pop("proportions")
     assert found["results"] == in_words(summary)
@@ -184,10 +184,8 @@ def test_an_image_and_its_copy_are_nearest() -> None:
         assert nearest.agrees
         assert nearest.similarity == pytest.approx(1, abs=1e-5)
         assert sample.neighbours[1].agrees is False
-    assert inspection.classes == [str(label) for label in range(10)]
-    assert inspection.confusion == [[100.0 * (row == column) for column in range(10)] for row in range(10)]
-    named = replace(data, class_names=tuple("abcdefghij"))
-    assert inspect_encoder(build_encoder(config), config, named, bank=20).classes == list("abcdefghij")
+    named = inspect_encoder(build_encoder(config), config, replace(data, class_names=tuple("abcdefghij")), bank=20)
+    assert all(image.sample.label == "abcdefghij"[image.sample.index % 10] for image in named.images)
     with pytest.raises(ValueError, match="1 images are too few"):
         inspect_encoder(build_encoder(config), config, data, bank=1)
     other = replace(config, in_channels=3)

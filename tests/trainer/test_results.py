@@ -294,7 +294,7 @@ def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.Captu
         config=labelled.config.with_settings(output=shutil.copytree(labelled.config.run.output, tmp_path / "a")),
     )
     (run.config.run.output / "comparison.json").unlink(missing_ok=True)
-    other = run.config.with_settings(output=tmp_path / "b", correction="none", evaluate=False)
+    other = run.config.with_settings(output=tmp_path / "b", correction="none")
     train(other)
     finish(run, {"without correction": other.run.output})
     printed = " ".join(capsys.readouterr().out.split())  # wherever lines are broken

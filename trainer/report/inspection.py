@@ -1,10 +1,9 @@
-"""Inspects an encoder: nearest neighbours as pictures to embed in a page, and which classes they confuse."""
+"""Inspects an encoder: nearest neighbours as pictures to embed in a page."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +18,6 @@ from trainer.model import EncoderConfig
 
 _NUM_SAMPLES = 12
 _NUM_NEIGHBOURS = 7
-_MOST_CLASSES = 30
-"""More classes make no table that a person can read."""
-_ROWS_AT_A_TIME = 1_024
 _MAX_SIDE = 112
 
 
@@ -51,11 +47,6 @@ class Inspection:
     bank: int
     """Number of training images among which neighbours were searched."""
     labelled: bool
-    classes: list[str]
-    """Names of the classes, or their numbers."""
-    confusion: list[list[float]]
-    """Percent of the images of a class (row) whose nearest image has another (column); empty without labels or for many
-    classes."""
 
 
 def inspect_encoder(
@@ -91,13 +82,7 @@ def inspect_encoder(
     for sample, cosines, ids in zip(samples.tolist(), nearest.values, nearest.indices, strict=True):
         neighbours = [picture(i, cosine, sample) for i, cosine in zip(ids.tolist(), cosines.tolist(), strict=True)]
         inspected.append(InspectedImage(picture(sample), neighbours))
-    classes = list(dict.fromkeys(sorted(labels, key=_by_number)))
-    confused = _confusion(features, labels, classes) if 2 <= len(classes) <= _MOST_CLASSES else []
-    return Inspection(inspected, len(images), dataset.labelled, classes, confused)
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdecimal() else (0, name)
+    return Inspection(inspected, len(images), dataset.labelled)
 
 
 def _names(dataset: Dataset, count: int) -> list[str]:
@@ -105,23 +90,6 @@ def _names(dataset: Dataset, count: int) -> list[str]:
     labels = dataset.train_labels[:count].tolist()
     names = dataset.class_names
     return ["no label" if label < 0 else names[label] if names else str(label) for label in labels]
-
-
-def _confusion(features: Tensor, labels: Sequence[str], classes: Sequence[str]) -> list[list[float]]:
-    """Percent of each class's images whose nearest other image is of each class.
-
-    Features are float32 [N, d], L2-normalised.
-    """
-    from sklearn.metrics import confusion_matrix  # late: it takes a second
-
-    nearest = []
-    for first in range(0, len(features), _ROWS_AT_A_TIME):
-        similarity = features[first : first + _ROWS_AT_A_TIME] @ features.T
-        rows = torch.arange(len(similarity))
-        similarity[rows, first + rows] = -torch.inf  # not itself
-        nearest += [labels[index] for index in similarity.argmax(dim=1).tolist()]
-    shares = confusion_matrix(labels, nearest, labels=list(classes), normalize="true")
-    return [[100 * float(share) for share in row] for row in shares]
 
 
 def _uri(image: Tensor) -> str:

@@ -1,8 +1,8 @@
 """Renders a run's report as one self-contained HTML page.
 
 It shows the curves of training.png, results and settings, and for a dozen training images their nearest neighbours by
-cosine of the features, and which classes are confused. For a run that has not ended it shows what is available, with
-the encoder of the newest checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
+cosine of the features. For a run that has not ended it shows what is available, with the encoder of the newest
+checkpoint. The page loads nothing from elsewhere; its content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _curves(run: Path, config: dict[str, Any]) -> str:
 
 
 def _inspection(run: Path, data_dir: Path | None, bank: int) -> tuple[Inspection | None, str, str]:
-    """Neighbours and confusion, and the description of their encoder; or None and the reason."""
+    """Neighbours, and the description of their encoder; or None and the reason."""
     checkpoint, source = "", "the encoder at the end of the run"
     if not (run / ENCODER_FILE).exists():
         steps = saved_steps(run / "checkpoints")

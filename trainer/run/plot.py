@@ -1,4 +1,4 @@
-"""Draws a run's loss, accuracy and returning rows during training, from its metrics.jsonl."""
+"""Draws a run's loss and accuracy during training, from its metrics.jsonl."""
 
 import io
 import itertools
@@ -11,7 +11,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
 from trainer.run.directory import read_metrics
 
@@ -31,26 +30,24 @@ def draw_training(
     references: Mapping[str, float] | None = None,
     others: Mapping[str, Path] | None = None,
 ) -> bytes:
-    """Draws loss, kNN top-1 in percent, and the rows that came back, by step, as a PNG.
+    """Draws loss and kNN top-1 in percent by step, as a PNG.
 
     `metrics` is a metrics.jsonl: records with "step" and "loss", some with "knn_top1". `chance_loss` (log K) and
     `references` (name to top-1 on the test images, such as raw pixels) become horizontal lines. `others` are the
-    metrics.jsonl of further runs to draw beside this one, by name. Quantities that no record has get no panel. Every
+    metrics.jsonl of further runs to draw beside this one, by name. Accuracy that no record has gets no panel. Every
     line has dashes or marks of its own, so that colour is not needed to tell them apart; the legends stand above the
     panels.
     """
     records = _records(metrics)
     runs = {name: _records(path) for name, path in (others or {}).items()}
     with_accuracy = bool(references) or any(_ACCURACY in record for record in records)
-    with_gaps = any(record.get("corrected_rows") for record in records)
-    heights = [3.0, *[3.0] * with_accuracy, *[2.0] * with_gaps]
-    figure = Figure(figsize=(8, 1 + sum(heights)), layout="constrained")
-    panels = iter(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
-    _draw_loss(axes := next(panels), records, runs, chance_loss)
+    number = 2 if with_accuracy else 1
+    figure = Figure(figsize=(8, 1 + 3 * number), layout="constrained")
+    panels = figure.subplots(number, 1, sharex=True, squeeze=False)[:, 0]
+    _draw_loss(panels[0], records, runs, chance_loss)
     if with_accuracy:
-        _draw_accuracy(axes := next(panels), records, runs, references or {})
-    if with_gaps:
-        _draw_gaps(axes := next(panels), records)
+        _draw_accuracy(panels[1], records, runs, references or {})
+    axes = panels[-1]
     axes.set_xlim(left=0)
     axes.set_xlabel("step")
     file = io.BytesIO()
@@ -77,7 +74,7 @@ def _draw_loss(
     if chance is not None:
         axes.axhline(chance, color="tab:blue", linestyle=":", linewidth=1.2, label="loss by chance, log K")
     axes.set_ylabel("loss (nats)")
-    _legend_above(axes, [axes])
+    _legend_above(axes)
 
 
 def _draw_accuracy(
@@ -94,7 +91,7 @@ def _draw_accuracy(
     for (name, top1), dashes in zip(references.items(), itertools.cycle(_DASHES)):
         axes.axhline(top1, color="0.35", linestyle=(0, dashes), linewidth=1.2, label=f"test images: {name}")
     axes.set_ylabel("kNN top-1 (%)")
-    _legend_above(axes, [axes])
+    _legend_above(axes)
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
@@ -103,31 +100,9 @@ def _accuracies(records: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return before + [(record["step"], record[_ACCURACY]) for record in records if record.get(_ACCURACY) is not None]
 
 
-def _draw_gaps(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """The steps that returning rows had missed, and the number of these rows."""
-    counted = [record for record in records if "corrected_rows" in record]
-    steps, corrected = _columns([(record["step"], record["corrected_rows"]) for record in counted])
-    missed = _smoothed([record["missed_steps"] for record in counted])
-    gaps = [number / max(rows, 1e-9) for number, rows in zip(missed, _smoothed(corrected), strict=True)]
-    largest = [record["largest_gap"] for record in counted]
-    axes.plot(steps, gaps, color="tab:green", linewidth=1.6, label="mean gap of rows that return")
-    axes.plot(steps, largest, color="tab:green", linestyle="--", linewidth=1.3, label="largest gap so far")
-    axes.set_ylabel("gap (steps)")
-    axes.set_ylim(bottom=0)
-    rows_axes = axes.twinx()
-    rows = list(itertools.accumulate(corrected))
-    rows_axes.plot(steps, rows, color="0.35", linestyle=":", linewidth=1.8, label="rows corrected so far (right)")
-    rows_axes.set_ylabel("rows corrected")
-    rows_axes.set_ylim(bottom=0)
-    rows_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    _legend_above(axes, [axes, rows_axes])
-
-
-def _legend_above(axes: Axes, drawn: list[Axes]) -> None:
+def _legend_above(axes: Axes) -> None:
     """A legend between this panel and the one above it, where it covers no curve."""
-    handles = [handle for one in drawn for handle in one.get_legend_handles_labels()[0]]
     axes.legend(
-        handles=handles,
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=3,
