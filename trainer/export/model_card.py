@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from trainer.config import RESUMABLE
@@ -76,102 +77,23 @@ def model_card(
     encoder: LibraryEncoder, origin: Origin, *, image_size: int, is_grey: bool, file: str, digest: str
 ) -> str:
     """Renders the card of the encoder in `file` with the SHA-256 `digest`, trained on images of `image_size` pixels."""
-    return "\n".join(
-        [
-            _introduction(encoder, origin),
-            _input(encoder, origin.reading, image_size=image_size, is_grey=is_grey, file=file),
-            _run(origin),
-            f"## File\n\n`{file}`, {len(encoder.tensors)} tensors, SHA-256 `{digest}`.\n",
-        ]
+    settings = flat({name: value for name, value in origin.settings.items() if name not in RESUMABLE})
+    return _TEMPLATES.get_template("model_card.md.jinja").render(
+        encoder=encoder,
+        origin=origin,
+        small=SMALL_IN_TIMM,
+        image_size=image_size,
+        resized=decoded_side(image_size),
+        is_grey=is_grey,
+        file=file,
+        digest=digest,
+        results=_known(flat(origin.summary)),
+        settings=_known(settings),
     )
 
 
-def _introduction(encoder: LibraryEncoder, origin: Origin) -> str:
-    state = (
-        f"checkpoint {origin.checkpoint} of a run, not evaluated"
-        if origin.checkpoint
-        else "the state at the end of its run"
-    )
-    form = "as an ONNX graph" if encoder.library == "onnx" else f"in the keys of {encoder.library}"
-    return f"""---
-license: {origin.licence}
-library_name: {encoder.library}
-tags: [image-feature-extraction, self-supervised, parametric-instance-classification]
----
-
-# {encoder.name}, trained on {origin.dataset} by instance classification
-
-An image encoder {form}. It was trained on {origin.images}, without reading
-labels, by Parametric Instance Classification (Cao et al., NeurIPS 2020, arXiv 2006.14618): each image is its own class.
-This is {state}. It has no classifier; its output is one feature vector per image, to compare by cosine similarity or to
-use as input of a linear layer.
-"""
-
-
-def _input(encoder: LibraryEncoder, reading: str, *, image_size: int, is_grey: bool, file: str) -> str:
-    channels = "RGB" if encoder.in_channels == 3 else "grey"
-    grey = " Repeat a grey image three times." if is_grey and encoder.in_channels == 3 else ""
-    ways = {"timm": _by_timm, "torchvision": _by_torchvision, "onnx": _by_onnx}
-    return f"""## How to load it
-
-{ways[encoder.library](encoder, image_size, file)}
-
-Input: {channels} images float32 [B, {encoder.in_channels}, H, W]: pixels in 0..1 minus their mean
-{_listed(encoder.pixels.mean)}, divided by their standard deviation {_listed(encoder.pixels.std)}; trained at
-{image_size} px.{grey}{reading}
-"""
-
-
-def _run(origin: Origin) -> str:
-    results = _table("result", {key: value for key, value in flat(origin.summary).items() if value is not None})
-    settings = flat({key: value for key, value in origin.settings.items() if key not in RESUMABLE})
-    licence = "not stated by the exporter" if origin.licence == "unknown" else origin.licence
-    return f"""## Results
-
-{results or "None: not evaluated."}
-
-## Settings of the run
-
-{_table("setting", {name: value for name, value in settings.items() if value is not None})}
-
-## Licence
-
-Licence of the weights: {licence}. Permitted uses may also depend on the images of {origin.dataset}.
-"""
-
-
-def _by_timm(encoder: LibraryEncoder, image_size: int, file: str) -> str:
-    registers = (
-        f"import {encoder.name}  # {encoder.name}.py of this directory\n" if encoder.name == SMALL_IN_TIMM else ""
-    )
-    return f"""```python
-import timm
-{registers}model = timm.create_model("local-dir:.", pretrained=True).eval()  # the path of this directory
-preprocess = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-```"""
-
-
-def _by_onnx(encoder: LibraryEncoder, image_size: int, file: str) -> str:
-    return f"""```python
-import onnxruntime
-session = onnxruntime.InferenceSession("{file}")
-(features,) = session.run(None, {{"images": images}})  # NumPy, prepared as below; any number of images
-```"""
-
-
-def _by_torchvision(encoder: LibraryEncoder, image_size: int, file: str) -> str:
-    mean, std = map(_listed, encoder.pixels)
-    return f"""```python
-import torch, torchvision
-from safetensors.torch import load_file
-from torchvision.transforms import v2
-model = torchvision.models.get_model("{encoder.name}", weights=None)
-model.{_attribute(encoder.last)} = torch.nn.Identity()
-model.load_state_dict(load_file("{file}"))
-model.eval()
-preprocess = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize({decoded_side(image_size)}), v2.CenterCrop({image_size}),
-                         v2.ToDtype(torch.float32, scale=True), v2.Normalize({mean}, {std})])
-```"""
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _listed(numbers: tuple[float, ...]) -> str:
@@ -183,6 +105,12 @@ def _attribute(path: str) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", path)
 
 
-def _table(title: str, values: dict[str, Any]) -> str:
-    rows = [f"| {name} | {number(value)} |" for name, value in values.items()]
-    return "\n".join([f"| {title} | |", "|---|---|", *rows]) if rows else ""
+_TEMPLATES = Environment(
+    loader=PackageLoader("trainer.export", "."),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # Markdown
+)
+_TEMPLATES.filters |= {"listed": _listed, "attribute": _attribute, "number": number}
