@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
-from tests.head.test_exact import WINDOW, drawn, expected_of_windows, windows
+from tests.head.test_exact import WINDOW, drawn, windows
 from tests.helpers.own_loop import (
     NUM_CLASSES,
     STEPS,
     Dense,
     Encoder,
     Images,
-    Result,
     learning_rate,
     loaded,
     shuffled,
@@ -39,58 +36,6 @@ from weightserver import LocalCluster, WeightClient, WeightServerError
 from weightserver.torch import ClassifierHead
 
 ROOT = Path(__file__).parents[2]
-STORES = pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
-
-
-@STORES
-def test_an_iteration_of_windows_that_is_left_continues_with_the_next_step(make_head: MakeHead, rows: str) -> None:
-    head, encoder = make_head(rows), Encoder()
-    loader = windows(head)
-    losses = []
-    for stop in (3, 4, 9, STEPS):
-        result = trained(head, itertools.repeat(head.announced(loader)), steps=stop, encoder=encoder)
-        losses += result.losses
-    expected = expected_of_windows(head, loader.batch_sampler)  # type: ignore[arg-type]
-    Result(losses, result.rows, result.encoder).assert_close(expected)
-
-
-@STORES
-def test_an_iteration_of_any_classes_that_is_left(make_head: MakeHead, rows: str) -> None:
-    """The batches that were announced, and then not used, are not recent."""
-    head, encoder, batches = make_head(rows), Encoder(), shuffled(0, 2 * STEPS)
-    first = trained(head, [head.announced(loaded(batches[:STEPS]))], steps=5, encoder=encoder)
-    second = trained(head, [head.announced(loaded(batches[STEPS:]))], steps=11, encoder=encoder)
-    expected = Dense(head).trained(batches[:5] + batches[STEPS : STEPS + 6], steps=11)
-    Result(first.losses + second.losses, second.rows, second.encoder).assert_close(expected)
-
-
-@STORES
-@pytest.mark.parametrize("sampler", [True, False])
-def test_a_step_that_was_begun_is_discarded_by_a_new_iteration(make_head: MakeHead, rows: str, sampler: bool) -> None:
-    """Its gradients are not added to those of the new first step."""
-    head, encoder, batches = make_head(rows), Encoder(), shuffled(3, STEPS)
-    loader = windows(head) if sampler else None
-    first = trained(head, [head.announced(loader or loaded(batches))], steps=3, encoder=encoder)
-    for ids, batch in head.announced(loader or loaded(shuffled(4, 3))):
-        head(encoder.module(batch), ids).backward()
-        encoder.optimizer.zero_grad()
-        break
-    rest = loader or loaded(batches[3:])
-    second = trained(head, itertools.repeat(head.announced(rest)), steps=STEPS, encoder=encoder)
-    drawn_by: Any = loader.batch_sampler if loader else None
-    expected = expected_of_windows(head, drawn_by) if loader else Dense(head).trained(batches)
-    Result(first.losses + second.losses, second.rows, second.encoder).assert_close(expected)
-
-
-def test_many_iterations_that_are_left_fit_into_the_capacity(make_head: MakeHead) -> None:
-    """The rows that were announced in vain leave."""
-    head, encoder, visits = make_head(capacity=18), Encoder(), []
-    for seed in range(12):
-        batches = shuffled(seed, 6)
-        trained(head, [head.announced(loaded(batches))], steps=seed + 1, encoder=encoder)
-        visits.append(batches[0])
-    expected = Dense(head).trained(visits, steps=12)
-    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), expected.rows, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -132,22 +77,6 @@ def test_an_iteration_ends_when_the_head_closes_or_loads_a_state(make_head: Make
         interrupted()
     if how == "load":
         trained(head, [announced], steps=5, encoder=encoder)
-
-
-@pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
-def test_evaluation_in_inference_mode_before_and_between_steps(make_head: MakeHead, rows: str) -> None:
-    """What it opens or begins is trained as usual."""
-    head, encoder, batches = make_head(rows), Encoder(), shuffled(3, STEPS)
-    with torch.inference_mode():
-        head.rows([1, 2])
-        head.announce(batches[0])
-        head.active_rows()
-    first = trained(head, [loaded(batches[:5])], steps=5, encoder=encoder)
-    with torch.inference_mode():
-        head.announce(batches[5])
-        head.rows([1, 2])
-    rest = trained(head, [loaded(batches[5:])], encoder=encoder)
-    Result(first.losses + rest.losses, rest.rows, rest.encoder).assert_close(Dense(head).trained(batches))
 
 
 @pytest.mark.guard
@@ -217,42 +146,6 @@ def test_a_forked_process_neither_uses_nor_closes_the_head(make_head: MakeHead, 
     head.rows([1])
 
 
-@STORES
-def test_a_consumer_that_is_one_batch_ahead(make_head: MakeHead, rows: str) -> None:
-    """As one that has to know whether a batch is the last one: no row lacks the update in progress."""
-    head = make_head(rows)
-    loader = windows(head)
-
-    def ahead() -> Iterator[Any]:
-        batches = iter(head.announced(loader))
-        batch = next(batches)
-        for following in batches:
-            yield batch
-            batch = following
-        yield batch
-
-    expected = expected_of_windows(head, loader.batch_sampler, steps=10)  # type: ignore[arg-type]
-    trained(head, [ahead()], steps=10).assert_close(expected)
-
-
-@STORES
-def test_the_next_batch_is_taken_before_a_step_ends(make_head: MakeHead, rows: str) -> None:
-    """As a loop does that copies it to a GPU meanwhile: its rows lack no update."""
-    head, encoder, losses = make_head(rows), Encoder(), []
-    loader = windows(head)
-    batches = iter(head.announced(loader))
-    ids, batch = next(batches)
-    for step in range(8):
-        loss = head(encoder.module(batch), ids)
-        loss.backward()
-        losses.append(loss.item())
-        ids, batch = next(batches)
-        head.step(learning_rate(step))
-        encoder.update(learning_rate(step))
-    expected = expected_of_windows(head, loader.batch_sampler, steps=8)  # type: ignore[arg-type]
-    Result(losses, head.rows(range(NUM_CLASSES)), encoder.weight()).assert_close(expected)
-
-
 def test_a_gradient_that_is_infinite_names_its_class(make_head: MakeHead, embeddings: torch.Tensor) -> None:
     """Nothing is updated, and the step can be skipped."""
     head = make_head()
@@ -262,23 +155,6 @@ def test_a_gradient_that_is_infinite_names_its_class(make_head: MakeHead, embedd
         head.step(0.0)
     head.skip(0.0)
     assert torch.equal(head.rows(range(NUM_CLASSES)), before)
-
-
-def test_an_error_of_the_loader_is_raised(make_head: MakeHead) -> None:
-    """What was announced before is forgotten."""
-    head, encoder = make_head(), Encoder()
-
-    def failing() -> Iterator[Any]:
-        yield from loaded(shuffled(7, 5))
-        raise OSError("cannot read an image")
-
-    with pytest.raises(OSError, match="cannot read an image"):
-        trained(head, [head.announced(failing())], encoder=encoder)
-    done, batches = head.num_steps, shuffled(7, STEPS)
-    assert done >= 2
-    result = trained(head, [head.announced(loaded(batches[done:]))], encoder=encoder)
-    expected = Dense(head).trained(batches)
-    torch.testing.assert_close(result.rows, expected.rows, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("rows", ["resident", "remote"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.helpers.own_loop import (
     BATCH_SIZE,
     INPUTS,
     NUM_CLASSES,
-    NUM_NEGATIVES,
     STEPS,
     Dense,
     Encoder,
@@ -47,89 +45,6 @@ def expected_of_windows(head: ClassifierHead, sampler: WindowSampler, **settings
     dense = Dense(head)
     dense.begin_with(sampler)
     return dense.trained(drawn(sampler), batches_per_step=sampler.batches_per_step, **settings)
-
-
-@STORES
-@pytest.mark.parametrize("announces", [True, False])
-def test_windows(make_head: MakeHead, rows: str, announces: bool) -> None:
-    """Several epochs: each iteration continues after the last finished step."""
-    head = make_head(rows)
-    loader = windows(head)
-    epochs = itertools.repeat(head.announced(loader) if announces else loader)
-    trained(head, epochs).assert_close(expected_of_windows(head, loader.batch_sampler))  # type: ignore[arg-type]
-
-
-@STORES
-@pytest.mark.parametrize("announces", [True, False])
-def test_any_classes_in_any_order(make_head: MakeHead, rows: str, announces: bool) -> None:
-    """Repeated ones too, within a batch and between batches."""
-    head, batches = make_head(rows), shuffled(0, STEPS, repeated=True)
-    epoch: Iterable[Any] = loaded(batches)
-    epoch = head.announced(epoch) if announces else epoch
-    trained(head, [epoch]).assert_close(Dense(head).trained(batches))
-
-
-@STORES
-def test_accumulated_windows_with_two_views(make_head: MakeHead, rows: str) -> None:
-    head = make_head(rows)
-    loader = windows(head, batches_per_step=2)
-    expected = expected_of_windows(head, loader.batch_sampler, views=2)  # type: ignore[arg-type]
-    trained(head, itertools.repeat(head.announced(loader)), batches_per_step=2, views=2).assert_close(expected)
-
-
-@pytest.mark.parametrize("rows", ["dense", "resident"])
-def test_accumulated_batches_of_any_classes(make_head: MakeHead, rows: str) -> None:
-    """The same batch twice in a step as well; a batch that makes no whole step is left out."""
-    head, batches = make_head(rows), shuffled(1, 2 * STEPS + 1)
-    batches[3] = batches[2]
-    announced = head.announced(loaded(batches), batches_per_step=2)
-    assert len(announced) == 2 * STEPS
-    trained(head, [announced], batches_per_step=2).assert_close(Dense(head).trained(batches, batches_per_step=2))
-
-
-def test_windows_then_any_classes(make_head: MakeHead) -> None:
-    """The classes that the windows visited last are still recent."""
-    head, batches = make_head(), shuffled(2, 4)
-    loader = windows(head)
-    encoder = Encoder()
-    first = trained(head, [head.announced(loader)], steps=5, encoder=encoder)
-    result = trained(head, [head.announced(loaded(batches))], steps=9, encoder=encoder)
-    dense = Dense(head)
-    dense.begin_with(loader.batch_sampler)  # type: ignore[arg-type]
-    expected = dense.trained(drawn(loader.batch_sampler, steps=5) + batches, steps=9)  # type: ignore[arg-type]
-    Result(first.losses + result.losses, result.rows, result.encoder).assert_close(expected)
-
-
-def test_any_classes_after_small_windows(make_head: MakeHead) -> None:
-    """The rows of a sampler that is no longer used are fewer than those of other batches."""
-    head, batches = make_head(), shuffled(3, STEPS)
-    head.sampler(batch_size=BATCH_SIZE, window_size=12, window_stride=1)
-    result = trained(head, [head.announced(loaded(batches))])
-    result.assert_close(Dense(head).trained(batches))
-
-
-@pytest.mark.parametrize("capacity", [None, 14, NUM_NEGATIVES])
-def test_steps_that_are_announced_earlier_than_their_rows_are_requested(
-    make_head: MakeHead, capacity: int | None
-) -> None:
-    """And further ones before those, or before their rows fit: a row is not in use before it has arrived."""
-    head, batches = make_head(capacity=capacity), shuffled(3, STEPS)
-
-    def announced() -> Iterator[Any]:
-        for number, batch in enumerate(loaded(batches)):
-            for ids in {0: batches[:5], 3: batches[5:9], 7: batches[9:]}.get(number, []):
-                head.announce(ids)
-            yield batch
-
-    trained(head, [announced()]).assert_close(Dense(head).trained(batches))
-
-
-def test_batches_of_several_sizes(make_head: MakeHead) -> None:
-    """As a loader's last batch may be smaller."""
-    head, batches = make_head(), shuffled(4, 6)
-    batches[2] = batches[2][:1]
-    batches[5] = batches[5][:3]
-    trained(head, [head.announced(loaded(batches))], steps=6).assert_close(Dense(head).trained(batches, steps=6))
 
 
 @STORES
@@ -205,23 +120,6 @@ def test_a_temperature_of_each_step(make_head: MakeHead, rows: str) -> None:
         head(embeddings, ids, temperature=0.0)
 
 
-def test_rows_in_the_middle_change_nothing(make_head: MakeHead) -> None:
-    """Also between forward and step, for classes in any order, some of them twice."""
-    head, batches, encoder = make_head(), shuffled(7, STEPS), Encoder()
-    dense = Dense(head)
-    for step, (ids, batch) in enumerate(head.announced(loaded(batches))):
-        dense.visits += ids.tolist()
-        dense.loss(encoder.module(batch), ids.tolist()).backward()
-        encoder.optimizer.zero_grad()
-        before = dense.weight.detach().clone()
-        head(encoder.module(batch), ids).backward()
-        torch.testing.assert_close(head.rows([7, 3, 3]), before[[7, 3, 3]], rtol=0, atol=1e-5)
-        head.step(learning_rate(step))
-        dense.update(learning_rate(step))
-        encoder.update(learning_rate(step))
-        torch.testing.assert_close(head.rows(ids), dense.weight.detach()[ids], rtol=0, atol=1e-5)
-
-
 def test_under_autocast_the_loss_is_that_of_the_rounded_embeddings(make_head: MakeHead) -> None:
     head, encoder = make_head("dense"), Encoder()
     ids = torch.arange(BATCH_SIZE)
@@ -253,10 +151,9 @@ def test_ids_of_many_types(make_head: MakeHead, embeddings: torch.Tensor) -> Non
     assert head.num_steps == 1
 
 
-@pytest.mark.parametrize("negatives", ["recent", "both"])
-def test_steps_that_grow(make_head: MakeHead, negatives: str) -> None:
+def test_steps_that_grow(make_head: MakeHead) -> None:
     """The first step, of one image as in a dry run, does not limit later ones, whether a sampler draws them or not."""
-    settings = {"num_negatives": 20, "negatives": negatives}
+    settings = {"num_negatives": 20, "negatives": "both"}
     rows = []
     for store in ("dense", "resident"):
         head, encoder = make_head(store, **settings), Encoder()

@@ -111,20 +111,6 @@ def clipped_by_torch(dense: Dense, encoder: Encoder, max_norm: float) -> list[fl
     return norms
 
 
-@pytest.mark.parametrize("rows", ["dense", "resident", "remote"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_norm_is_clipped_as_torch_clips_that_of_a_dense_matrix(make_head: MakeHead, rows: str, scaled: bool) -> None:
-    """Of some steps, which are longer than the others."""
-    head, encoder, other = make_head(rows), Encoder(), Encoder()
-    dense = Dense(head)
-    expected = clipped_by_torch(dense, other, MAX_NORM)
-    assert min(expected) < MAX_NORM < max(expected)
-    scaler = {"scaler": torch.amp.GradScaler("cpu", init_scale=256.0)} if scaled else {}
-    norms = clipped(head, encoder, loaded(BATCHES), MAX_NORM, **scaler)
-    result = Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())
-    result.assert_close(Result(expected, dense.weight.detach(), other.weight()))
-
-
 def test_a_parameter_of_two_optimizers_counts_once(make_head: MakeHead) -> None:
     norms, ids = [], BATCHES[0]
     for several in (False, True):

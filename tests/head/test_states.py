@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
-from tests.helpers.own_loop import NUM_CLASSES, STEPS, Encoder, Images, Result, learning_rate, loaded, shuffled, trained
+from tests.helpers.own_loop import NUM_CLASSES, STEPS, Encoder, Images, Result, loaded, shuffled, trained
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import ClassifierHead
 
@@ -47,23 +47,6 @@ def restored(state: Any) -> Encoder:
     return encoder
 
 
-@pytest.mark.parametrize("rows", ["resident", "remote"])
-@pytest.mark.parametrize("sampler", [False, True])
-@pytest.mark.guard  # seconds
-def test_a_state_rolls_back(make_head: MakeHead, rows: str, sampler: bool) -> None:
-    """In the same head, then in another one: the same steps again are the same to the last bit."""
-    head = make_head(rows)
-    encoder, at_half, state = first_half(head, sampler=sampler)
-    undisturbed = continued(head, encoder, sampler=sampler)
-    head.load_state_dict(state)
-    assert head.num_steps == HALF
-    continued(head, restored(at_half), sampler=sampler).assert_same(undisturbed)
-    head.close()
-    other = make_head(rows)
-    other.load_state_dict(state)
-    continued(other, restored(at_half), sampler=sampler).assert_same(undisturbed)
-
-
 @pytest.mark.parametrize("how", ["torch", "safetensors"])
 def test_a_state_is_saved_with_the_model(make_head: MakeHead, tmp_path: Path, how: str) -> None:
     head = make_head()
@@ -83,26 +66,6 @@ def test_a_state_is_saved_with_the_model(make_head: MakeHead, tmp_path: Path, ho
     other, encoder = make_head(), restored(at_half)
     nn.ModuleDict({"encoder": encoder.module, "head": other}).load_state_dict(loaded_state)
     continued(other, encoder).assert_same(undisturbed)
-
-
-def test_a_state_taken_while_steps_are_announced_is_that_of_the_finished_steps(make_head: MakeHead) -> None:
-    """What was announced is not recent yet."""
-    head, encoder = make_head(), Encoder()
-    batches = iter(head.announced(BATCHES))
-    trained(head, [(next(batches) for _ in range(HALF))], steps=HALF, encoder=encoder)
-    at_half, state = copy.deepcopy((encoder.module.state_dict(), encoder.optimizer.state_dict())), head.state_dict()
-    undisturbed = trained(head, [batches], encoder=encoder)
-    head.load_state_dict(state)
-    continued(head, restored(at_half)).assert_same(undisturbed)
-
-
-def test_a_state_after_windows_keeps_what_they_visited(make_head: MakeHead) -> None:
-    """For batches that no sampler draws."""
-    head = make_head()
-    encoder, at_half, state = first_half(head, sampler=True)
-    undisturbed = continued(head, encoder)
-    head.load_state_dict(state)
-    continued(head, restored(at_half)).assert_same(undisturbed)
 
 
 def test_an_unused_heads_state(make_head: MakeHead) -> None:
@@ -133,25 +96,6 @@ def test_each_step_has_one_checkpoint(make_head: MakeHead, client: WeightClient)
     assert (kept.name, kept.step) == ("mine", HALF)
     head.state_dict()
     assert {known.name for known in client.checkpoints()} == {f"step-{HALF:012d}", "mine"}
-
-
-@pytest.mark.parametrize("announces", [True, False])
-def test_a_state_in_the_middle_of_a_step_is_that_before_it(make_head: MakeHead, announces: bool) -> None:
-    """As one that is saved when a loop is interrupted; the step can still be finished."""
-    head = make_head()
-    encoder, at_half, _ = first_half(head)
-    ids, batch = BATCHES[HALF]
-    if announces:
-        head.announce(ids)
-    head(encoder.module(batch), ids).backward()
-    state = head.state_dict()
-    head.step(learning_rate(HALF))
-    encoder.update(learning_rate(HALF))
-    undisturbed = trained(head, [BATCHES[HALF + 1 :]], encoder=encoder)
-    head.load_state_dict(state)
-    again = continued(head, restored(at_half))
-    assert again.losses[1:] == undisturbed.losses
-    assert torch.equal(again.rows, undisturbed.rows)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +217,6 @@ def test_a_state_in_a_new_process(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 14: resume it \(a head by load_state"),
     ):
         head.rows([0])
-
-
-def test_learning_rates_of_steps_that_were_rolled_back_may_change(make_head: MakeHead) -> None:
-    """The servers still have the former ones."""
-    head = make_head()
-    _, at_half, state = first_half(head)
-    continued(head, restored(at_half))
-    head.load_state_dict(state)
-    half = trained(head, [BATCHES[HALF:]], encoder=restored(at_half), rate=lambda step: learning_rate(step) / 2)
-    assert len(half.losses) == STEPS - HALF
 
 
 def test_a_state_after_close_is_not_left_empty(make_head: MakeHead) -> None:

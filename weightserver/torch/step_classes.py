@@ -46,18 +46,19 @@ class StepClasses:
         flat = ids.reshape(-1, *ids.shape[2:])
         if sampler is not None and not np.array_equal(sampler.classes_of_step(step), flat):
             sampler = None
+        visited = before
         if sampler is not None and before.drawn_by is not sampler:
-            before = self._past(sampler, step)
+            visited = self._past(sampler, step)
         rows, recent = self._order.rows(ids[ids >= 0]), None
         if self._negatives.num_recent and not (sampler is not None and self._negatives.takes_all):
-            recent = before.followed_by(rows, num_active=self._negatives.num_recent)
+            recent = visited.followed_by(rows, num_active=self._negatives.num_recent)
         active = self._negatives.active(step, rows, recent)
         labels = np.full(flat.shape, -1)
         labels[flat >= 0] = active.labels
         ranks = self._table.ranks
         sharding = Sharding(self._table.spec.rows_per_block, ranks.world_size)
         mine = ActiveRows(active.rows, labels).share(sharding, ranks.rank)
-        return Announced(mine.rows, mine.labels, ids, before, replace(recent or before, drawn_by=sampler))
+        return Announced(mine.rows, mine.labels, ids, before, replace(recent or visited, drawn_by=sampler))
 
     def _past(self, sampler: WindowSampler, step: int) -> Visited:
         """What was recently visited before a step if the sampler drew all earlier ones."""

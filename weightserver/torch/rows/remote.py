@@ -54,7 +54,6 @@ class RemoteRows:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._push: _Push | None = None  # the last one
-        self._in_progress = False  # between `weights` and `apply_gradients`
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: there is no limit."""
@@ -65,12 +64,11 @@ class RemoteRows:
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         self._settle()
-        if not self._in_progress:  # otherwise the rows would lack the update in progress
-            self._fetched = step, self._thread.submit(self._fetch, rows, step)
+        self._fetched = step, self._thread.submit(self._fetch, rows, step)
 
     def forget_announced(self, *, in_progress: bool) -> None:
         self._settle()
-        self._fetched, self._in_progress = None, in_progress
+        self._fetched = None
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         self._settle()
@@ -78,7 +76,7 @@ class RemoteRows:
             fetched = self._fetched[1]
         else:
             fetched = self._thread.submit(self._fetch, rows, step)
-        self._fetched, self._in_progress = None, True
+        self._fetched = None
         with self.counters.waiting():
             self._raise_push_error()
             return fetched.result()
@@ -91,7 +89,6 @@ class RemoteRows:
     def _settle(self) -> None:
         """Sends the last push if an interrupt has prevented it; may be repeated."""
         if self._push is not None and self._push.sending is None:
-            self._in_progress = False
             self._push.sending = self._thread.submit(self._send, self._push)
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
