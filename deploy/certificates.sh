@@ -1,9 +1,14 @@
 #!/bin/sh
 # Creates a CA, certificates and a token for the shards in $SERVERS (host:port,host:port), which are also reached as
 # $HOSTS: on the first start, and again when the names change. authority/ keeps everything; shards/ and clients/ get the
-# files that each side needs, never the CA's key.
+# files that each side needs, never the CA's key. With --daily it goes on, and renews certificates 30 days ahead: shards
+# and clients read them without a restart.
 set -eu
 cd /certs
+if [ "${1:-}" = --daily ]; then
+    while "$0"; do sleep 86400; done
+    exit 1
+fi
 hosts="$HOSTS $(echo "$SERVERS" | sed 's/:[0-9]*//g; s/,/ /g')"
 if [ "$hosts" != "$(cat authority/hosts 2>/dev/null)" ]; then
     rm -rf authority/new
@@ -14,6 +19,7 @@ if [ "$hosts" != "$(cat authority/hosts 2>/dev/null)" ]; then
     rmdir authority/new
     echo "$hosts" >authority/hosts # last, so that an interrupted run starts again
 fi
+weightserver certs authority --renew-within 30
 cd authority
 cp -pu ca.pem token server.pem server-key.pem ../shards/
 cp -pu ca.pem token ../clients/

@@ -16,6 +16,8 @@ import yaml
 import trainer.arguments
 import weightserver
 import weightserver.cli
+from weightserver.operations.certificates import renew_certificates
+from weightserver.operations.plan import Workload, plan
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -89,6 +91,77 @@ def test_the_trainer_can_pin_memory_and_compile() -> None:
     image = (DEPLOY / "trainer.Dockerfile").read_text().rpartition("FROM")[2]
     assert "apt-get install --yes --no-install-recommends g++" in image
     assert "TORCHINDUCTOR_CACHE_DIR=/runs/" in image
+
+
+def test_certificates_are_renewed_every_day() -> None:
+    renewal, made = COMPOSE["services"]["renewal"], COMPOSE["services"]["certificates"]
+    assert renewal["entrypoint"] == [*made["entrypoint"], "--daily"]
+    assert (renewal["volumes"], renewal["restart"]) == (made["volumes"], "unless-stopped")
+
+
+def test_certificates_are_made_renewed_and_handed_out(tmp_path: Path) -> None:
+    """The script itself, in another folder than /certs."""
+    for name in ("bin", "certs/authority", "certs/shards", "certs/clients"):
+        (tmp_path / name).mkdir(parents=True)
+    script = tmp_path / "bin/certificates.sh"
+    script.write_text((DEPLOY / "certificates.sh").read_text().replace("cd /certs", f"cd {tmp_path}/certs"))
+    (tmp_path / "bin/weightserver").write_text(f'#!/bin/sh\nexec {sys.executable} -m weightserver "$@"\n')
+    for program in (tmp_path / "bin").iterdir():
+        program.chmod(0o700)
+    own = tmp_path / "certs"
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment |= {"SERVERS": "shard-0:50051,shard-1:50051", "HOSTS": "localhost"}
+
+    def runs() -> dict[str, bytes]:
+        subprocess.run([script], env=environment, check=True, capture_output=True)
+        assert {path.name for path in (own / "shards").iterdir()} == {"ca.pem", "token", "server.pem", "server-key.pem"}
+        assert {path.name for path in (own / "clients").iterdir()} == {"ca.pem", "token"}
+        return {path.name: path.read_bytes() for path in (own / "shards").iterdir()}
+
+    first = runs()
+    assert runs() == first, "they are valid for a year"
+    renew_certificates(own / "authority", days=20)
+    short = (own / "authority/server.pem").read_bytes()
+    renewed = runs()
+    assert renewed["server.pem"] not in (short, first["server.pem"])
+    assert (renewed["ca.pem"], renewed["token"]) == (first["ca.pem"], first["token"])
+    environment["HOSTS"] = "localhost ws0.example"
+    assert runs()["ca.pem"] != first["ca.pem"], "the names have changed"
+
+
+def test_a_shard_has_the_memory_that_its_plan_says() -> None:
+    limit = re.fullmatch(r"\$\{SHARD_MEMORY:-(\d+)g\}", SHARDS["shard-0"]["mem_limit"])
+    assert limit is not None
+    arguments = told([*SHARDS["shard-0"]["entrypoint"], *SHARDS["shard-0"]["command"]][1:])
+    work = plan(Workload(num_rows=1_000_000, num_shards=len(SHARDS)))["a shard's work"]
+    needed = [figure.value for figure in work if figure.name.startswith("memory")]
+    assert len(needed) == 2
+    program = 512 << 20
+    assert (arguments.request_memory_mib << 20) + sum(needed) + program < int(limit[1]) << 30
+
+
+def test_logs_and_metrics_are_kept_for_a_while_only() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
+    kept = " ".join(COMPOSE["services"]["prometheus"]["command"])
+    assert re.search(r"retention\.time=\S+ .*retention\.size=", kept)
+
+
+@pytest.mark.skipif(shutil.which("amtool") is None, reason="there is no amtool: see Debian's package of Alertmanager")
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "pager"), ("warning", "tickets")])
+def test_alerts_go_to_a_receiver(severity: str, receiver: str) -> None:
+    file = str(DEPLOY / "prometheus/alertmanager.yml")
+    subprocess.run(["amtool", "check-config", file], check=True, capture_output=True)
+    route = ["amtool", "config", "routes", "test", f"--config.file={file}", f"severity={severity}"]
+    assert subprocess.run(route, check=True, capture_output=True, text=True).stdout.strip() == receiver
+    asked = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["alerting"]["alertmanagers"]
+    assert asked == [{"static_configs": [{"targets": ["alertmanager:9093"]}]}]
+    rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
+    known = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    for inhibited in yaml.safe_load((DEPLOY / "prometheus/alertmanager.yml").read_text())["inhibit_rules"]:
+        for matchers in inhibited.values():
+            names = [name for text in matchers if "alertname" in text for name in re.findall(r"[A-Z]\w+", text)]
+            assert set(names) <= known
 
 
 # ---- images

@@ -89,6 +89,7 @@ class LocalPrometheus:
     def _write_config(self, clusters: Clusters) -> None:
         config = yaml.safe_load((DIRECTORY / "prometheus.yml").read_text())
         config["global"] |= self._intervals
+        del config["alerting"]  # no Alertmanager runs here
         rule_files = []
         for name in config["rule_files"]:
             rules = yaml.safe_load((DIRECTORY / name).read_text())

@@ -494,6 +494,33 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
     assert not (tmp_path / "none").exists()
 
 
+def test_certificates_are_renewed_by_their_own_authority(renewed: tuple[Served, Path]) -> None:
+    """When they are due, and again without effect. The token stays, and clients that trust the CA notice nothing."""
+    shard, own = renewed
+    kept = {name: (own / name).read_bytes() for name in ("ca.pem", "ca-key.pem", "token")}
+    before = metric(shard.metrics_address, "weightserver_certificate_expiry_timestamp_seconds")
+    with WeightClient([shard.address], **everything(own).client_arguments()) as client:
+        client.create_table(SPEC)
+        for is_first in (True, False):
+            status, said, errors = weightserver("certs", own, "--renew-within", "30", "--days", "90")
+            assert (status, errors) == (0, "")
+            assert said.startswith(f"certificates in {own} were renewed, valid until ") is is_first
+        renewed_files = {path.name: path.read_bytes() for path in own.iterdir()}
+        assert kept.items() <= renewed_files.items()
+        assert stat.S_IMODE((own / "server-key.pem").stat().st_mode) == 0o600
+
+        def expiry() -> float:
+            return metric(shard.metrics_address, "weightserver_certificate_expiry_timestamp_seconds")
+
+        wait_until(lambda: expiry() > before + 80 * 86400)
+        (channel,) = client._shards.connections()[0]._channels._all
+        channel.is_useless = True  # as after a connection that is lost
+        assert client.describe().spec == SPEC
+    status, _, errors = weightserver("certs", own, "--renew-within", "100", "--days", "3650")
+    assert status == 1
+    assert re.fullmatch(r"weightserver certs: the CA in .* expires on .*: give fewer --days, or make .*\n", errors)
+
+
 def test_certificates_hold_before_a_strict_verifier(tmp_path: Path) -> None:
     write_certificates(tmp_path, ["*.ws.example", "::1"])
     context = ssl.create_default_context(cafile=tmp_path / "ca.pem")

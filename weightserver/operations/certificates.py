@@ -18,6 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from weightserver.common.addresses import expand_range
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
+from weightserver.common.security import validity
 
 MAX_DAYS = 3650
 _CLOCK_SKEW = timedelta(hours=1)
@@ -32,7 +33,8 @@ def write_certificates(
     ca.pem and ca-key.pem are a new CA; server.pem and server-key.pem its certificate for `hosts` (names or IP
     addresses, also ws-{0..63}.ws for 64 names); client.pem and client-key.pem one for clients; token is a random bearer
     token. Keys use the curve P-256; only their owner may read them and the token. The certificates are valid for `days`
-    days from `start`, by default from now. `directory` is new or empty, and receives all files or none.
+    days from `start`, by default from now, the CA for ten years. `directory` is new or empty, and receives all files or
+    none.
 
     Raises:
         ValueError: a host or `days` is invalid, or the directory is not empty.
@@ -40,45 +42,94 @@ def write_certificates(
     """
     if not hosts:
         raise ValueError("a server's certificate needs a name: give the hosts that clients connect to")
-    if not 1 <= days <= MAX_DAYS:
-        raise ValueError(f"days must lie in 1..{MAX_DAYS}, got {days}")
     start = start or datetime.now(UTC)
-    period = start - _CLOCK_SKEW, start + timedelta(days=days)
-    leaf, signs = x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature")
+    key, name = ec.generate_private_key(ec.SECP256R1()), _name(f"weightserver CA {secrets.token_hex(4)}")
+    uses = [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]
+    authority = _certificate(name, key, name, key, _period(start, MAX_DAYS), uses)
     names = x509.SubjectAlternativeName([_general_name(name) for host in hosts for name in expand_range(host)])
-    authority = f"weightserver CA {secrets.token_hex(4)}"
-    wanted: dict[str, tuple[str, list[x509.ExtensionType]]] = {
-        "ca": (authority, [x509.BasicConstraints(ca=True, path_length=0), _key_usage("key_cert_sign", "crl_sign")]),
-        "server": ("weightserver", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), names]),
-        "client": ("weightserver client", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]),
-    }
-    keys = {file: ec.generate_private_key(ec.SECP256R1()) for file in wanted}
-    contents = {"token": secrets.token_urlsafe(32).encode() + b"\n"}
-    for file, (name, extensions) in wanted.items():
-        contents[f"{file}.pem"] = _certificate(name, keys[file], authority, keys["ca"], period, extensions)
-        contents[f"{file}-key.pem"] = keys[file].private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+    contents = _issued(authority, key, names, _period(start, days))
+    contents |= _files("ca", authority, key) | {"token": secrets.token_urlsafe(32).encode() + b"\n"}
     with atomic_directory(directory) as new:
-        for file, content in contents.items():
-            mode = 0o600 if file == "token" or file.endswith("-key.pem") else 0o644
-            atomic_write(new / file, partial(Path.write_bytes, data=content), mode=mode)
+        _write(new, contents)
+    return start + timedelta(days=days)
+
+
+def renew_certificates(directory: Path, *, days: int = 365) -> datetime:
+    """Replaces the certificates of servers and clients, and their keys, by new ones of the same CA for the same hosts;
+    returns their expiry. The CA and the token stay, and both sides read the files again without a restart.
+
+    Raises:
+        ValueError: `days` is invalid, or the CA ends earlier.
+        OSError: a file cannot be read or written.
+    """
+    authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+    key = serialization.load_pem_private_key((directory / "ca-key.pem").read_bytes(), None)
+    old = x509.load_pem_x509_certificate((directory / "server.pem").read_bytes())
+    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    period = _period(datetime.now(UTC), days)
+    if period[1] > authority.not_valid_after_utc:
+        raise ValueError(
+            f"the CA in {directory} expires on {authority.not_valid_after_utc:%Y-%m-%d}: give fewer --days, or make a "
+            "new one in another directory and let both sides trust both in the meantime"
+        )
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    _write(directory, _issued(authority, key, names, period))
     return period[1]
 
 
+def _period(start: datetime, days: int) -> tuple[datetime, datetime]:
+    if not 1 <= days <= MAX_DAYS:
+        raise ValueError(f"days must lie in 1..{MAX_DAYS}, got {days}")
+    return start - _CLOCK_SKEW, start + timedelta(days=days)
+
+
+def _issued(
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    names: x509.SubjectAlternativeName,
+    period: tuple[datetime, datetime],
+) -> dict[str, bytes]:
+    """The servers' and the clients' files, each key before its certificate."""
+    leaf, signs = x509.BasicConstraints(ca=False, path_length=None), _key_usage("digital_signature")
+    wanted: dict[str, tuple[str, list[x509.ExtensionType]]] = {
+        "server": ("weightserver", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), names]),
+        "client": ("weightserver client", [leaf, signs, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]),
+    }
+    contents: dict[str, bytes] = {}
+    for file, (name, extensions) in wanted.items():
+        key = ec.generate_private_key(ec.SECP256R1())
+        made = _certificate(_name(name), key, authority.subject, authority_key, period, extensions)
+        contents |= _files(file, made, key)
+    return contents
+
+
+def _files(name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> dict[str, bytes]:
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return {
+        f"{name}-key.pem": key.private_bytes(pem, pkcs8, serialization.NoEncryption()),
+        f"{name}.pem": certificate.public_bytes(pem),
+    }
+
+
+def _write(directory: Path, contents: dict[str, bytes]) -> None:
+    for file, content in contents.items():
+        mode = 0o600 if file == "token" or file.endswith("-key.pem") else 0o644
+        atomic_write(directory / file, partial(Path.write_bytes, data=content), mode=mode)
+
+
 def _certificate(
-    name: str,
+    name: x509.Name,
     key: ec.EllipticCurvePrivateKey,
-    authority: str,
+    authority: x509.Name,
     authority_key: ec.EllipticCurvePrivateKey,
     period: tuple[datetime, datetime],
-    extensions: list[x509.ExtensionType],
-) -> bytes:
-    """A certificate of the CA, PEM."""
+    extensions: Sequence[x509.ExtensionType],
+) -> x509.Certificate:
+    """A certificate of the CA."""
     builder = (
         x509.CertificateBuilder()
-        .subject_name(_name(name))
-        .issuer_name(_name(authority))
+        .subject_name(name)
+        .issuer_name(authority)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(period[0])
@@ -90,7 +141,7 @@ def _certificate(
         builder = builder.add_extension(
             extension, critical=isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
         )
-    return builder.sign(authority_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    return builder.sign(authority_key, hashes.SHA256())
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -118,19 +169,35 @@ def _key_usage(*uses: str) -> x509.KeyUsage:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=to_path, help="where to write the files; existing files are not overwritten")
     parser.add_argument(
+        "directory", type=to_path, help="where to write the files; new or empty, or with those to renew"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--host",
         nargs="+",
         action="extend",
-        required=True,
         help="names and addresses that clients connect to; ws-{0..63}.ws for 64",
+    )
+    what.add_argument(
+        "--renew-within",
+        type=int,
+        metavar="DAYS",
+        help="replace the certificates there, not the CA and the token, if they end within so many days",
     )
     parser.add_argument("--days", type=int, default=365, help="days until they expire (default 365)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     directory = arguments.directory
+    if arguments.renew_within is not None:
+        _, end = validity((directory / "server.pem").read_bytes())
+        is_due = end <= datetime.now(UTC) + timedelta(days=arguments.renew_within)
+        end = renew_certificates(directory, days=arguments.days) if is_due else end
+        print(
+            f"certificates in {directory} {'were renewed' if is_due else 'stay'}, valid until {end:%Y-%m-%d %H:%M} UTC"
+        )
+        return
     end = write_certificates(directory, arguments.host, days=arguments.days)
     print(
         f"certificates for {', '.join(arguments.host)} in {directory} are valid until {end:%Y-%m-%d %H:%M} UTC\n"
