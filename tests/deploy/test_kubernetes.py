@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -21,6 +20,7 @@ import yaml
 import trainer.arguments
 import weightserver
 import weightserver.cli
+from tests.helpers.recorded_programs import RecordedPrograms, Started
 from tests.helpers.watching import wait_until
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
@@ -89,29 +89,18 @@ def of_trainer(found: list[Manifest]) -> list[Manifest]:
     return [template for name, template in pods(found) if name.startswith("trainer-")]
 
 
-class Started(NamedTuple):
-    """The program that a container's command starts."""
-
-    arguments: list[str]
-    environment: dict[str, str]
-
-
 def run(found: list[Manifest], template: Manifest, folder: Path, **environment: str) -> Started:
-    """Runs a container's command with its environment, and with programs that only record how they are started."""
-    programs, said = folder / "programs", folder / "arguments.json"
-    programs.mkdir(exist_ok=True)
-    for name in ("weightserver", "train.sh"):
-        show = f"import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open({str(said)!r}, 'w'))"
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -c "{show}" "$@"\n')
-        (programs / name).chmod(0o755)
+    """Runs a container's command with its environment; returns the program that it starts."""
+    programs = RecordedPrograms(folder, "weightserver", "train.sh")
     values = dict(the(found, "ConfigMap", "cluster")["data"]) | environment
     values |= {each["name"]: each["value"] for each in container(template).get("env", []) if "value" in each}
     assert container(template)["command"][:2] == ["tini", "--"]
     words = [*container(template)["command"][2:], *container(template)["args"]]
     words = [re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in words]
     words = [word.replace("/backups", str(folder / "backups")) for word in words]
-    subprocess.run(words, check=True, env=values | {"PATH": f"{programs}:{os.environ['PATH']}"}, timeout=60)
-    return Started(*json.loads(said.read_text()))
+    subprocess.run(words, check=True, env=values | {"PATH": programs.path}, timeout=60)
+    (started,) = programs.started()
+    return started
 
 
 def addresses(num_shards: int) -> list[str]:
