@@ -29,6 +29,7 @@ from benchmarks.figures import FILES, TABLES, updated
 from benchmarks.readme_figure import figures
 from docs.install_commands import FILES as FILES_WITH_COMMANDS
 from docs.install_commands import updated as install_commands
+from experiments.paper.__main__ import PROTOCOLS as PAPERS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
 from trainer.arguments import parse_config
@@ -58,11 +59,10 @@ PARSED = [
     for document, command in COMMANDS
     if command.startswith(tuple(PARSERS)) and not command.startswith(("pic train ", "pic evaluate ", "pic serve "))
 ]
-EVALUATED = [
-    (document, match.group(1))
-    for document, line in COMMANDS
-    if (match := re.match(r"(?:torchrun [^#]* -m -- trainer.evaluate|\S*pic evaluate) (.*)", line))
-]
+_EVALUATES = (
+    r"(?:torchrun [^#]* -m -- (?:trainer.evaluate|experiments.paper)|\S*pic evaluate|python -m experiments.paper)"
+)
+EVALUATED = [(document, found[1]) for document, line in COMMANDS if (found := re.match(f"{_EVALUATES} (.*)", line))]
 TRAINED = [
     (document, match.group(1))
     for document, line in COMMANDS
@@ -100,7 +100,7 @@ def test_make_targets_in_documents_exist() -> None:
 
 @pytest.mark.parametrize(("document", "arguments"), EVALUATED)
 def test_evaluations_in_documents_can_be_parsed(document: str, arguments: str) -> None:
-    parse_evaluation(shlex.split(arguments, comments=True))
+    parse_evaluation(shlex.split(arguments, comments=True), PROTOCOLS | PAPERS)
 
 
 def test_pages_say_how_the_package_can_be_installed_now() -> None:
@@ -114,7 +114,10 @@ def test_pages_say_how_the_package_can_be_installed_now() -> None:
 
 
 def test_every_protocol_is_documented() -> None:
-    assert {arguments.split()[0] for document, arguments in EVALUATED if document == "docs/evaluate.md"} == {*PROTOCOLS}
+    assert {arguments.split()[0] for document, arguments in EVALUATED if document == "docs/evaluate.md"} == {
+        *PROTOCOLS,
+        *PAPERS,
+    }
 
 
 # ---- links and pictures

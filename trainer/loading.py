@@ -17,7 +17,6 @@ from weightserver.common.installing import install_advice
 from weightserver.common.processes import end_at_sigterm
 
 NEEDED = (
-    "defusedxml",
     "docstring_parser",
     "jinja2",
     "joblib",
@@ -28,7 +27,6 @@ NEEDED = (
     "threadpoolctl",
     "timm",
     "torch",
-    "torchmetrics",
     "torchvision",
     "tyro",
 )

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 
+from trainer.evaluate.protocols import PROTOCOLS, Protocol
 from trainer.loading import loading_libraries
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(
+    arguments: list[str] | None = None,
+    protocols: Mapping[str, Protocol] = PROTOCOLS,
+    program: str = "trainer.evaluate",
+) -> int:
     """Runs the command line; returns 0. Exits with 2 and one line on stderr for bad input, 130 for Ctrl-C."""
-    with loading_libraries("trainer.evaluate"):
+    with loading_libraries(program):
         from trainer.display import shown, stage
         from trainer.evaluate.command import parse
         from trainer.stopping import exit_on_error
@@ -26,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     log_events(asked_format(arguments))
     again = "the same command continues where this one stopped"
-    with exit_on_error("trainer.evaluate", status=2, after_interrupt=again):
-        command = parse(arguments)
+    with exit_on_error(program, status=2, after_interrupt=again):
+        command = parse(arguments, protocols, program)
         with shown():
             with stage("loading libraries"):
                 from rich.console import Console

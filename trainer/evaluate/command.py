@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import tyro
 
 from trainer.data.config import SourceOptions
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
-from trainer.evaluate.protocols import PROTOCOLS
+from trainer.evaluate.protocols import PROTOCOLS, Protocol
 from trainer.settings import Settings, flag, set_help_texts
 from trainer.wrong_arguments import parsed_or_exit
 
@@ -21,6 +21,7 @@ class Command(NamedTuple):
     """A parsed command line."""
 
     name: str
+    protocol: Protocol
     subject: SubjectOptions
     options: EvaluationOptions
     settings: Settings
@@ -28,32 +29,34 @@ class Command(NamedTuple):
     """The options that are given of how images are read, by name."""
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(
+    arguments: Sequence[str], protocols: Mapping[str, Protocol] = PROTOCOLS, program: str = "trainer.evaluate"
+) -> Command:
     """Parses a command line, PROTOCOL --OPTIONS; exits with status 2 if it is invalid.
 
     Raises:
         ValueError: options out of range.
     """
     name = arguments[0] if arguments else ""
-    if name not in PROTOCOLS and name not in ("-h", "--help"):
-        near = difflib.get_close_matches(name, PROTOCOLS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(PROTOCOLS)}"
+    if name not in protocols and name not in ("-h", "--help"):
+        near = difflib.get_close_matches(name, protocols, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(protocols)}"
         raise ValueError(f"unknown protocol {name!r}: {hint}")
-    of_protocols = (protocol.settings for protocol in PROTOCOLS.values())
+    of_protocols = (protocol.settings for protocol in protocols.values())
     for settings in (SubjectOptions, EvaluationOptions, SourceOptions, *of_protocols):
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:
         parsed: Command = tyro.extras.subcommand_cli_from_dict(
-            {name: _parsed_by(name, protocol.settings, protocol.summary) for name, protocol in PROTOCOLS.items()},
-            prog="pic evaluate",
+            {name: _parsed_by(name, protocol) for name, protocol in protocols.items()},
+            prog="pic evaluate" if program == "trainer.evaluate" else program,
             description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
             args=[name, *options],
             config=(tyro.conf.OmitArgPrefixes,),
         )
         return parsed
 
-    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command="trainer.evaluate")
+    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command=program)
     for part in (parsed.subject, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
         part.check()
     flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
@@ -72,16 +75,16 @@ def _without_commas(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _parsed_by(name: str, settings: type[Settings], summary: str) -> Callable[..., Command]:
-    def command(subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, protocol: Any) -> Command:
+def _parsed_by(name: str, protocol: Protocol) -> Callable[..., Command]:
+    def command(subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, settings: Any) -> Command:
         given = {one.name: getattr(reading, one.name) for one in fields(SourceOptions)}
-        return Command(name, subject, general, protocol, given)
+        return Command(name, protocol, subject, general, settings, given)
 
-    command.__annotations__["protocol"] = settings
+    command.__annotations__["settings"] = protocol.settings
     command.__annotations__ |= {
         "subject": SubjectOptions,
         "general": EvaluationOptions,
         "reading": SourceOptions,
     }  # not their names as text
-    command.__doc__ = summary
+    command.__doc__ = protocol.summary
     return command

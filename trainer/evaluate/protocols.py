@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.evaluate.paper.settings import DetectConfig, SegmentConfig
 from trainer.evaluate.settings import (
     FineTuneConfig,
     KnnConfig,
@@ -24,7 +23,7 @@ class Protocol(NamedTuple):
     """A way to evaluate."""
 
     module: str
-    """In `trainer.evaluate`; has a function of the protocol's name."""
+    """Has a function of the protocol's name."""
     settings: type[Settings]
     summary: str
     pixels: bool = False
@@ -34,30 +33,39 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = {
-    "knn": Protocol("knn", KnnConfig, "Classify by nearest neighbours among the training images' features.", True),
-    "linear": Protocol("classification", LinearConfig, "Train a linear classifier on frozen features of crops.", True),
+    "knn": Protocol(
+        "trainer.evaluate.knn",
+        KnnConfig,
+        "Classify by nearest neighbours among the training images' features.",
+        pixels=True,
+    ),
+    "linear": Protocol(
+        "trainer.evaluate.classification",
+        LinearConfig,
+        "Train a linear classifier on frozen features of crops.",
+        pixels=True,
+    ),
     "linear-cached": Protocol(
-        "linear_cached",
+        "trainer.evaluate.linear_cached",
         LinearCachedConfig,
         "Fit a regularised linear classifier to features of whole images, for small sets.",
         pixels=True,
     ),
     "semi-supervised": Protocol(
-        "classification", SemiSupervisedConfig, "Fine-tune encoder and classifier on a few labelled images."
+        "trainer.evaluate.classification",
+        SemiSupervisedConfig,
+        "Fine-tune encoder and classifier on a few labelled images.",
     ),
     "fine-tune": Protocol(
-        "classification", FineTuneConfig, "Fine-tune encoder and cosine classifier on all labelled images."
-    ),
-    "detect": Protocol("paper.detect", DetectConfig, "Train an object detector on Pascal VOC.", images="pascal-voc"),
-    "segment": Protocol(
-        "paper.segment", SegmentConfig, "Train a semantic segmentation network on Cityscapes.", images="cityscapes"
+        "trainer.evaluate.classification",
+        FineTuneConfig,
+        "Fine-tune encoder and cosine classifier on all labelled images.",
     ),
 }
 """Every protocol by its name on the command line."""
 
 
-def function_of(name: str) -> Callable[[Evaluation, Any], Outcome]:
+def function_of(name: str, protocol: Protocol) -> Callable[[Evaluation, Any], Outcome]:
     """The function of the protocol `name`, whose libraries are loaded now."""
-    module = import_module(f"trainer.evaluate.{PROTOCOLS[name].module}")
-    function: Callable[[Evaluation, Any], Outcome] = getattr(module, name.replace("-", "_"))
+    function: Callable[[Evaluation, Any], Outcome] = getattr(import_module(protocol.module), name.replace("-", "_"))
     return function

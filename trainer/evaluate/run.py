@@ -20,7 +20,7 @@ from trainer.evaluate.command import Command
 from trainer.evaluate.evaluation import Evaluation, evaluate, state_directory
 from trainer.evaluate.options import EvaluationOptions
 from trainer.evaluate.protocol import check_classes, with_held_out
-from trainer.evaluate.protocols import PROTOCOLS, function_of
+from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import Subject, load_subject
 from trainer.settings import flag
 from weightserver.common.logs import Remark, say
@@ -38,7 +38,7 @@ def run(command: Command) -> dict[str, Any] | None:
         ValueError: subject, images and settings do not fit each other.
         OSError: the result cannot be written.
     """
-    options, protocol = command.options, PROTOCOLS[command.name]
+    options, protocol = command.options, command.protocol
     device = ComputeConfig(device=options.device).torch_device()
     with process_group(device, timeout_seconds=_WAIT_SECONDS) as ranks:
         with stage("loading the encoder"):
@@ -67,7 +67,7 @@ def run(command: Command) -> dict[str, Any] | None:
             state=state_directory(directory, name, identity),
         )
         with stage(command.name):
-            run_protocol = function_of(command.name)
+            run_protocol = function_of(command.name, protocol)
             result = evaluate(evaluation, command.name, run_protocol, command.settings, directory / f"{name}.json")
     return result if ranks.is_first else None
 
@@ -78,7 +78,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
     Raises:
         ValueError: images that do not fit the encoder or have no labels.
     """
-    options, own_format = command.options, PROTOCOLS[command.name].images
+    options, own_format = command.options, command.protocol.images
     if own_format:
         _refuse_reading(command, own_format)
         if options.dataset is not None:

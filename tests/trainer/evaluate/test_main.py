@@ -13,7 +13,6 @@ from PIL import Image
 
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
-from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
@@ -74,12 +73,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-OWN_FORMATS = {"detect", "segment"}
-"""Protocols with images of their own, whose command lines are tested with them."""
-
-
 def test_every_protocol_is_tested() -> None:
-    assert {*SHORT, *OWN_FORMATS} == {*PROTOCOLS}
+    assert {*SHORT} == {*PROTOCOLS}
 
 
 @pytest.mark.parametrize("spelled", ["tree/../tree", "linked", None])
@@ -175,18 +170,6 @@ def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: 
     result = printed(capsys)
     assert result["top1"] >= 90
     assert ("the other 2 parts" in json.dumps(result)) == ("--folds" in options)
-
-
-@pytest.mark.guard  # seconds
-def test_segment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = ["--output", str(tmp_path / "results"), "--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
-    config = EncoderConfig(name="resnet18", in_channels=3, image_size=64)
-    save_encoder(build_model(config, seed=0).encoder, config, tmp_path / "resnet.safetensors")
-    subject = ["--encoder", str(tmp_path / "resnet.safetensors")]
-    assert evaluate(["segment", *subject, *place, "--iterations", "1", "--batch-size", "2", "--crop-size", "33"]) == 0
-    result = printed(capsys)
-    assert 0 <= result["miou"] <= 100
-    assert set(result["iou"]) > {"road", "car"}
 
 
 class Interrupted(Exception):
@@ -317,7 +300,6 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
         (["knn", "--run", "{run}", "--data-dir", "/no/such/folder"], "no such folder: /no/such/folder"),
         (["knn", "--encoder", "{colour}", "--dataset", "idx"], "is for 3-channel 28 px images"),
         (["knn", "--pixels", "--dataset", "folder", "--data-dir", "{tree}"], "has no test images"),
-        (["segment", "--encoder", "{colour}"], "--data-dir is missing: give the folder of Cityscapes"),
     ],
 )
 def test_bad_input_gives_one_line_and_status_2(
@@ -333,7 +315,7 @@ def test_bad_input_gives_one_line_and_status_2(
     save_encoder(build_model(config, seed=0).encoder, config, colour)
     tree = plain_tree(tmp_path / "tree", 3)
     filled = [argument.format(run=run_dir, data=data_dir, colour=colour, tree=tree) for argument in arguments]
-    if filled and "--data-dir" not in filled and filled[0] != "segment":
+    if filled and "--data-dir" not in filled:
         filled += ["--data-dir", str(data_dir)]
     assert evaluate(filled) == 2
     error = capsys.readouterr().err

@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from experiments.paper.detect import detect
+from experiments.paper.segment import segment
+from experiments.paper.settings import DetectConfig, SegmentConfig
 from tests.helpers import voc_tree
 from tests.helpers.evaluations import (
     RESNET,
@@ -33,9 +36,6 @@ from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.classification import fine_tune, linear, semi_supervised
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
-from trainer.evaluate.paper.detect import detect
-from trainer.evaluate.paper.segment import segment
-from trainer.evaluate.paper.settings import DetectConfig, SegmentConfig
 from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
 from weightserver.torch import Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.evaluate.paper.resnet import ResNetStages, dilate
+from experiments.paper.resnet import ResNetStages, dilate
 
 STRIDE = 16
 _HEAD_CHANNELS = 256

@@ -22,9 +22,9 @@ from defusedxml import DefusedXmlException
 from defusedxml.ElementTree import ParseError, parse
 from numpy.typing import NDArray
 
+from experiments.paper.average_precision import Objects
 from trainer.cores import decode_threads
 from trainer.data.decode import BrokenImageError, decode_whole, upright_size
-from trainer.evaluate.paper.average_precision import Objects
 from trainer.torchvision_schemas import import_module
 
 CLASSES = (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from experiments.paper.detect import read_splits
+from experiments.paper.settings import DetectConfig
+from experiments.paper.voc import CLASSES, load_pixels, read_split
 from tests.helpers import voc_tree
 from tests.helpers.image_tree import ORIENTATION
-from trainer.evaluate.paper.detect import read_splits
-from trainer.evaluate.paper.settings import DetectConfig
-from trainer.evaluate.paper.voc import CLASSES, load_pixels, read_split
 
 SPLIT = "voc_2007_test"
 CONFIG = DetectConfig(batch_size=2)

@@ -1,6 +1,6 @@
 """Object detection on Pascal VOC by fine-tuning the whole encoder (paper, appendix, Object Detection on Pascal VOC).
 
-The encoder, a ResNet, becomes a Faster R-CNN on its fourth stage (`trainer.evaluate.paper.detector`), which is trained
+The encoder, a ResNet, becomes a Faster R-CNN on its fourth stage (`experiments.paper.detector`), which is trained
 on trainval of 2007 and 2012 and tested on test of 2007. Objects marked difficult are trained on, as in Detectron2, and
 ignored in the test. Training images without objects are left out; of test images, none is.
 """
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from experiments.paper.average_precision import THRESHOLDS, Detections, average_precision
+from experiments.paper.detector import build_detector
+from experiments.paper.settings import DetectConfig
+from experiments.paper.voc import CLASSES, VocImage, load_pixels, read_split
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.paper.average_precision import THRESHOLDS, Detections, average_precision
-from trainer.evaluate.paper.detector import build_detector
-from trainer.evaluate.paper.settings import DetectConfig
-from trainer.evaluate.paper.voc import CLASSES, VocImage, load_pixels, read_split
 from trainer.evaluate.training import Training, check_batch, decoded_ahead
 from weightserver.common.background import computed_ahead
 from weightserver.torch import Ranks, to_device

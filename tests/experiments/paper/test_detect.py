@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import voc_tree
-from tests.helpers.evaluations import RESNET, made_evaluation, small_resnet
-from tests.trainer.evaluate.test_training import DETECT as CONFIG
-from trainer.evaluate.paper.average_precision import average_precision
-from trainer.evaluate.paper.detect import (
+from experiments.paper.average_precision import average_precision
+from experiments.paper.detect import (
     _parameter_groups,
     batches,
     detect,
@@ -26,9 +23,12 @@ from trainer.evaluate.paper.detect import (
     learning_rate_factor,
     read_splits,
 )
-from trainer.evaluate.paper.detector import build_detector, greedy_nms
-from trainer.evaluate.paper.settings import DetectConfig
-from trainer.evaluate.paper.voc import CLASSES
+from experiments.paper.detector import build_detector, greedy_nms
+from experiments.paper.settings import DetectConfig
+from experiments.paper.voc import CLASSES
+from tests.helpers import voc_tree
+from tests.helpers.evaluations import RESNET, made_evaluation, small_resnet
+from tests.trainer.evaluate.test_training import DETECT as CONFIG
 from trainer.model import build_encoder
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import Ranks

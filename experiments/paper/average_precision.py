@@ -5,7 +5,7 @@ exceeds the threshold and no detection with a higher score has found that object
 is ignored, and difficult objects need not be found. No library has these rules: those of COCO (pycocotools,
 torchmetrics) match the best object that is still free, and accept an overlap of exactly the threshold.
 
-Boxes are edges (`trainer.evaluate.paper.voc`), not first and last pixels: their plain overlap equals that of VOC's
+Boxes are edges (`experiments.paper.voc`), not first and last pixels: their plain overlap equals that of VOC's
 development kit, which adds 1 to each side of a box of pixels.
 
 Detectron2 differs in three details, which change results by rounding only: it rounds scores to three and boxes to one

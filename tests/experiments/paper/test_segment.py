@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from experiments.paper.__main__ import main
+from experiments.paper.cityscapes import IGNORED, LabelledImage, class_names, list_split, read_labels, read_pair
+from experiments.paper.crops import RandomCrops, crops_ahead
+from experiments.paper.fcn import FCN, upsample
+from experiments.paper.resnet import resnet_stages
+from experiments.paper.segment import intersection_over_union, segment
+from experiments.paper.settings import SegmentConfig
 from tests.helpers.evaluations import RESNET, made_evaluation, small_resnet
 from tests.helpers.made_cityscapes import COLOURS, file_names, make_cityscapes
 from trainer.data.pixels import IMAGENET
 from trainer.evaluate.evaluation import Outcome
-from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, class_names, list_split, read_labels, read_pair
-from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
-from trainer.evaluate.paper.fcn import FCN, upsample
-from trainer.evaluate.paper.resnet import resnet_stages
-from trainer.evaluate.paper.segment import intersection_over_union, segment
-from trainer.evaluate.paper.settings import SegmentConfig
-from trainer.model import EncoderConfig, build_encoder
+from trainer.model import EncoderConfig, build_encoder, save_encoder
 from trainer.torchvision_schemas import import_module
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks
@@ -240,3 +242,22 @@ def test_rejects_missing_folders(directory: Path) -> None:
     (directory / "leftImg8bit/val").mkdir()
     with pytest.raises(ValueError, match="leftImg8bit/val has no images: extract Cityscapes' archives again"):
         segmented(directory)
+
+
+# ---- the command
+
+
+@pytest.mark.guard  # seconds
+def test_the_command_writes_and_prints_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EncoderConfig(name="resnet18", in_channels=3, image_size=64)
+    save_encoder(build_encoder(config), config, tmp_path / "resnet.safetensors")
+    subject = ["--encoder", str(tmp_path / "resnet.safetensors"), "--output", str(tmp_path / "results")]
+    short = ["--iterations", "1", "--batch-size", "2", "--crop-size", "33"]
+    place = ["--data-dir", str(make_cityscapes(tmp_path, num_val=1))]
+    assert main(["segment", *subject, *place, *short]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0 <= result["miou"] <= 100
+    assert set(result["iou"]) > {"road", "car"}
+    with pytest.raises(SystemExit, match="2"):
+        main(["segment", *subject, *short])
+    assert "experiments.paper: --data-dir is missing: give the folder of Cityscapes" in capsys.readouterr().err

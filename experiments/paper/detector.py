@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.evaluate.paper.resnet import resnet_stages
-from trainer.evaluate.paper.settings import DetectConfig
-from trainer.evaluate.paper.voc import CLASSES
+from experiments.paper.resnet import resnet_stages
+from experiments.paper.settings import DetectConfig
+from experiments.paper.voc import CLASSES
 from trainer.model import EncoderConfig
 from trainer.torchvision_schemas import declare_missing_schemas, import_module
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.evaluate.paper.resnet import dilate, resnet_stages
+from experiments.paper.resnet import dilate, resnet_stages
 from trainer.model import EncoderConfig, build_encoder
 
 

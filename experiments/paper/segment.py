@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.data.pixels import PixelScale, normalise
-from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.paper.cityscapes import (
+from experiments.paper.cityscapes import (
     IGNORED,
     NUM_CLASSES,
     LabelledImage,
@@ -22,10 +20,12 @@ from trainer.evaluate.paper.cityscapes import (
     list_split,
     read_pair,
 )
-from trainer.evaluate.paper.crops import RandomCrops, crops_ahead
-from trainer.evaluate.paper.fcn import FCN, upsample
-from trainer.evaluate.paper.resnet import resnet_stages
-from trainer.evaluate.paper.settings import SegmentConfig
+from experiments.paper.crops import RandomCrops, crops_ahead
+from experiments.paper.fcn import FCN, upsample
+from experiments.paper.resnet import resnet_stages
+from experiments.paper.settings import SegmentConfig
+from trainer.data.pixels import PixelScale, normalise
+from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.training import Training, check_batch, cosine
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import to_device

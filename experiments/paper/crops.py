@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainer.evaluate.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_pair
+from experiments.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_pair
 from trainer.evaluate.training import decoded_ahead
 from trainer.schedule import visit_uniforms
 from weightserver.core.arrays import Float32Array

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trainer.evaluate.paper.average_precision import (
+from experiments.paper.average_precision import (
     THRESHOLDS,
     Detections,
     Objects,

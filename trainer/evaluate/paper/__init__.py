@@ -1,1 +1,0 @@
-"""What only reproduces the paper: detection and segmentation."""
