@@ -30,7 +30,7 @@ RUN (command -v g++ && command -v tini) \
     || (apt-get update && apt-get install --yes --no-install-recommends g++ tini && rm -rf /var/lib/apt/lists/*)
 RUN useradd --uid 10001 --user-group --create-home pic && install -d -o pic -g pic /runs /certs
 COPY --from=build /opt/venv /opt/venv
-COPY deploy/train.sh /usr/local/bin/train.sh
+COPY deploy/train.sh deploy/health.sh /usr/local/bin/
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 OUTPUT=/runs/run XDG_CACHE_HOME=/runs/.cache \
     TORCHINDUCTOR_CACHE_DIR=/runs/.cache/torchinductor MPLCONFIGDIR=/tmp/matplotlib
 WORKDIR /runs
