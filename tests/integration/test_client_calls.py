@@ -203,7 +203,6 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
             return {stage: metric(address, f'{series}{{stage="{stage}"}}') for stage in names[kind]}
 
         before = stages("write"), stages("fetch")
-        table = client._table.digest
         rates = pb.Rates(learning_rates=np.full(2, 0.1, np.float32).tobytes())
 
         def slowly(message: Any) -> Iterator[Any]:
@@ -211,7 +210,7 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
             yield message
 
         def push() -> Iterator[pb.PushGradientsRequest]:
-            header = client._writer.header(1000, step=1, rates=rates, table=table, num_rows=10)
+            header = client._writer.header(1000, step=1, rates=rates, num_rows=10)
             ones = np.ones((10, SPEC.dim), np.float32).tobytes()
             message = pb.PushGradientsRequest(header=header, rows=rows_to_proto(np.arange(10)), gradients=ones)
             return slowly(message)
@@ -224,7 +223,7 @@ def test_a_slow_uploader_is_seen_as_receive_and_logged_as_a_slow_request(tmp_pat
                 f"{service}/PushGradients", pb.PushGradientsRequest.SerializeToString, pb.WriteResponse.FromString
             )(push(), metadata=metadata)
             times.append(time.monotonic())
-            request = pb.FetchRequest(rows=rows_to_proto(np.arange(10)), step=2, rates=rates, table=table)
+            request = pb.FetchRequest(rows=rows_to_proto(np.arange(10)), step=2, rates=rates)
             metadata[1] = (REQUEST_ID, "slow-fetch")
             fetch = channel.stream_stream(f"{service}/Fetch", pb.FetchRequest.SerializeToString)
             assert list(fetch(slowly(request), metadata=metadata))

@@ -31,7 +31,7 @@ from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
-from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_digest
+from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_number
 from weightserver.server.admission import BASE_BYTES
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory
@@ -61,7 +61,7 @@ class Inputs:
     def __init__(self, seed: int, epoch: int) -> None:
         self._random = random.Random(seed)
         self._epoch = epoch
-        self.table = table_digest(SPEC, b"")
+        self.table = 0
         """The table that requests may name."""
         self.spec: TableSpec | None = None
         """The spec of the table."""
@@ -304,7 +304,7 @@ def test_handlers(count: int) -> None:
                 place.committer.submit(ShardChange.drop_table).result(10)
                 place.prepare()
             inputs.spec = place.shard.spec
-            inputs.table = table_digest(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0
+            inputs.table = table_number(place.shard.table_identity)
             (method, messages), before = inputs.request(), place.shard.state
             metadata, refusals = inputs.metadata(before.mark)
             outcome = place.call(method, messages, metadata)
@@ -390,7 +390,7 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
     cluster, client = place
     before, statuses = everything(client), Counter[str]()
     process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
-    table = table_digest(SPEC, client.describe().identity)
+    table = table_number(client.describe().identity)
 
     def work(seed: int) -> None:
         inputs = Inputs(seed, epoch=0)

@@ -39,7 +39,7 @@ from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST
-from weightserver.protocol.codec import table_digest
+from weightserver.protocol.codec import table_number
 from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.changes import ShardChange
@@ -178,7 +178,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
-    earlier = table_digest(SPEC, served.shard.table_identity)
+    earlier = table_number(served.shard.table_identity)
     assert served.do(lambda batch: batch.extend_table(1_000)) is True
     assert served.do(lambda batch: batch.extend_table(1_000)) is False
     assert np.array_equal(decoded([first, *chunks], SPEC).weight, before)
@@ -187,7 +187,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
         again.shard.require_table(earlier)  # clients that know the smaller table continue, after a restart too
 
         def fetched_after_it_waited(digest: int) -> None:
-            next(again.shard.fetch(np.arange(100), step=None, state=False, table_digest=digest))
+            next(again.shard.fetch(np.arange(100), step=None, state=False, number=digest))
 
         fetched_after_it_waited(earlier)
         chunks = again.shard.fetch(np.arange(100), step=None, state=False)

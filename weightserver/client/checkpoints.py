@@ -44,7 +44,7 @@ def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
     raise NoTableError(f"the shards' checkpoints {name!r} are not of one call: use one of checkpoints()")
 
 
-def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, table: int, name: str, step: int) -> None:
+def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, name: str, step: int) -> None:
     """See `WeightClient.checkpoint`.
 
     Raises:
@@ -60,7 +60,7 @@ def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, ta
         schedule.learn(answers)
         rates = schedule.used(step)
         request = pb.CheckpointRequest(name=name, identity=os.urandom(16), peers=shards.marks())
-        request.header.CopyFrom(writer.header(number, step=step, table=table))
+        request.header.CopyFrom(writer.header(number, step=step))
         rates.are_sent()
         outcomes = writer.send("Checkpoint", request, slice(1), rates)
         if not isinstance(outcomes[0], BaseException):
@@ -69,4 +69,4 @@ def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, ta
         rates.have_ended(outcomes)
         raise_first(outcomes)
 
-    writer.in_turn(table, send)
+    writer.in_turn(send)

@@ -47,6 +47,7 @@ from weightserver.core.errors import DataLossError, FencedError, NoTableError, S
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import table_number
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -318,7 +319,8 @@ class WeightClient(Closing):
 
     def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
-        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._table.digest)
+        named = table_number(self._table.identity)
+        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=named)
         rates = None
         if step is not None:
             request.step = arguments.checked_step(step, "step")
@@ -416,7 +418,7 @@ class WeightClient(Closing):
         """
         step, name = arguments.checked_step(step, "step"), arguments.checked_name(name)
         writer = self._require_session()
-        take_checkpoint(self._shards, writer, self._schedule, self._table.digest, name, step)
+        take_checkpoint(self._shards, writer, self._schedule, name, step)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that every shard retains, in the order of their steps."""
@@ -435,7 +437,7 @@ class WeightClient(Closing):
         request = pb.CheckpointRequest(
             name=name, identity=kept.checkpoint_id, peers=self._shards.marks(), timeline=os.urandom(16)
         )
-        self._require_session().roll_back(request, self._table.digest)
+        self._require_session().roll_back(request)
         self._schedule.forget_used()
 
     def release(self, name: str) -> None:
@@ -443,7 +445,7 @@ class WeightClient(Closing):
         it."""
         if all(kept.name != name for answer in self._shards.describe() for kept in answer.checkpoints):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
-        self._require_session().change("Release", pb.CheckpointRequest(name=name), self._table.digest)
+        self._require_session().change("Release", pb.CheckpointRequest(name=name))
 
     def copy_checkpoint(self, source: str | Checkpoint, name: str) -> None:
         """Keeps the checkpoint `source` under `name` too: its rows stay readable when `source` is released.
@@ -454,7 +456,7 @@ class WeightClient(Closing):
         """
         kept, name = find_checkpoint(self._shards, source), arguments.checked_name(name)
         request = pb.CopyCheckpointRequest(name=name, source=kept.name, identity=kept.checkpoint_id)
-        self._require_session().change("CopyCheckpoint", request, self._table.digest)
+        self._require_session().change("CopyCheckpoint", request)
 
     # ---- one shard
 

@@ -36,6 +36,8 @@ class Shards:
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
+        self.table = b""
+        """Identity of the table; empty while none is known."""
         self._process = os.getpid()
 
     # ---- calls
@@ -67,6 +69,7 @@ class Shards:
 
     def name_table(self, identity: bytes) -> None:
         """From now on, calls are for shards of this table; of any if it is empty."""
+        self.table = identity
         for connection in self.connections():
             connection.table = identity
 

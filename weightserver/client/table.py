@@ -16,7 +16,7 @@ from weightserver.core.precision import Precision, precision_of
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import spec_from_proto, spec_to_proto, table_digest
+from weightserver.protocol.codec import spec_from_proto, spec_to_proto, table_number
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,6 @@ class KnownTable:
     spec: TableSpec
     identity: bytes
     num_shards: int
-
-    @cached_property
-    def digest(self) -> int:
-        """Names the table in requests."""
-        return table_digest(self.spec, self.identity)
 
     @cached_property
     def precision(self) -> Precision:
@@ -148,10 +143,8 @@ def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> KnownTable
 
     def extend(connection: ShardConnection, answer: pb.DescribeResponse) -> None:
         if spec_of(answer) != extended.spec:
-            request = pb.ExtendTableRequest(
-                num_rows=num_rows, epoch=answer.epoch if epoch is None else epoch, table=table.digest
-            )
-            connection.call("ExtendTable", request)
+            named, newest = table_number(table.identity), answer.epoch if epoch is None else epoch
+            connection.call("ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=newest, table=named))
 
     shards.in_parallel(extend, zip(shards.connections(), answers, strict=True))
     return extended

@@ -160,7 +160,7 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
 
     def send(number: int, those: Collection[int]) -> list[Any]:
         def send_to_shard(shard: int) -> pb.WriteResponse:
-            header = partial(writer.header, number, step=write.step, table=table.digest)
+            header = partial(writer.header, number, step=write.step)
             messages = partial(write.messages, header, by_shard[shard], table.spec.rows_per_block, borrowed)
             used = rates.of_shard(write.num_steps_at(by_shard[shard]))
             num_rows = len(write.rows[by_shard[shard]])
@@ -173,4 +173,4 @@ def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrit
         rates.have_ended(outcomes)
         return outcomes
 
-    writer.write(write.digest(), list(by_shard), table.digest, send, adds=write.adds)
+    writer.write(write.digest(), list(by_shard), send, adds=write.adds)

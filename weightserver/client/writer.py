@@ -23,6 +23,7 @@ from weightserver.client.rates import CarriedRates
 from weightserver.client.threads import is_not_applied, raise_first
 from weightserver.core.errors import ClusterError
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import table_number
 
 _OF_ANOTHER_TIME = (
     "an earlier write of this client failed, and another client has rolled back or restored the rows since: it may be "
@@ -75,11 +76,10 @@ class Writer:
 
     # ---- writes of rows
 
-    def write(self, digest: bytes, shards: Collection[int], table: int, send: Send, *, adds: bool) -> None:
+    def write(self, digest: bytes, shards: Collection[int], send: Send, *, adds: bool) -> None:
         """Makes a write once: sends it, or finds that an earlier call with the same digest has.
 
         Args:
-            table: digest of the table.
             adds: whether it adds to the rows instead of replacing them.
 
         Raises:
@@ -88,15 +88,15 @@ class Writer:
         made = _Write(digest, shards, adds)
         try:
             with self._turn:
-                self._write(made, table, send)
+                self._write(made, send)
         except BaseException:
             if made.is_applied:  # an interrupt before the caller was told
                 self._untold[digest] = made
             raise
 
-    def _write(self, made: _Write, table: int, send: Send) -> None:
+    def _write(self, made: _Write, send: Send) -> None:
         made.timeline = self._timeline
-        self._settle(table, made.digest)
+        self._settle(made.digest)
         if (known := self._untold.get(made.digest)) is not None:
             if known.timeline != made.timeline:
                 raise ClusterError(_OF_ANOTHER_TIME)
@@ -114,13 +114,13 @@ class Writer:
         made.is_applied = True
         self._unsettled = None
 
-    def _settle(self, table: int, repeated: bytes = b"") -> None:
+    def _settle(self, repeated: bytes = b"") -> None:
         """Finds out where the unsettled write was applied, if there is one, and has the other shards refuse it. If only
         some have it, it stays unsettled on the others; that is an error unless it is now to be `repeated`."""
         self._require_one_state()
         if (write := self._unsettled) is None:
             return
-        request = pb.SettleWriteRequest(header=self.header(write.number, table=table))
+        request = pb.SettleWriteRequest(header=self.header(write.number))
         connections = [self._shards.connections()[shard] for shard in write.shards]
         answers = self._shards.in_parallel(
             lambda connection: connection.call("SettleWrite", request), zip(connections, strict=True)
@@ -143,28 +143,28 @@ class Writer:
 
     # ---- other changes
 
-    def in_turn(self, table: int, send: Callable[[int], None]) -> None:
+    def in_turn(self, send: Callable[[int], None]) -> None:
         """Has one change sent to every shard, by its number. After a failure it is repeated under another number, which
         changes nothing on shards that have made it. Raises as `write`."""
         with self._turn:
-            self._settle(table)
+            self._settle()
             send(self._next_number())
 
-    def change(self, method: str, request: Any, table: int) -> None:
+    def change(self, method: str, request: Any) -> None:
         """Makes one change of every shard, as `in_turn`."""
 
         def send(number: int) -> None:
-            request.header.CopyFrom(self.header(number, table=table))
+            request.header.CopyFrom(self.header(number))
             raise_first(self.send(method, request))
 
-        self.in_turn(table, send)
+        self.in_turn(send)
 
-    def roll_back(self, request: pb.CheckpointRequest, table: int) -> None:
+    def roll_back(self, request: pb.CheckpointRequest) -> None:
         """Sends a rollback to every shard, which gives up an unsettled write. No other write is made until it has ended
         on all shards, or on none."""
         with self._turn:
             unfinished_before, self._unfinished_rollback = self._unfinished_rollback, request.name
-            request.header.CopyFrom(self.header(self._next_number(), table=table))
+            request.header.CopyFrom(self.header(self._next_number()))
             outcomes = self.send("Rollback", request)
             if is_not_applied(outcomes):
                 self._unfinished_rollback = unfinished_before
@@ -187,7 +187,14 @@ class Writer:
         """The header of a write under its number."""
         session = self.session
         epoch, session_id = (session.epoch, session.session_id) if session else (0, b"")
-        return pb.WriteHeader(epoch=epoch, session_id=session_id, writer=self._id, sequence=number, **fields)
+        return pb.WriteHeader(
+            epoch=epoch,
+            session_id=session_id,
+            writer=self._id,
+            sequence=number,
+            table=table_number(self._shards.table),
+            **fields,
+        )
 
     def send(
         self, method: str, request: Any, which: slice = slice(None), rates: CarriedRates | None = None

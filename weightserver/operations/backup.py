@@ -40,7 +40,7 @@ from weightserver.core.versions import digest
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import table_digest
+from weightserver.protocol.codec import table_number
 
 _FILE_BYTES = 64 << 20
 """Bytes of blocks after which a new file begins."""
@@ -166,7 +166,7 @@ def _read_blocks(
 ) -> pb.ReadBlocksResponse:
     """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
     checkpoint."""
-    table = table_digest(info.spec, info.identity)
+    table = table_number(info.identity)
     request = pb.ReadBlocksRequest(checkpoint=checkpoint, table=table, first_block=first_block)
     answer: pb.ReadBlocksResponse = client.call_shard(shard, "ReadBlocks", request)
     return answer

@@ -160,7 +160,7 @@ class WeightServerService:
             checkpoint=request.checkpoint or None,
             checkpoint_id=request.identity,
             rates=rates,
-            table_digest=request.table,  # again: it may have been replaced while the call waited for memory
+            number=request.table,  # again: it may have been replaced while the call waited for memory
             clock=clock,
         )
         num_rows = num_bytes = 0

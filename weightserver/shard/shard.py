@@ -132,11 +132,11 @@ class Shard:
         """The learning rates of the steps below the clock."""
         return self._table.rates.hashed if self._table else HashedRates(np.zeros(0, np.float32))
 
-    def require_table(self, digest: int = 0) -> Table:
-        """The table. Raises NoTableError if there is none, TableMismatchError unless `digest` names it, or is 0."""
+    def require_table(self, number: int = 0) -> Table:
+        """The table. Raises NoTableError if there is none, TableMismatchError unless `number` names it, or is 0."""
         if self._table is None:
             raise NoTableError("the shard holds no table: call create_table() first")
-        self._table.check_digest(digest)
+        self._table.check_number(number)
         return self._table
 
     def check_acknowledged(self, mark: str, table: str = "") -> None:
@@ -179,7 +179,7 @@ class Shard:
         checkpoint: str | None = None,
         checkpoint_id: bytes = b"",
         rates: GivenRates | None = None,
-        table_digest: int = 0,
+        number: int = 0,
         clock: StageClock | None = None,
     ) -> Iterator[tuple[int, bytes]]:
         """Rows (checked, int64 [n]) before update `step`, or raw if `step` is None: yields how many of them, and their
@@ -198,7 +198,7 @@ class Shard:
             TableMismatchError: rows were updated by other learning rates.
             MissingRatesError: the shard lacks some that the request does not bring, or others are being used meanwhile.
         """
-        table, clock = self.require_table(table_digest), clock or StageClock("read")
+        table, clock = self.require_table(number), clock or StageClock("read")
         if step is not None:
             table = self._following(table, rates or GivenRates(), step)
         for touched in reading.chunks(rows, table):

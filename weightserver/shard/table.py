@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from weightserver.core.correction import Schedule
 from weightserver.core.errors import InvalidRequestError, TableMismatchError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
-from weightserver.protocol.codec import table_digest
+from weightserver.protocol.codec import table_number
 from weightserver.shard.rates import ScheduledRates
 
 
@@ -47,14 +46,9 @@ class Table:
         spec = replace(self.spec, num_rows=num_rows)
         return replace(self, spec=spec, codec=BlockCodec(spec))
 
-    @functools.cached_property
-    def digest(self) -> int:
-        """Names the table in requests, also after an extension."""
-        return table_digest(self.spec, self.identity)
-
-    def check_digest(self, digest: int) -> None:
-        """Raises TableMismatchError unless `digest` names this table, or is 0."""
-        if digest not in (0, self.digest):
+    def check_number(self, number: int) -> None:
+        """Raises TableMismatchError unless `number` names this table, or is 0."""
+        if number not in (0, table_number(self.identity)):
             raise TableMismatchError(f"the table was replaced, it is now {self.spec}: call describe() and start over")
 
     def check_rows(self, rows: Int64Array, *, shard: int, num_shards: int) -> None:
