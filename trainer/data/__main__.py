@@ -45,21 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("output", type=to_path, help="the packed directory")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
-    packing.add_argument("--shard-mib", type=_mib, dest="shard_bytes", metavar="MIB", help="largest tar (default 256)")
     packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")
     add_source_arguments(packing)
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_path)
     return parser
-
-
-def _mib(text: str) -> int:
-    """Converts MiB to bytes."""
-    try:
-        return round(float(text) * 2**20)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of MiB") from None
 
 
 if __name__ == "__main__":

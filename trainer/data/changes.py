@@ -88,7 +88,7 @@ def split_changes(split: Split, packed: Path) -> Changes:
     """
     listing, changes = split.listing, Changes()
     images = _PackedFiles(packed)
-    now = dict(zip(listing.hashes(), listing.entries(), strict=True))
+    now = {_key(listing.root, entry): entry for entry in listing.entries()}
     gone: dict[int, list[tuple[int, Entry]]] = {}
     for source, number, key, entry in _packed_entries(packed):
         found = now.pop(key, None)
@@ -164,13 +164,18 @@ def _class(entry: Entry, classes: Sequence[str]) -> str:
     return classes[entry.label] if classes and entry.label != NO_LABEL else str(entry.label)
 
 
-def _packed_entries(packed: Path) -> Iterator[tuple[str, int, int, Entry]]:
-    """Source, id, hash and entry of each packed image."""
+def _key(root: Path, entry: Entry) -> str:
+    """What identifies an image wherever it is listed."""
+    return f"{root / entry.path}\0{entry.member}"
+
+
+def _packed_entries(packed: Path) -> Iterator[tuple[str, int, str, Entry]]:
+    """Source, id, key and entry of each packed image."""
     for part in Manifest.load(packed).ranges:
         listing = Listing.open(listing_path(packed, part.first), Path(part.root))
         numbers = range(part.first, part.first + part.count)
-        for number, key, entry in zip(numbers, listing.hashes(), listing.entries(), strict=True):
-            yield part.source, number, key, entry
+        for number, entry in zip(numbers, listing.entries(), strict=True):
+            yield part.source, number, _key(listing.root, entry), entry
 
 
 def _some(names: Sequence[str]) -> str:

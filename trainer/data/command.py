@@ -37,7 +37,6 @@ def _pack(options: argparse.Namespace) -> list[str]:
         options.output,
         PackOptions(
             order_seed=options.order_seed,
-            shard_bytes=options.shard_bytes,
             extend=options.extend,
             threads=options.threads,
             source=of_source,

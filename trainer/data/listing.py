@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from trainer.data.archives import Member, read_member
@@ -119,18 +118,9 @@ class Listing:
         """All entries in the order of their ids."""
         return map(self.__getitem__, range(len(self)))
 
-    def hashes(self) -> Iterator[int]:
-        """What identifies each image, in the order of their ids."""
-        return (image_hash(self.root / entry.path, entry.member) for entry in self.entries())
-
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""
         return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
-
-
-def image_hash(path: Path, member: str) -> int:
-    """The 64-bit hash that identifies an image."""
-    return xxhash.xxh3_64_intdigest(os.fsencode(f"{path}\0{member}"))
 
 
 def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TextIO
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
-from trainer.data.listing import image_hash
 from trainer.data.tables import IN_TABLE, columns_of, has_paths, num_rows, splits_of, values_of
 from trainer.data.tree import Folder
 
@@ -53,7 +52,7 @@ def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: Lef
             f"{source}, {without.where}: no label: give all images a label, or none; an image without one has the "
             "label -1"
         )
-    _add_paths(folder, source, source.name, lines, left_out, set())
+    _add_paths(folder, source, source.name, lines, left_out, set[str]())
     return kind, notes
 
 
@@ -66,7 +65,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     Raises:
         ValueError: a table that cannot be read, or has no column of images; tables of several data sets.
     """
-    notes, known = [], set[int]()
+    notes, known = [], set[str]()
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
         columns = _columns(path, columns_of(path), options)
@@ -84,13 +83,13 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
 
 
 def _add_paths(
-    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: set[int]
+    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: set[str]
 ) -> None:
     """Adds images by their paths, which are relative to the list or table, each once.
 
     Args:
         shown: the list's own path, relative to the source's folder.
-        known: identities of the images that were added already, and are from now on.
+        known: paths of the images that were added already, and are from now on.
 
     Raises:
         ValueError: none of the first paths exists.
@@ -99,7 +98,7 @@ def _add_paths(
         path = _plain_path(line.path, source.parent)
         if not path:
             left_out.add(Reason.NO_PATH, f"{shown}, {line.where}")
-        elif (key := image_hash(source.parent / path, "")) in known:
+        elif (key := str(source.parent / path)) in known:
             left_out.add(Reason.REPEATED, path)
         else:
             known.add(key)

@@ -23,7 +23,7 @@ from trainer.data.config import SourceOptions
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ class Range:
     """The folder or list that they came from."""
     root: str
     """The folder to which the listing's paths are relative."""
-    labelled: bool
     shards: tuple[Shard, ...]
     """Tars of these rows, from the first on; a complete range has all of them."""
 
@@ -65,7 +64,7 @@ class Manifest:
     """A packed directory."""
 
     order_seed: int
-    shard_bytes: int
+    labelled: bool
     classes: tuple[str, ...]
     """Names by number; empty without labels, or if labels are only numbers."""
     options: SourceOptions = field(default_factory=SourceOptions)
@@ -84,10 +83,6 @@ class Manifest:
     @property
     def shards(self) -> tuple[Shard, ...]:
         return tuple(shard for part in self.ranges for shard in part.shards)
-
-    @property
-    def labelled(self) -> bool:
-        return all(part.labelled for part in self.ranges)
 
     @property
     def complete(self) -> bool:

@@ -162,7 +162,7 @@ class _Packer:
         self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions, progress: Counting
     ) -> None:
         self._output, self._manifest, self._listing, self._progress = output, manifest, listing, progress
-        self._threads = options.threads
+        self._threads, self._shard_bytes = options.threads, options.shard_bytes
         self._part = manifest.ranges[-1]
         if len(listing) != self._part.count:
             raise ValueError(
@@ -203,7 +203,7 @@ class _Packer:
         def write(path: Path) -> None:
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
                 for sample in samples:
-                    if index and _end_of_tar(tar.offset, sample) > self._manifest.shard_bytes:
+                    if index and _end_of_tar(tar.offset, sample) > self._shard_bytes:
                         left.append(sample)
                         break
                     key = f"{first + len(index):012d}"

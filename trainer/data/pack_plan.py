@@ -14,8 +14,6 @@ from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.reading import Split, kind_of_labels
 from weightserver.common.atomic_files import atomic_write
 
-_SHARD_BYTES = 1 << 28
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
@@ -23,8 +21,8 @@ class PackOptions:
 
     order_seed: int | None = None
     """Seed of the order of the images; training needs the same one. Default: that of the pack so far, or 0."""
-    shard_bytes: int | None = None
-    """Maximum size of a tar, unless it holds a single image. Default: that of the pack so far, or 256 MiB."""
+    shard_bytes: int = 1 << 28
+    """Maximum size of a tar, unless it holds a single image."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How to read the source where it can be read in several ways."""
     extend: bool = False
@@ -33,7 +31,7 @@ class PackOptions:
     """Reading and decoding threads; default: one per core that this process may use."""
 
     def __post_init__(self) -> None:
-        if (self.shard_bytes is not None and self.shard_bytes < 1) or self.threads < 1:
+        if self.shard_bytes < 1 or self.threads < 1:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
@@ -60,9 +58,8 @@ def planned(split: Split, output: Path, options: PackOptions) -> Manifest:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
         if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
             raise ValueError(f"{output} holds other files: give an empty or new directory")
-        size = _SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
         seed = options.order_seed or 0
-        manifest = Manifest(order_seed=seed, shard_bytes=size, classes=(), options=options.source, ranges=())
+        manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
     entries = list(split.listing.entries())
     if not any_intact(entries, split.listing, options.source):
         raise ValueError(
@@ -89,8 +86,6 @@ def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> It
     if options.order_seed not in (None, manifest.order_seed):
         wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
         yield wrong, f"give --order-seed {manifest.order_seed}"
-    if options.shard_bytes not in (None, manifest.shard_bytes):
-        yield f"has tars of up to {manifest.shard_bytes:,} bytes, not {options.shard_bytes:,}", "omit --shard-mib"
     if differing := manifest.options.differing(options.source):
         yield f"was packed with {differing}", "omit that"
     last = manifest.ranges[-1]
@@ -122,7 +117,7 @@ def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path
 
     atomic_write(listing_path(output, first), write)
     root = str(split.listing.root)
-    part = Range(first=first, count=len(new), source=split.source, root=root, labelled=split.labelled, shards=())
+    part = Range(first=first, count=len(new), source=split.source, root=root, shards=())
     manifest = replace(manifest, classes=names, ranges=(*manifest.ranges, part))
     manifest.save(output)
     return manifest

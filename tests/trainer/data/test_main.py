@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.helpers.image_tree import encoded, odd_tree, plain_tree
 from trainer.data.__main__ import main
+from trainer.data.pack import PackOptions, pack
 
 
 def call(*arguments: object) -> object:
@@ -22,7 +23,7 @@ def call(*arguments: object) -> object:
 
 def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, packed = odd_tree(tmp_path / "tree", 10), tmp_path / "packed"
-    assert call("pack", tree, packed, "--order-seed", 7, "--shard-mib", 0.02, "--threads", 1) == 0
+    assert call("pack", tree, packed, "--order-seed", 7, "--threads", 1) == 0
     printed = capsys.readouterr()
     assert "23 images in 1 range(s), 3 named classes" in printed.out
     assert "4 broken and substituted" in printed.out
@@ -121,15 +122,9 @@ def test_a_failed_pack_leaves_only_directories_that_existed(output: str, tmp_pat
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["no images", "packed"]
 
 
-@pytest.mark.parametrize("size", ["nan", "inf", "big"])
-def test_a_tars_size_is_a_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed", "--shard-mib", size) == 2
-    assert f"argument --shard-mib: {size} is not a number of MiB" in capsys.readouterr().err
-
-
 def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
-    assert call("pack", tree, packed, "--shard-mib", 0.005) == 0
+    pack(tree, packed, PackOptions(shard_bytes=5_000))
     lines = next(packed.glob("shards-*.jsonl"))
     kept = lines.read_bytes().splitlines(keepends=True)[:2]
     lines.write_bytes(b"".join(kept))  # as when the command was killed

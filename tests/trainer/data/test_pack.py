@@ -255,7 +255,6 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         (tree, tmp_path / "used", {}, "holds other files"),
         (tree, tmp_path / "out", {"extend": True}, "no packed images to extend"),
         (tree, packed, {"order_seed": 6}, "in the order of seed 5, not 6"),
-        (tree, packed, {"shard_bytes": 7}, "has tars of up to 20,000 bytes"),
         (tmp_path / "other", packed, {}, "give --extend to add these"),
         (tree, tree, {}, "is the source itself: give another directory"),
         (packed, tmp_path / "twice", {}, "holds packed images: give the folder"),
