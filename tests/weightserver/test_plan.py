@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.head import tensor_bytes
+from trainer.optimization import OptimizationConfig
 from weightserver.cli import main
+from weightserver.core.correction import MAX_STEPS
 from weightserver.operations.plan import Workload, plan
+from weightserver.torch.sampler import WindowSampler
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 
@@ -51,7 +56,7 @@ def test_bytes_on_disk_are_as_measured() -> None:
         "num_rows": 300_000,
         "window_size": 32_768,
         "window_stride": 8_192,
-        "num_negatives": 1,
+        "num_negatives": 32_768,
         "batch_size": 32_768,
     }
     runs = measured("checkpoints")["long_runs"]
@@ -94,7 +99,13 @@ def test_shards_and_ranks_share() -> None:
 BAD = {
     "--num-rows=0": "--num-rows must be at least 1, got 0",
     "--window-size=8": "--window-size must be in S..N, got 8",
-    "--num-negatives=2000000": "--num-negatives must be at most N, got 2000000",
+    "--num-negatives=2000000": "--num-negatives must be in B..N, got 2000000",
+    "--num-negatives=511": "--num-negatives must be in B..N, got 511",
+    "--num-ranks=513": "--num-ranks must be in 1..B, got 513",
+    "--num-nodes=2": "--num-nodes must be in 1..ranks, got 2",
+    "--copy-mb-per-second=0": "--copy-mb-per-second must be in 1e-9..1e9, got 0.0",
+    "--disk-price=-1": "--disk-price must be in 0..1e9, got -1.0",
+    "--steps=33554433": "--steps must be in 1..33554432, got 33554433",
     "--steps-per-second=nan": "--steps-per-second must be in 1e-9..1e9, got nan",
     "--rows-per-block=0": "rows_per_block must lie in 1..2048, got 0",
     "--checkpoint-every=-1": "--checkpoint-every must be 0 or more, got -1",
@@ -116,11 +127,53 @@ def test_the_largest_plans_are_numbers() -> None:
     many = {"num_rows": largest, "window_size": largest, "num_negatives": largest, "dim": 65_536, "rows_per_block": 1}
     for more in (
         {"batch_size": largest, "window_stride": largest, "steps_per_second": rate, "keep_checkpoints": largest},
-        {"batch_size": 1, "window_stride": 1, "steps_per_second": 1 / rate, "checkpoint_every": 1, "steps": largest},
-        {"num_shards": largest, "num_ranks": largest, "checkpoint_every": largest},
+        {"batch_size": 1, "window_stride": 1, "steps_per_second": 1 / rate, "checkpoint_every": 1, "steps": MAX_STEPS},
+        {"batch_size": largest, "num_shards": largest, "num_ranks": largest, "num_nodes": largest, "steps": 1},
+        {"steps": MAX_STEPS, "image_bytes": largest, "node_price": rate, "shard_price": rate, "disk_price": rate},
     ):
         for figures in plan(Workload(**many | more)).values():
             assert all(math.isfinite(figure.value) and "inf" not in str(figure).split("   ")[0] for figure in figures)
+
+
+@pytest.mark.parametrize("num_rows", [2_000_000_000, 10_000_000_000])
+def test_plan_refuses_the_length_that_the_trainer_refuses(num_rows: int) -> None:
+    """A pass is N · (W/S) / B steps: W/S epochs. The batch that the message names is the least that both take."""
+    epochs = 131_072 / 16_384
+
+    def both(batch_size: int) -> None:
+        plan(Workload(num_rows=num_rows, batch_size=batch_size))
+        OptimizationConfig(epochs=epochs, batch_size=batch_size).num_steps(num_rows)
+
+    steps = round(epochs * num_rows / 256)
+    with pytest.raises(ValueError, match=f"one pass takes {steps:,} steps, a run at most 33,554,432") as refused:
+        Workload(num_rows=num_rows, batch_size=256)
+    with pytest.raises(ValueError, match="at most 33,554,432 are possible"):
+        OptimizationConfig(epochs=epochs, batch_size=256).num_steps(num_rows)
+    (least,) = map(int, re.findall(r"--batch-size of at least (\d+)", str(refused.value)))
+    both(least)
+    with pytest.raises(ValueError, match="at most"):
+        both(least - 1)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 8])
+def test_nodes_read_the_share_of_the_images_that_batches_deal_them(num_nodes: int) -> None:
+    sampler = WindowSampler(8_192, batch_size=64, window_size=1_024, window_stride=128, seed=3)
+    batches = np.stack([sampler.images(step, 0) for step in range(8_192 // 128 * 1_024 // 64)])
+    read = [len(np.unique(part)) / 8_192 for part in np.split(batches, num_nodes, axis=1)]
+    load = {"num_rows": 8_192, "num_negatives": 64, "batch_size": 64, "window_size": 1_024, "window_stride": 128}
+    share = planned("images", "share of the images that a node reads", **load, num_ranks=8, num_nodes=num_nodes)
+    assert np.mean(read) == pytest.approx(share, rel=0.02)
+
+
+def test_money_is_the_sum_of_machines_and_disks() -> None:
+    """A run of ten hours on two nodes and four shards."""
+    load = IMAGENET | {"steps": 36_000, "num_ranks": 2, "num_nodes": 2, "num_shards": 4, "image_bytes": 1000}
+    assert "money" not in plan(Workload(**load))
+    prices: dict[str, Any] = {"node_price": 20.0, "shard_price": 1.0, "disk_price": 0.1}
+    figures = {figure.name: figure.value for figure in plan(Workload(**load, **prices))["money"]}
+    rows = planned("rows on disk, all shards", "all N rows, expected", **load)
+    disk = (rows / 1e9 + 1.281167) * 0.1 * 10 / 730
+    assert list(figures.values()) == pytest.approx([400, 40, disk, 440 + disk])
 
 
 def planned_by_command(capsys: pytest.CaptureFixture[str], *options: str) -> str:

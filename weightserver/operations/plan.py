@@ -1,4 +1,4 @@
-"""Estimates the disk, memory and bandwidth that a run needs, each figure with its formula.
+"""Estimates the disk, memory, bandwidth, time and money that a run needs, each figure with its formula.
 
 Symbols are the paper's: N rows of D values, K active rows, batches of B, a window of W that moves by S. A test compares
 the figures with measurements in benchmarks/results.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from weightserver.common.options import add_options, given_options, option
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.correction import MAX_STEPS
 from weightserver.core.spec import TableSpec
 
 _PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
@@ -21,7 +23,8 @@ _MAX_WRITE_BACK_ROWS = 1 << 14
 """Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
 _SLOT_BYTES = 41
 """Bookkeeping per resident row: last step, whether it changed, and its position (weightserver/torch/rows/slots.py)."""
-_LARGEST, _MOST_STEPS_PER_SECOND = 1 << 48, 1e9
+_HOURS_OF_A_MONTH = 730
+_LARGEST, _MOST_A_SECOND = 1 << 48, 1e9
 """Bounds of a workload's numbers: larger than in any run, and exact as floats."""
 _PREFIXES = (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))
 
@@ -46,19 +49,35 @@ class Workload:
     dtype: Literal["float32", "bfloat16"] = option("stored numbers", "float32")
     num_shards: int = option("weight servers", 1)
     num_ranks: int = option("trainers", 1)
+    num_nodes: int = option("machines of the trainers", 1)
+    image_bytes: int = option("bytes of a packed image (those of ImageNet: 110,000)", 110_000)
+    pack_images_per_second: float = option("images that all packing processes read and write", 1_000.0)
+    copy_mb_per_second: float = option("what a disk or the network copies of one shard (measured: 1 GB in 7 s)", 140.0)
+    node_price: float = option("of a machine of the trainers, an hour", 0.0)
+    shard_price: float = option("of a weight server's machine without its disk, an hour", 0.0)
+    disk_price: float = option("of a GB of disk, a month", 0.0)
     checkpoint_every: int = option("E, steps between checkpoints, 0 for none", 1_000)
     keep_checkpoints: int = option("c, checkpoints kept", 3)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             self._require(name, not isinstance(value, int) or value <= _LARGEST, f"at most {_LARGEST}")
-        for name in ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "num_shards", "num_ranks"):
+        for name in ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "num_shards", "image_bytes"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("num_ranks", 1 <= self.num_ranks <= self.batch_size, "in 1..B")
+        self._require("num_nodes", 1 <= self.num_nodes <= self.num_ranks, "in 1..ranks")
         self._require("window_size", self.window_stride <= self.window_size <= self.num_rows, "in S..N")
-        self._require("num_negatives", self.num_negatives <= self.num_rows, "at most N")
-        rate = self.steps_per_second
-        self._require("steps_per_second", 1 / _MOST_STEPS_PER_SECOND <= rate <= _MOST_STEPS_PER_SECOND, "in 1e-9..1e9")
-        self._require("steps", self.steps is None or self.steps >= 1, "at least 1")
+        self._require("num_negatives", self.batch_size <= self.num_negatives <= self.num_rows, "in B..N")
+        for name in ("steps_per_second", "pack_images_per_second", "copy_mb_per_second"):
+            self._require(name, 1 / _MOST_A_SECOND <= getattr(self, name) <= _MOST_A_SECOND, "in 1e-9..1e9")
+        for name in ("node_price", "shard_price", "disk_price"):
+            self._require(name, 0 <= getattr(self, name) <= _MOST_A_SECOND, "in 0..1e9")
+        self._require("steps", self.steps is None or 1 <= self.steps <= MAX_STEPS, f"in 1..{MAX_STEPS}")
+        if self.steps is None and self.pass_steps > MAX_STEPS:
+            raise ValueError(
+                f"one pass takes {self.pass_steps:,.0f} steps, a run at most {MAX_STEPS:,}: give --batch-size of at "
+                f"least {math.ceil(self.batch_size * self.pass_steps / MAX_STEPS)}, or --steps for part of a pass"
+            )
         self._require("checkpoint_every", self.checkpoint_every >= 0, "0 or more")
         self._require("keep_checkpoints", self.keep_checkpoints >= 0, "0 or more")
 
@@ -82,6 +101,10 @@ class Workload:
     def pass_steps(self) -> float:
         """Steps of one pass over all rows."""
         return self.num_rows / self.window_stride * self.window_size / self.batch_size
+
+    @property
+    def run_steps(self) -> float:
+        return self.pass_steps if self.steps is None else self.steps
 
     @property
     def most_active_rows(self) -> int:
@@ -128,8 +151,9 @@ def plan(load: Workload) -> dict[str, list[Figure]]:
         "on the wire": _wire(load),
         "a shard's work": _shard(load),
         "a trainer's memory, per rank": _trainer(load),
+        "images": _images(load),
         "time": _time(load),
-    }
+    } | ({"money": _money(load)} if load.node_price or load.shard_price or load.disk_price else {})
 
 
 def _disk(load: Workload) -> list[Figure]:
@@ -181,7 +205,6 @@ def _shard(load: Workload) -> list[Figure]:
     touched = w / r * (1 - (1 - min(1.0, k / w)) ** r) if k < w else k / r
     left_bytes = moved_rows / r * stored_bytes
     flushed_bytes = held_rows / r * stored_bytes / load.checkpoint_every if load.checkpoint_every else 0.0
-    steps = load.steps or round(load.pass_steps)
     return [
         Figure(
             "resident: rows fetched, and as many written",
@@ -208,7 +231,7 @@ def _shard(load: Workload) -> list[Figure]:
             "B",
             "max(W, K)/r · pages / shards; less only costs reads",
         ),
-        Figure("memory: products of the schedule", 40 * steps, "B", "40 B · steps"),
+        Figure("memory: products of the schedule", 40 * round(load.run_steps), "B", "40 B · steps"),
     ]
 
 
@@ -229,12 +252,48 @@ def _trainer(load: Workload) -> list[Figure]:
     ]
 
 
-def _time(load: Workload) -> list[Figure]:
-    rate = load.steps_per_second
+def _images(load: Workload) -> list[Figure]:
+    """Batches are dealt to nodes by position, so a node reads what it happens to be dealt of each window."""
+    n, rate, size = load.num_nodes, load.steps_per_second, load.image_bytes
+    seen = 1 - (1 - 1 / n) ** (load.window_size / load.window_stride)
+    visited, kept = load.batch_size * rate / n, load.moved_rows * rate * seen
     return [
+        Figure("packed", load.num_rows * size, "B", f"N · {size:,} B"),
+        Figure("images decoded, per node", visited, "images/s", "B / nodes · steps/s"),
+        Figure("share of the images that a node reads", seen, "", "1 − (1 − 1/nodes)^(W/S)"),
+        Figure("page cache for the window, per node", load.window_size * seen * size, "B", "W · share · bytes"),
+        Figure("read with that cache, per node", kept * size, "B/s", "B·S/W · steps/s · share · bytes"),
+        Figure("read without it, per node", visited * size, "B/s", "B / nodes · steps/s · bytes"),
+    ]
+
+
+def _time(load: Workload) -> list[Figure]:
+    rate, copied = load.steps_per_second, load.copy_mb_per_second * 1e6
+    backup_bytes = load.spec.num_blocks * load.block_bytes
+    first_bytes = load.held_rows * (2 * load.spec.value_bytes * load.dim + 8)
+    per_shard = load.num_shards * copied
+    return [
+        Figure("packing the images", load.num_rows / load.pack_images_per_second, "s", "N / images/s"),
+        Figure("fetching the rows of a resumed run", first_bytes / per_shard, "s", "max(W, K) rows / shards / MB/s"),
         Figure("steps of a pass over all rows", load.pass_steps, "steps", "N/S · W/B: each row W/S times"),
         Figure("a pass", load.pass_steps / rate, "s", f"/ {rate:g} steps/s"),
+        Figure("the run", load.run_steps / rate, "s", "a pass, or --steps"),
+        Figure("a backup of all N rows", backup_bytes / copied, "s", "its bytes / MB/s: one shard after another"),
+        Figure("restoring all shards", backup_bytes / per_shard, "s", "its bytes / shards / MB/s: all at once"),
     ]
+
+
+def _money(load: Workload) -> list[Figure]:
+    hours = load.run_steps / load.steps_per_second / 3600
+    rows_bytes = next(figure.value for figure in _disk(load) if figure.name == "all N rows, expected")
+    stored_gb = (rows_bytes + load.num_rows * load.image_bytes) / 1e9
+    parts = {
+        "the trainers' machines": (hours * load.num_nodes * load.node_price, "hours of the run · nodes · price"),
+        "the weight servers' machines": (hours * load.num_shards * load.shard_price, "hours · shards · price"),
+        "disk": (stored_gb * load.disk_price * hours / _HOURS_OF_A_MONTH, "rows and packed images · price · months"),
+    }
+    figures = [Figure(name, value, "", formula) for name, (value, formula) in parts.items()]
+    return [*figures, Figure("the run", sum(figure.value for figure in figures), "", "in the prices' currency")]
 
 
 # ---- the command
