@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightserver.torch import Visits, visited_before
+from weightserver.torch import VisitSchedule, visited_before
 from weightserver.torch.recency import ActiveRows
 
 
-def recent_rows(visits: Visits, step: int, *, num_active: int, batch_size: int) -> ActiveRows:
+def recent_rows(schedule: VisitSchedule, step: int, *, num_active: int, batch_size: int) -> ActiveRows:
     """The K rows of the latest visits up to the step's own, which are t·B … t·B+B−1."""
     start, stop = step * batch_size, (step + 1) * batch_size
-    return visited_before(visits, stop, num_active=num_active).active(visits.visits(start, stop))
+    return visited_before(schedule.visits, stop, num_active=num_active).active(schedule.visits(start, stop))

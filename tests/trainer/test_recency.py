@@ -32,7 +32,7 @@ def test_active_rows(data: st.DataObject) -> None:
     batch_size = data.draw(st.integers(1, 12), label="B")  # may straddle windows, and hold a row twice
     num_active = data.draw(st.integers(min(batch_size, num_rows), num_rows), label="K")
     schedule = VisitSchedule(num_rows=num_rows, window_size=window_size, window_stride=stride, seed=1)
-    visited = visited_before(schedule, 0, num_active=num_active)
+    visited = visited_before(schedule.visits, 0, num_active=num_active)
     for step in range(12):
         batch = schedule.visits(step * batch_size, (step + 1) * batch_size)
         visited = visited.followed_by(batch, num_active=num_active)
@@ -40,7 +40,7 @@ def test_active_rows(data: st.DataObject) -> None:
         assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
         assert np.array_equal(active.rows[active.labels], batch)
         assert np.array_equal(visited.rows, active.rows)
-        again = visited_before(schedule, (step + 1) * batch_size, num_active=num_active)
+        again = visited_before(schedule.visits, (step + 1) * batch_size, num_active=num_active)
         assert np.array_equal(visited.last_visit, again.last_visit)
 
 

@@ -12,7 +12,7 @@ from weightserver.common.installing import install_advice
 if find_spec("torch") is None:
     raise ModuleNotFoundError(f"weightserver.torch needs torch: {install_advice('torch')}", name=__name__)
 
-from weightserver.torch.class_order import ClassOrder, ClassVisits, read_labels
+from weightserver.torch.class_order import ClassOrder, read_labels
 from weightserver.torch.head import ClassifierHead
 from weightserver.torch.looking import Evaluation
 from weightserver.torch.loss import Loss, cosine_softmax_loss, padded, padded_rows, softmax_loss
@@ -27,7 +27,7 @@ from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import Rows, Servers
 from weightserver.torch.step_classes import Announced
 from weightserver.torch.transfer import HostCopy, to_device
-from weightserver.torch.windows import RangesOrder, RowOrder, Visits, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 
 __all__ = [
     "MARGINS",
@@ -35,7 +35,6 @@ __all__ = [
     "NO_MARGIN",
     "Announced",
     "ClassOrder",
-    "ClassVisits",
     "ClassifierHead",
     "DenseRows",
     "Evaluation",
@@ -57,7 +56,6 @@ __all__ = [
     "SavedRows",
     "Servers",
     "VisitSchedule",
-    "Visits",
     "WindowSampler",
     "cosine_softmax_loss",
     "gathered",

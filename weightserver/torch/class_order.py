@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array, checked_integer
-from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, RowOrder
 
 _IMAGES_AT_A_TIME = 1 << 20
 """Labels that are read and converted together: a memory-mapped file is never read whole."""
@@ -94,25 +94,6 @@ class ClassOrder:
         for part in _parts(self.num_images):
             digest.update(np.asarray(self._labels[part]).astype("<i8").tobytes())
         return digest.hexdigest()
-
-
-class ClassVisits:
-    """The stream of visits as rows of classes: a schedule of positions, read through a `ClassOrder`.
-
-    Raises:
-        ValueError: the schedule does not visit as many positions as there are images.
-    """
-
-    def __init__(self, schedule: VisitSchedule, order: ClassOrder) -> None:
-        if schedule.num_rows != order.num_images:
-            raise ValueError(f"the schedule visits {schedule.num_rows} images, the class map has {order.num_images}")
-        self.num_rows = order.num_classes
-        self._schedule = schedule
-        self._order = order
-
-    def visits(self, start: int, stop: int) -> Int64Array:
-        """Rows of the classes of visits start … stop−1, which may be negative: int64 [stop − start]."""
-        return self._order.rows(self._schedule.visits(start, stop))
 
 
 def read_labels(path: str | Path) -> Labels:

@@ -23,7 +23,7 @@ from weightserver.torch.margins import (
     quality_of,
     with_margin,
 )
-from weightserver.torch.ranks import Ranks
+from weightserver.torch.ranks import Ranks, gathered
 
 DEFAULT_TEMPERATURE = 0.2
 _LARGEST_SPREAD = 80.0
@@ -151,7 +151,8 @@ def softmax_loss(
         on_one_rank = ranks is None or ranks.world_size == 1
         quality = None
         if margin.kind == "adaface":
-            quality = quality_of(_norms_of_batch(features.detach(), len(labels), None if on_one_rank else ranks))
+            norms = features.detach().norm(dim=1)
+            quality = quality_of(norms if ranks is None else gathered(norms, len(labels), ranks))
         features = F.normalize(features) if cosines else features
         if not on_one_rank:
             features = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
@@ -213,17 +214,6 @@ def _loss_over_ranks(logits: Tensor, own: Tensor, largest_logit: float | None) -
     return loss
 
 
-def _norms_of_batch(features: Tensor, batch_size: int, ranks: Ranks | None) -> Tensor:
-    """The norms (B,) of the whole batch's features, of which this rank has its share (b, D)."""
-    norms: Tensor = features.norm(dim=1)
-    if ranks is None:
-        return norms
-    whole: Tensor = norms.new_zeros(batch_size)
-    whole[ranks.share(batch_size)] = norms
-    dist.all_reduce(whole)
-    return whole
-
-
 def _only_first(logits: Tensor, num_rows: int | None) -> Tensor:
     """Logits (B, K) with -inf for all but the first `num_rows` classes; for all of them if None."""
     if num_rows is None or num_rows >= logits.shape[1]:
@@ -262,10 +252,7 @@ class _WholeBatch(torch.autograd.Function):
         ctx.ranks = ranks
         share = ranks.share(batch_size)
         assert len(features) == share.stop - share.start, "features of this rank's share of the batch"
-        whole = features.new_zeros(batch_size, features.shape[1])
-        whole[share] = features
-        dist.all_reduce(whole)  # exact: all ranks except one add zeros
-        return whole
+        return gathered(features, batch_size, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.sharding import Sharding
-from weightserver.torch.windows import Visits
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Visited:
         return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
 
 
-def visited_before(visits: Visits, stop: int, *, num_active: int) -> Visited:
-    """What was recently visited before visit `stop` of a stream of at least `num_active` rows.
+def visited_before(visits: Callable[[int, int], Int64Array], stop: int, *, num_active: int) -> Visited:
+    """What was recently visited before visit `stop` of a stream of at least `num_active` rows, as
+    `VisitSchedule.visits` returns it from one visit to another.
 
     Visits before visit 0 count as if they had been made. Walks back to the K-th distinct row, piece by piece, since
     small strides make it a long walk; memory is O(K + W), independent of N. `Visited.followed_by` takes less time for
@@ -66,7 +67,7 @@ def visited_before(visits: Visits, stop: int, *, num_active: int) -> Visited:
     rows, last_visit = np.zeros(0, np.int64), np.zeros(0, np.int64)
     while len(rows) < num_active:
         start = stop - 2 * num_active
-        met, ago = np.unique(visits.visits(start, stop)[::-1], return_index=True)  # the first occurrence is the latest
+        met, ago = np.unique(visits(start, stop)[::-1], return_index=True)  # the first occurrence is the latest
         new = ~np.isin(met, rows)
         rows, last_visit = np.append(rows, met[new]), np.append(last_visit, stop - 1 - ago[new])
         stop = start

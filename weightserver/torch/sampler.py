@@ -9,9 +9,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from weightserver.core.arrays import Int64Array, checked_integer
-from weightserver.torch.class_order import ClassOrder, ClassVisits
+from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.windows import RangesOrder, Visits, VisitSchedule
+from weightserver.torch.windows import RangesOrder, VisitSchedule
 
 
 @runtime_checkable
@@ -75,10 +75,6 @@ class WindowSampler(Sampler[list[int]]):
             window_stride=window_size if window_stride is None else checked_integer(window_stride, "window_stride"),
             seed=checked_integer(seed, "seed"),
         )
-        self.row_visits: Visits = self.schedule
-        """The rows of the visits' classes."""
-        if isinstance(self.order, ClassOrder):
-            self.row_visits = ClassVisits(self.schedule, self.order)
         self.ranks = ranks or Ranks()
         if batch_size < self.ranks.world_size:
             raise ValueError(
@@ -105,15 +101,18 @@ class WindowSampler(Sampler[list[int]]):
         visits = self.visits(step, part)
         return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
 
+    def rows(self, start: int, stop: int) -> Int64Array:
+        """The rows of the classes of visits start … stop−1, which may be negative: int64 [stop − start]."""
+        positions = self.schedule.visits(start, stop)
+        return self.order.rows(positions) if isinstance(self.order, ClassOrder) else positions
+
     def classes_of_step(self, step: int) -> Int64Array:
         """The classes of a whole step's images, those of other ranks included: int64 (batches_per_step · B,).
 
         Without a `ClassOrder` each image is its own class.
         """
-        visits = step * self.step_size, (step + 1) * self.step_size
-        if isinstance(self.order, ClassOrder):
-            return self.order.class_of_row(self.row_visits.visits(*visits))
-        return self.order.images(self.schedule.visits(*visits))
+        rows = self.rows(step * self.step_size, (step + 1) * self.step_size)
+        return self.order.class_of_row(rows) if isinstance(self.order, ClassOrder) else self.order.images(rows)
 
     def __len__(self) -> int:
         """Number of batches of an iteration, a multiple of `batches_per_step`."""

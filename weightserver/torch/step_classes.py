@@ -64,4 +64,4 @@ class StepClasses:
         """What was recently visited before a step if the sampler drew all earlier ones."""
         if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
             return Visited()
-        return visited_before(sampler.row_visits, step * sampler.step_size, num_active=num_recent)
+        return visited_before(sampler.rows, step * sampler.step_size, num_active=num_recent)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -102,15 +101,6 @@ class RangesOrder:
             chosen, first = ranges == number, self._firsts[number]
             result[chosen] = method(self._orders[number], values[chosen] - first) + first
         return result
-
-
-class Visits(Protocol):
-    """A stream of visited rows: `VisitSchedule`, or `ClassVisits` where images share classes."""
-
-    num_rows: int
-
-    def visits(self, start: int, stop: int) -> Int64Array:
-        """Rows visited by visits start … stop−1, which may be negative: int64 [stop − start]."""
 
 
 class VisitSchedule:

@@ -23,7 +23,7 @@ def active_rows(sampler: NegativeSampler, schedule: VisitSchedule, step: int, ba
     """Those of a step of a schedule."""
     recent = None
     if sampler.num_recent and not sampler.takes_all:
-        recent = visited_before(schedule, (step + 1) * batch_size, num_active=sampler.num_recent)
+        recent = visited_before(schedule.visits, (step + 1) * batch_size, num_active=sampler.num_recent)
     return sampler.active(step, schedule.visits(step * batch_size, (step + 1) * batch_size), recent)
 
 
