@@ -87,10 +87,9 @@ class KnnProbe:
         mine = self._ranks.share(len(self._images))
         ids, pixels = self._images[mine], self._model.config.pixels
         with with_first_ranks_buffers(encoder, self._ranks):
-            if len(ids):  # there may be more ranks than images
-                features[mine] = encode(
-                    encoder, data.train_images, data.evaluated_side, pixels, ids=ids, batch_size=_BATCH_SIZE
-                )
+            features[mine] = encode(
+                encoder, data.train_images, data.evaluated_side, pixels, ids=ids, batch_size=_BATCH_SIZE
+            )
         if self._ranks.world_size > 1:
             dist.all_reduce(features)  # exact: all ranks except one add zeros
         return features
