@@ -54,7 +54,6 @@ protocols:
 what to evaluate, one of
   --run RUN          a run's encoder
   --encoder FILE     an encoder's file, exported or made by pic export import
-  --model NAME       torchvision:NAME or timm:NAME, with random weights
   --pixels           raw pixels, for comparison
 
 on which images

@@ -209,7 +209,7 @@ def text_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (trainer.evaluate.__main__.main, "knn", "--run", "RUN"),
         (trainer.export.__main__.main, "rows", "RUN", "--output", "RUN-rows"),
         (trainer.export.__main__.main, "encoder", "RUN", "--format", "timm", "--output", "RUN-encoder"),
-        (trainer.export.__main__.main, "import", "RUN", "--output", "RUN.safetensors"),
+        (trainer.export.__main__.main, "import", "RUN", "--model", "resnet18", "--output", "RUN.safetensors"),
         (weightserver.cli.main, "verify", "RUN"),
         (weightserver.cli.main, "health", "127.0.0.1:1"),
     ],

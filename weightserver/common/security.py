@@ -51,7 +51,7 @@ class Followed(Generic[Content]):
         self._lock = threading.Lock()
         self._looked, self._found = time.monotonic(), self._look()
         self._content = read()
-        self._refused = ""
+        self._refused: tuple[object, ...] = ()
         """Why the files are invalid now; empty if they are not."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,11 +74,11 @@ class Followed(Generic[Content]):
         try:
             self._content = self._read()
         except ValueError as error:
-            if str(error) != self._refused:
+            if error.args != self._refused:
                 _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
-            self._refused = str(error)
+            self._refused = error.args
         else:
-            self._refused = ""
+            self._refused = ()
             _log.info("read %(files)s again", {"files": names})
 
 
