@@ -317,7 +317,7 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         found: dict[int, bytes] = {}
         following: int | None = first
         while following is not None:
-            some = served.shard.read_blocks(following, checkpoint=checkpoint)
+            some = reading.read_blocks(served.storage, served.shard.require_table(), following, checkpoint=checkpoint)
             blocks, following = {version.block: content for version, content in some.blocks}, some.next_block
             assert not found or min(blocks, default=99) > max(found)
             found |= blocks
@@ -344,7 +344,8 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
     served.do(lambda batch: batch.extend_table(200))
     far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
     served.do(lambda batch: batch.push_gradients(header(6, 2), far, gradient[:1]))
-    assert served.shard.read_blocks(16, checkpoint="two").next_block is None
+    end = reading.read_blocks(served.storage, served.shard.require_table(), 16, checkpoint="two")
+    assert end.next_block is None
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:

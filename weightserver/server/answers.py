@@ -6,6 +6,7 @@ from weightserver.common.version import __version__
 from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import spec_to_proto
+from weightserver.shard.reading import CheckpointBlocks
 from weightserver.shard.shard import Shard
 
 
@@ -41,14 +42,13 @@ def _checkpoint(known: ShardCheckpoint) -> pb.Checkpoint:
     )
 
 
-def read_blocks_response(shard: Shard, request: pb.ReadBlocksRequest) -> pb.ReadBlocksResponse:
-    found = shard.read_blocks(request.first_block, checkpoint=request.checkpoint)
+def read_blocks_response(found: CheckpointBlocks) -> pb.ReadBlocksResponse:
     return pb.ReadBlocksResponse(
         blocks=[
             pb.Block(number=version.block, content=content, write_id=version.write_id)
             for version, content in found.blocks
         ],
         next_block=found.next_block or 0,
-        lineage=shard.lineage_of(request.checkpoint).marks if found.digest else [],
+        lineage=found.lineage,
         digest=found.digest,
     )

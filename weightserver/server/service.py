@@ -38,7 +38,7 @@ from weightserver.server.request_memory import RequestMemory, answer_bytes, fetc
 from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
-from weightserver.shard.reading import READ_BYTES
+from weightserver.shard.reading import READ_BYTES, read_blocks
 from weightserver.shard.sessions import check_epoch
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -260,7 +260,8 @@ class WeightServerService:
         require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
         num_bytes = max(READ_BYTES, table.codec.num_bytes)
         self._memory.reserve(answer_bytes(num_bytes), context)
-        return read_blocks_response(self._shard, request)
+        found = read_blocks(self._shard.storage, table, request.first_block, checkpoint=request.checkpoint)
+        return read_blocks_response(found)
 
     def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:
         require(request.start_step >= 0, f"start_step must not be negative, got {request.start_step}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from weightserver.core.versions import Version, by_block, digest, newest
 from weightserver.protocol.codec import CHUNK_BYTES, encode_fetch_response, field_head
 from weightserver.shard.table import Table
 from weightserver.storage.interface import Blocks, Storage, Transaction
-from weightserver.storage.records import read_state
+from weightserver.storage.records import read_lineage, read_state
 
 READ_BYTES = 4 << 20
 """Bytes of blocks in one answer of `read_blocks`."""
@@ -160,6 +160,8 @@ class CheckpointBlocks:
     """Where to continue; None after the last block of the table as it was at the checkpoint."""
     digest: bytes = b""
     """Of all the checkpoint's versions, see `core.versions`; only where no more blocks follow."""
+    lineage: Sequence[str] = ()
+    """The marks that the checkpoint descends from, its own included; only there too."""
 
 
 def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) -> CheckpointBlocks:
@@ -190,4 +192,5 @@ def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) 
             return CheckpointBlocks(found, next_block)
         txn.check_contents()
         known = itertools.takewhile(lambda version: version.block < end, newest(txn.versions(), kept.generation))
-        return CheckpointBlocks(found, None, digest((version.block, version.write_id) for version in known))
+        named = digest((version.block, version.write_id) for version in known)
+        return CheckpointBlocks(found, None, named, read_lineage(txn).up_to(kept.mark).marks)

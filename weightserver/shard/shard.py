@@ -27,7 +27,7 @@ from weightserver.core.errors import (
     WrongShardError,
 )
 from weightserver.core.lineage import Lineage
-from weightserver.core.rates import HashedRates
+from weightserver.core.rates import NO_RATES, HashedRates
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST
 from weightserver.protocol.codec import CHUNK_BYTES
@@ -130,7 +130,7 @@ class Shard:
     @property
     def used_rates(self) -> HashedRates:
         """The learning rates of the steps below the clock."""
-        return self._table.rates.hashed if self._table else HashedRates(np.zeros(0, np.float32))
+        return self._table.rates.hashed if self._table else NO_RATES
 
     def require_table(self, number: int = 0) -> Table:
         """The table. Raises NoTableError if there is none, TableMismatchError unless `number` names it, or is 0."""
@@ -243,15 +243,6 @@ class Shard:
         is_rolled_back = now.num_rollbacks != table.num_rollbacks  # it may have forgotten rates of these rows
         if is_rolled_back or not now.rates.hashed.begins_with(table.rates.hashed, min(len(now.rates), step)):
             raise MissingRatesError(len(self.require_table().rates))
-
-    def read_blocks(self, first: int, *, checkpoint: str) -> reading.CheckpointBlocks:
-        """A checkpoint's stored blocks from number `first` on; see `reading`."""
-        return reading.read_blocks(self.storage, self.require_table(), first, checkpoint=checkpoint)
-
-    def lineage_of(self, checkpoint: str) -> Lineage:
-        """The states that a retained checkpoint descends from. Raises NoTableError if there is no such checkpoint."""
-        with self.storage.read() as txn:
-            return read_lineage(txn).up_to(read_state(txn).checkpoint(checkpoint).mark)
 
     def learning_rates(self, start_step: int) -> Float32Array:
         """Learning rates of `start_step` and later steps below the clock, at most 1 MiB of them: float32 [n]."""

@@ -22,7 +22,7 @@ from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import DamagedRecordError, NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.storage.interface import Reader, Transaction
+from weightserver.storage.interface import Transaction
 
 MAX_CHECKPOINTS = 1_000
 """Number of checkpoints that a shard may retain."""
@@ -93,7 +93,7 @@ def descends(state: State, lineage: Lineage, mark: str) -> bool:
     return (incarnation == state.incarnation and commit <= state.commit) or lineage.holds(mark)
 
 
-def read_identity(txn: Reader) -> ShardIdentity | None:
+def read_identity(txn: Transaction) -> ShardIdentity | None:
     """Reads whose data the directory holds; None if nothing is stored yet.
 
     Raises:
@@ -115,7 +115,7 @@ def write_identity(txn: Transaction, identity: ShardIdentity) -> None:
     put_json(txn, "identity", {"format": FORMAT, **asdict(identity)})
 
 
-def read_table(txn: Reader) -> tuple[TableSpec, bytes] | None:
+def read_table(txn: Transaction) -> tuple[TableSpec, bytes] | None:
     """The table's spec, and its identity of 16 bytes; None if there is no table."""
     with _guarded(txn, "spec"):
         stored = _stored(txn, "spec")
@@ -128,7 +128,7 @@ def write_spec(txn: Transaction, spec: TableSpec | None, identity: bytes = b"") 
     put_json(txn, "spec", {"table": spec and asdict(spec), "identity": identity.hex()})
 
 
-def read_state(txn: Reader) -> State:
+def read_state(txn: Transaction) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         checkpoints = tuple(map(_checkpoint_from_json, _stored(txn, "checkpoints")["retained"]))
@@ -179,7 +179,7 @@ def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
     put_json(txn, "peers", {"marks": list(marks)})
 
 
-def read_schedule(txn: Reader) -> Float32Array:
+def read_schedule(txn: Transaction) -> Float32Array:
     """The stored learning rates, those of the steps below the clock: float32 [clock]."""
     rates, end, clock = [np.zeros(0, np.float32)], 0, read_state(txn).clock
     for key, content in read_records(txn, "schedule"):
@@ -211,7 +211,7 @@ def truncate_schedule(txn: Transaction, learning_rates: Float32Array) -> None:
     append_schedule(txn, 0, learning_rates)
 
 
-def get_json(txn: Reader, key: str) -> dict[str, Any] | None:
+def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
@@ -225,7 +225,7 @@ def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
 # ---- checked values
 
 
-def get_record(txn: Reader, database: str, key: bytes) -> bytes | None:
+def get_record(txn: Transaction, database: str, key: bytes) -> bytes | None:
     """A value's content, or None."""
     stored = txn.get(database, key)
     if stored is None:
@@ -238,7 +238,7 @@ def put_record(txn: Transaction, database: str, key: bytes, content: bytes) -> N
     txn.put(database, key, _CHECKSUM.pack(_checksum(database, key, content)) + content)
 
 
-def read_records(txn: Reader, database: str) -> Iterator[tuple[bytes, bytes]]:
+def read_records(txn: Transaction, database: str) -> Iterator[tuple[bytes, bytes]]:
     """(key, content) of all values."""
     for key, stored in txn.items(database):
         with _guarded(txn, _name(database, key)):
@@ -261,7 +261,7 @@ def _name(database: str, key: bytes) -> str:
     return key.decode(errors="replace") if database == "meta" else f"{database} {key.hex()}"
 
 
-def _stored(txn: Reader, key: str) -> dict[str, Any]:
+def _stored(txn: Transaction, key: str) -> dict[str, Any]:
     stored = get_json(txn, key)
     if stored is None:
         raise ValueError("it is missing")
@@ -289,7 +289,7 @@ def _built(kind: type[Record], **stored: Any) -> Record:
 
 
 @contextlib.contextmanager
-def _guarded(txn: Reader, what: str) -> Iterator[None]:
+def _guarded(txn: Transaction, what: str) -> Iterator[None]:
     """Turns every error that damaged bytes can cause into DamagedRecordError."""
     try:
         yield
