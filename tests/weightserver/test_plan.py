@@ -176,6 +176,20 @@ def test_money_is_the_sum_of_machines_and_disks() -> None:
     assert list(figures.values()) == pytest.approx([400, 40, disk, 440 + disk])
 
 
+def test_the_table_of_sizes_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (RESULTS.parents[1] / "docs/scale.md").read_text()
+    commands = re.findall(r"(?m)^    weightserver plan (.*)$", text.replace("\\\n", ""))
+    columns = [planned_by_command(capsys, *command.split()) for command in commands]
+    rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line.count(" | ") == 5][1:]
+    assert (len(columns), len(rows)) == (4, 21)
+    for part, name, *cells in rows:
+        for cell, column in zip(cells, columns, strict=True):
+            (found,) = re.findall(
+                rf"(?m)^{re.escape(part)}\n(?:  .*\n)*?  {re.escape(name)} +(\S+(?: \S+)?) *   ", column
+            )
+            assert found == cell, (part, name)
+
+
 def planned_by_command(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *options])
