@@ -71,8 +71,9 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m docs.site_links build/site
 
-# Generates Grafana's dashboards from their code.
+# Generates alert rules and the runbook's sections from deploy/slo.yml, and Grafana's dashboards.
 dashboards: $(INSTALLED)
+	$(BIN)/python -m deploy.slo
 	$(BIN)/python -m deploy.grafana.dashboards
 
 protos: $(INSTALLED)

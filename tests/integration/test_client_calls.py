@@ -106,7 +106,7 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
             assert 1 <= made <= 1 + value("oldest_call_seconds", **of_shard) / 1.5, "one until its deadline"
             wait_until(lambda: value("waiting_calls", shard="0", method="Fetch") == 0)  # not the other shard's fault
             wait_until(lambda: value("retries_total", **of_shard) >= retries + 2)
-            assert value("errors_total", status="DEADLINE_EXCEEDED", **of_shard) >= 2
+            assert value("errors_total", status="DEADLINE_EXCEEDED", outcome="failed", **of_shard) >= 2
             assert value("oldest_call_seconds", **of_shard) > 3, "of the call, not of its attempt"
             wait_until(lambda: len(lines()) >= 3)
             assert value("call_seconds_count", size_class="2048", outcome="ok", **of_shard) == ended + 1
@@ -131,14 +131,14 @@ def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=12) as client:
         fill(client)
         cluster.processes[0].kill()
-        errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE")
+        errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE", outcome="failed")
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)
         wait_until(lambda: bool(lines()) and "given up" in lines()[-1]["text"])
     first, *_ = lines()
     assert "given up" not in first["text"], "it was told before"
     assert (first["status"], first["method"]) == ("UNAVAILABLE", "PushGradients")
-    assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE") > errors + 2
+    assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE", outcome="failed") > errors + 2
 
 
 @pytest.mark.guard
@@ -187,6 +187,24 @@ with WeightClient(sys.argv[1:]) as client:
 
 
 # ---- the shard's side
+
+
+@pytest.mark.guard
+def test_a_slow_fetch_has_one_id_in_the_lines_of_both_sides(
+    tmp_path: Path, lines: Callable[[], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "SLOW_SECONDS", 0.0)
+    options = ["--log-format", "json", "--slow-request-seconds", "0.000001"]
+    with LocalCluster(1, tmp_path, serve_options=options) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        client.fetch(ROWS, step=1)
+        client.fetch(ROWS, step=1)  # a line a second, for each method
+    log = [json.loads(line) for line in (tmp_path / "shard-0.log").read_text().splitlines()]
+    (shards,) = (line for line in log if line["event"] == "slow request" and line["method"] == "Fetch")
+    (clients,) = (line for line in lines() if line["text"].startswith("slow call") and line["method"] == "Fetch")
+    assert clients["request"] == shards["request"]
+    assert (clients["shard"], clients["rows"], clients["outcome"]) == ("0", len(ROWS), "ok")
+    assert clients["seconds"] > 0
 
 
 @pytest.mark.guard

@@ -229,6 +229,9 @@ def test_a_token_is_replaced_without_a_restart(renewed: tuple[Served, Path]) -> 
         pytest.raises(AuthenticationError, match="is not this shard's"),
     ):
         client.describe()
+    assert unauthenticated(shard) == before + 1
+    assert metric(shard.metrics_address, 'weightserver_unauthenticated_calls_total{reason="missing"}') == 0
+    wait_until(lambda: re.search(r"Describe refused for ipv[46]:\S+: wrong token", shard.log.read_text()) is not None)
 
 
 Refused = tuple[str, Callable[[Place], ClientSecurity], str]

@@ -15,8 +15,10 @@ from _thread import start_new_thread
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import grpc
+
 from weightserver.client import metrics
-from weightserver.common.logs import new_request_id
+from weightserver.common.logs import OncePerSecond, new_request_id
 from weightserver.common.metrics import LATE_SECONDS, size_class
 from weightserver.core.errors import WeightServerError, WrongShardError
 from weightserver.protocol.status import OUTCOMES, outcome_of, status_of
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 2.5
 """A shard that has sent nothing for so long although a call waits for it is reported."""
+SLOW_SECONDS = 1.0
+"""A call whose first attempt takes longer is logged, as it is by the shard."""
 _REMINDER_SECONDS = 60.0
 _TICK_SECONDS = 0.25
 
@@ -73,9 +77,9 @@ class Call:
         metrics.retries(*self.labels).inc(self.num_attempts > 0)
         self.num_attempts += 1
 
-    def failed(self, status: str) -> None:
-        self.failure = status
-        metrics.errors(*self.labels, status).inc()
+    def failed(self, status: grpc.StatusCode) -> None:
+        self.failure = status.name
+        metrics.errors(*self.labels, status.name, outcome_of(status)).inc()
 
     def gave_up(self, error: BaseException) -> None:
         """It ends with this error. One that is not of a shard is the caller's: it has left or closed the client."""
@@ -104,6 +108,7 @@ class CallWatch:
         self._silences: dict[str, tuple[float, float, Call]] = {}
         """Shards that do not answer: since when, when that was logged last, and a call."""
         self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._may_log = OncePerSecond()
 
     def began(self, call: Call) -> None:
         """A thread begins to wait for the answer."""
@@ -127,13 +132,26 @@ class CallWatch:
         self._count_if_late(call, seconds)
         metrics.calls(*call.labels, call.outcome).inc()
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
+        if seconds >= SLOW_SECONDS and call.num_attempts == 1 and self._may_log(call.labels):
+            _log.warning(
+                "slow call: %(target)s took %(seconds).1f s for %(method)s of %(rows)d rows (%(outcome)s, %(request)s)",
+                {
+                    "shard": call.shard,
+                    "target": call.target,
+                    "method": call.method,
+                    "seconds": round(seconds, 3),
+                    "rows": call.num_rows,
+                    "outcome": call.outcome,
+                    "request": call.request_id,
+                },
+            )
 
     def _ages(self, labels: tuple[str, str]) -> list[float]:
         now = time.monotonic()
         return [now - call.started for call in list(self.waiting) if call.labels == labels]
 
     def _count_if_late(self, call: Call, seconds: float) -> None:
-        if seconds > LATE_SECONDS:
+        if seconds > LATE_SECONDS[call.size_class]:
             with self._lock:
                 is_counted, call.is_late = call.is_late, True
             if not is_counted:

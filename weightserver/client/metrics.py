@@ -22,7 +22,7 @@ _gauge = partial(Gauge, registry=registry)
 # labels() takes longer than observe() and inc().
 attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
 retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
-errors = cache(_counter(f"{_NAME}_errors", "Attempts that failed, by gRPC status.", (*_CALL, "status")).labels)
+errors = cache(_counter(f"{_NAME}_errors", "Attempts that failed.", (*_CALL, "status", "outcome")).labels)
 wrong_answers = cache(
     _counter(
         f"{_NAME}_wrong_answers",
@@ -34,7 +34,7 @@ wrong_answers = cache(
 late = cache(
     _counter(
         f"{_NAME}_late_calls",
-        "Calls that take longer than 0.1 s, counted before they end.",
+        "Calls that take longer than 0.1 s, or a second with over 32,768 rows, counted before they end.",
         _CALL,
     ).labels
 )

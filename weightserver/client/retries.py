@@ -108,7 +108,7 @@ class Retries:
         Raises:
             WeightServerError: no other attempt would help, or `budget_seconds` of the call have passed.
         """
-        self._call.failed(failure.status.name)
+        self._call.failed(failure.status)
         if failure.is_of_another:
             self._call.answered_by(failure.answered)
         if not failure.is_retried:

@@ -16,11 +16,13 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -76,6 +78,20 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime"}
 def _printable(text: str) -> str:
     """Escapes text that would control a terminal."""
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+class OncePerSecond:
+    """Allows one line of each kind a second, of any thread: what happens often is counted by metrics."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, float] = {}
+
+    def __call__(self, kind: Hashable) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(kind, -math.inf) < 1.0:
+            return False
+        self._last[kind] = now
+        return True
 
 
 def new_request_id() -> str:

@@ -43,6 +43,8 @@ OUTCOMES = ("ok", "refused", "failed", "cancelled")
 _OUTCOMES = {
     grpc.StatusCode.OK: "ok",
     grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.UNKNOWN: "failed",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "failed",
     grpc.StatusCode.INTERNAL: "failed",
     grpc.StatusCode.UNAVAILABLE: "failed",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "failed",

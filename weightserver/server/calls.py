@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import grpc
 
+from weightserver.common.logs import OncePerSecond
 from weightserver.common.metrics import size_class
 from weightserver.common.stages import StageClock, call_clock
 from weightserver.common.version import __version__, works_with
@@ -64,7 +63,7 @@ class Calls:
         self._stalls = stalls
         self._slow_seconds = slow_seconds
         self._on_write = on_write
-        self._logged: dict[tuple[str, str], float] = {}
+        self._may_log = OncePerSecond()
 
     def handler(
         self,
@@ -123,7 +122,7 @@ class Calls:
                 self._metrics.fenced.inc()
             if isinstance(error, DamagedRecordError):
                 self._metrics.damaged.inc()
-            if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log("refused", method):
+            if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(("refused", method)):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())
         except (ValueError, TypeError) as error:  # TableSpec's own checks
@@ -168,18 +167,10 @@ class Calls:
 
     def _log_slow(self, method: str, status: str, seconds: float, clock: StageClock) -> None:
         """Logs a call that took long, with its stages."""
-        if not self._may_log("slow", method):
+        if not self._may_log(("slow", method)):
             return
         stages = {f"{stage}_seconds": round(spent, 4) for stage, spent in clock.seconds.items() if spent >= 0.0001}
         _log.warning("slow request", extra={"method": method, "status": status, "seconds": round(seconds, 3)} | stages)
-
-    def _may_log(self, what: str, method: str) -> bool:
-        """Limits the log to one such line per method and second; the metrics count all."""
-        now = time.monotonic()
-        if now - self._logged.get((what, method), -math.inf) < 1.0:
-            return False
-        self._logged[what, method] = now
-        return True
 
     def commit(self, context: grpc.ServicerContext, operation: Callable[[ShardChange], Result]) -> Result:
         """Runs `operation` in a transaction; returns its result once it is durable."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightserver.core.errors import WeightServerError
@@ -39,7 +44,8 @@ def publish_shard(registry: CollectorRegistry, shard: Shard) -> None:
 
 
 def publish_load(registry: CollectorRegistry, memory: RequestMemory, stalls: StallWatch, committer: Committer) -> None:
-    """Publishes what requests hold and how many wait."""
+    """Publishes what requests hold and how many wait, and what the process takes."""
+    registry.register(_ProcessCollector())
     calls = f"Calls that have a thread; further ones wait while there are {MAX_THREADS}."
     gauges: Gauges = {
         "request_memory_bytes": ("Memory reserved by requests in progress.", lambda: memory.used_bytes),
@@ -94,3 +100,48 @@ class _DiskCollector(Collector):
         yield GaugeMetricFamily(
             "weightserver_volume_free_bytes", "Free space on the volume of the data.", value=usage.volume_free
         )
+
+
+class _ProcessCollector(Collector):
+    """Publishes the process's memory by kind, and its processor time by threads, as Linux counts them."""
+
+    _KINDS = (("RssAnon", "anonymous"), ("RssFile", "file"), ("VmSwap", "swap"))
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._seen: dict[str, float] = {}
+        """Seconds of each thread that are in the sums."""
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterator[Metric]:
+        memory = GaugeMetricFamily(
+            "weightserver_memory_bytes",
+            "Memory of the process: its own (anonymous), pages of mapped files (file), and its own on disk (swap).",
+            labels=["kind"],
+        )
+        status = Path("/proc/self/status").read_text()
+        for name, kind in self._KINDS:
+            if found := re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE):
+                memory.add_metric([kind], 1024 * int(found[1]))
+        yield memory
+        threads = CounterMetricFamily(
+            "weightserver_thread_cpu_seconds",
+            "Processor time by the names of threads, without numbers; others are gRPC's own.",
+            labels=["thread"],
+        )
+        for name, seconds in self._read().items():
+            threads.add_metric([name], seconds)
+        yield threads
+
+    def _read(self) -> dict[str, float]:
+        """Seconds by name, of threads that have ended too."""
+        names = {str(thread.native_id): re.sub(r"[-_ ]*\d.*", "", thread.name) for thread in threading.enumerate()}
+        with self._lock:
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    # a later thread may have its number
+                    before = self._seen.get(task.name, 0.0)
+                    self._seconds[names.get(task.name, "other")] += seconds - before if seconds >= before else seconds
+                    self._seen[task.name] = seconds
+            return dict(self._seconds)

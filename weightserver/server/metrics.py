@@ -33,9 +33,9 @@ class ShardMetrics:
         counter = partial(Counter, registry=registry)
         seconds = partial(_seconds, registry)
         self.fenced = counter("weightserver_fenced_writes", "Writes refused because a newer session exists.")
-        self.unauthenticated = counter(
-            "weightserver_unauthenticated_calls", "Calls refused because they lack the token."
-        )
+        text = "Calls refused because their token is missing or wrong."
+        refused = counter("weightserver_unauthenticated_calls", text, ["reason"])
+        self.unauthenticated = {reason: refused.labels(reason) for reason in ("missing", "wrong")}
         self.cut_off = counter(
             "weightserver_cut_off_calls", "Calls cancelled because their caller neither sent nor received a message."
         )

@@ -218,7 +218,7 @@ def _listening_server(config: ServerConfig) -> _Front:
     interceptors: list[grpc.ServerInterceptor] = []
     if has_token(config.token_file):
         tokens = Followed(lambda: read_tokens(config.token_file), config.token_file)
-        interceptors.append(TokenInterceptor(tokens, metrics.unauthenticated.inc))
+        interceptors.append(TokenInterceptor(tokens, metrics))
     memory = RequestMemory(config.request_memory_mib << 20)
     stalls = StallWatch(memory, stall_seconds=config.stall_seconds, on_cut_off=metrics.cut_off.inc)
     stalls.start()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
+from weightserver.common.logs import OncePerSecond
 from weightserver.common.security import (
     TOKEN_VARIABLE,
     Followed,
@@ -21,8 +23,14 @@ from weightserver.common.security import (
 )
 from weightserver.core.errors import AuthenticationError
 from weightserver.server.admission import abort
+from weightserver.server.metrics import ShardMetrics
 
 _HEALTH = "/grpc.health.v1.Health/"
+_REFUSALS = {
+    "missing": f"the call has no token, and this shard requires one: give --token-file or set {TOKEN_VARIABLE}",
+    "wrong": "the call's token is not this shard's: give the token in the shard's own --token-file",
+}
+_log = logging.getLogger(__name__)
 
 
 class ServerTls:
@@ -81,13 +89,10 @@ class ServerTls:
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     """Refuses calls without one of the tokens before reading any message; health checks need no token."""
 
-    def __init__(self, tokens: Callable[[], list[str]], on_refused: Callable[[], None]) -> None:
+    def __init__(self, tokens: Callable[[], list[str]], metrics: ShardMetrics) -> None:
         self._tokens = tokens
-        self._on_refused = on_refused
-        self._without = _refusal(
-            f"the call has no token, and this shard requires one: give --token-file or set {TOKEN_VARIABLE}"
-        )
-        self._wrong = _refusal("the call's token is not this shard's: give the token in the shard's own --token-file")
+        self._metrics = metrics
+        self._may_log = OncePerSecond()
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], handler_call_details: grpc.HandlerCallDetails
@@ -102,10 +107,16 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         expected = [f"Bearer {token}".encode() for token in self._tokens()]
         if any(hmac.compare_digest(value, one) for value in given for one in expected):
             return continuation(handler_call_details)
-        self._on_refused()
-        return self._wrong if given else self._without
+        return self._refusal("wrong" if given else "missing", handler_call_details.method.rpartition("/")[2])
 
+    def _refusal(self, reason: str, method: str) -> grpc.RpcMethodHandler:
+        """Answers any call with UNAUTHENTICATED; as a handler of a stream it does not wait for a message."""
 
-def _refusal(text: str) -> grpc.RpcMethodHandler:
-    """Answers any call with UNAUTHENTICATED; as a handler of a stream it does not wait for a message."""
-    return grpc.stream_unary_rpc_method_handler(lambda _, context: abort(context, AuthenticationError(text)))
+        def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
+            self._metrics.unauthenticated[reason].inc()
+            if self._may_log(reason):
+                fields = {"method": method, "peer": context.peer(), "reason": reason}
+                _log.warning("%(method)s refused for %(peer)s: %(reason)s token", fields)
+            abort(context, AuthenticationError(_REFUSALS[reason]))
+
+        return grpc.stream_unary_rpc_method_handler(refuse)
