@@ -152,7 +152,7 @@ def in_a_fresh_process(out: Path, code: str, images: Tensor) -> Tensor:
     return torch.from_numpy(np.load(out / "features.npy"))
 
 
-@pytest.mark.parametrize("in_channels", [1, 3])
+@pytest.mark.parametrize("in_channels", [1, pytest.param(3, marks=pytest.mark.guard)])
 def test_the_automatic_encoder_of_a_cpu_is_loaded_by_timm(tmp_path: Path, in_channels: int) -> None:
     run, out = a_run(tmp_path / "run", "small", in_channels), tmp_path / "out"
     assert export(run, "--format", "timm", "--output", out) == 0
