@@ -137,6 +137,7 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
         encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
         numbers = [int(number) for number in evaluation.arguments[1:]]
         file.parent.mkdir(exist_ok=True)
+        encoder = encoder.to(config.compute.torch_device())
         write_partitions(encoder, encoder_config.pixels, dataset_of(config), numbers, file.parent)
         return
     command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
