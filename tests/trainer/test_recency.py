@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.recent import recent_rows
+from weightserver.core.sharding import Sharding
 from weightserver.torch import VisitSchedule, visited_before
+from weightserver.torch.recency import ActiveRows, Visited
 
 
 def walk_back(schedule: VisitSchedule, stop: int, num_active: int) -> list[int]:
@@ -42,6 +44,30 @@ def test_active_rows(data: st.DataObject) -> None:
         assert np.array_equal(visited.rows, active.rows)
         again = visited_before(schedule.visits, (step + 1) * batch_size, num_active=num_active)
         assert np.array_equal(visited.last_visit, again.last_visit)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_rows_that_leave_are_those_visited_longest_ago(data: st.DataObject) -> None:
+    """However far apart the visits are; and each rank has its part of the rows and of the visits."""
+    visits = data.draw(st.lists(st.integers(0, 2**50), min_size=1, max_size=30, unique=True), label="last visits")
+    batch = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=len(visits)), label="batch")
+    before = Visited(np.arange(len(visits)) * 2, np.array(visits))
+    after = before.followed_by(np.array(batch), num_active=len(visits))
+
+    last = dict(zip(before.rows.tolist(), visits, strict=True))
+    last |= {row: max(visits) + 1 + number for number, row in enumerate(batch)}
+    newest = sorted(last.items(), key=lambda visited: visited[1])[-len(visits) :]
+    assert list(zip(after.rows.tolist(), after.last_visit.tolist(), strict=True)) == sorted(newest)
+
+    active, num_ranks = after.active(np.array(batch)), data.draw(st.integers(1, 3), label="ranks")
+    active = ActiveRows(active.rows, np.append(active.labels, -1))
+    sharding = Sharding(5, num_ranks)
+    for rank in range(num_ranks):
+        mine, of_rank = active.share(sharding, rank), sharding.shard_of(active.rows) == rank
+        assert mine.rows.tolist() == active.rows[of_rank].tolist()
+        for label, own in zip(active.labels, mine.labels, strict=True):
+            assert own == (-1 if label < 0 or not of_rank[label] else list(mine.rows).index(active.rows[label]))
 
 
 def test_a_long_walk_back_takes_little_memory() -> None:

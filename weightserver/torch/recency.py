@@ -20,9 +20,12 @@ class ActiveRows:
 
     def share(self, sharding: Sharding, shard: int) -> ActiveRows:
         """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
-        mine = sharding.shard_of(self.rows) == shard
-        position = np.where(mine, np.cumsum(mine) - 1, -1)
-        return ActiveRows(self.rows[mine], np.where(self.labels < 0, -1, position[self.labels]))
+        if sharding.num_shards == 1:
+            return self
+        mine = self.rows[sharding.shard_of(self.rows) == shard]
+        visited = self.rows[self.labels]
+        here = (self.labels >= 0) & (sharding.shard_of(visited) == shard)
+        return ActiveRows(mine, np.where(here, np.searchsorted(mine, visited), -1))
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Visited:
         visits[position[known]] = last_visit[known]
         num_entering = int((~known).sum())
         if (num_leaving := len(rows) + num_entering - num_active) > 0:
-            leaving = np.argpartition(visits, num_leaving - 1)[:num_leaving]
+            leaving = _oldest(visits, num_leaving)
             rows, visits = np.delete(rows, leaving), np.delete(visits, leaving)
         if num_entering:
             where = np.searchsorted(rows, visited[~known])
@@ -54,6 +57,15 @@ class Visited:
     def active(self, batch: Int64Array) -> ActiveRows:
         """The rows, and the positions of the visits that came last."""
         return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
+
+
+def _oldest(visits: Int64Array, number: int) -> Int64Array:
+    """Positions of the `number` smallest of different visits, in any order. They are near the smallest one, which is
+    found without partitioning all."""
+    first, reach = int(visits.min()), 2 * number
+    while len(near := np.flatnonzero(visits < first + reach)) < number:
+        reach *= 8
+    return near[np.argpartition(visits[near], number - 1)[:number]]
 
 
 def visited_before(visits: Callable[[int, int], Int64Array], stop: int, *, num_active: int) -> Visited:
