@@ -197,7 +197,7 @@ def test_what_is_imported_is_declared() -> None:
     server = names(PROJECT["project"]["dependencies"])
     assert imported("weightserver") <= server | names(extras["faiss"]) | names(extras["torch"])
     assert imported("trainer") <= server | names(extras["trainer"]) | names(extras["wandb"])
-    assert names([providers()[name][0] for name in NEEDED]) == names(extras["trainer"])
+    assert names([providers()[name][0] for name in NEEDED]) <= names(extras["trainer"])
 
 
 # ---- installed files

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import tyro
 
+from trainer.command_line import parsed_or_exit
 from trainer.config import SETTINGS, TrainConfig
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.encoder_config import EncoderConfig
@@ -18,7 +19,6 @@ from trainer.presets import PRESETS
 from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.settings import flag, set_help_texts
 from trainer.short_help import PAGES
-from trainer.wrong_arguments import parsed_or_exit
 from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
 

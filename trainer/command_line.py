@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import TypeVar
 
-from weightserver.common.logs import asked_format, log_events
+from weightserver.common.logs import asked_format, log_events, print_error
+
+Parsed = TypeVar("Parsed")
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -18,6 +23,20 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     given = sys.argv[1:] if arguments is None else arguments
     log_events(asked_format(given))
     return parser.parse_args(given)
+
+
+def parsed_or_exit(parse: Callable[[list[str]], Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+    """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return parse(list(arguments))
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            raise
+    inside = [line.strip(" │─") for line in box.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
+    print_error(f"{command}: {' '.join(' '.join(inside).partition('For full helptext')[0].split())}")
+    sys.exit(2)
 
 
 def pic() -> str:

@@ -16,21 +16,8 @@ from pathlib import Path
 from weightserver.common.installing import install_advice
 from weightserver.common.processes import end_at_sigterm
 
-NEEDED = (
-    "docstring_parser",
-    "jinja2",
-    "joblib",
-    "matplotlib",
-    "PIL",
-    "sklearn",
-    "tensorboard",
-    "threadpoolctl",
-    "timm",
-    "torch",
-    "torchvision",
-    "tyro",
-)
-"""Modules that the extra `trainer` installs."""
+NEEDED = ("timm", "torch", "tyro")
+"""Modules by which the extra `trainer` is known; it installs more."""
 
 
 @contextmanager

@@ -30,67 +30,54 @@ def die(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("it is dead")
 
 
-def _before(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies instead of the `number`-th call."""
+def _dying(number: int, *, after: bool = False, of: str = "") -> Callable[..., Callable[..., Any]]:
+    """Dies instead of the `number`-th call, or after it; `of` counts calls of a shard's method alone, one by one."""
 
     def patched(original: Callable[..., Any]) -> Callable[..., Any]:
         calls: list[None] = []
+        one_by_one = threading.RLock()
 
         def call(*arguments: Any, **options: Any) -> Any:
-            calls.append(None)
-            return die() if len(calls) == number else original(*arguments, **options)
-
-        return call
-
-    return patched
-
-
-def _after(number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies after the `number`-th call."""
-
-    def patched(original: Callable[..., Any]) -> Callable[..., Any]:
-        calls: list[None] = []
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls.append(None)
-            result = original(*arguments, **options)
-            return die() if len(calls) == number else result
-
-        return call
-
-    return patched
-
-
-def _between_shards(method: str, number: int) -> Callable[..., Callable[..., Any]]:
-    """Dies after the first shard has answered the `number`-th call of `method`, before the second gets it."""
-
-    def patched(original: Callable[..., Any]) -> Callable[..., Any]:
-        calls: list[None] = []
-        one_by_one = threading.Lock()
-
-        def call(self: ShardConnection, name: str, request: Any, **options: Any) -> Any:
-            if name != method:
-                return original(self, name, request, **options)
+            if of and arguments[1] != of:
+                return original(*arguments, **options)
             with one_by_one:
                 calls.append(None)
-                return die() if len(calls) == NUM_SHARDS * number else original(self, name, request, **options)
+                dies = len(calls) == number
+                result = None if dies and not after else original(*arguments, **options)
+                return die() if dies else result
 
         return call
 
     return patched
+
+
+def before(number: int) -> Callable[..., Callable[..., Any]]:
+    """Dies instead of the `number`-th call."""
+    return _dying(number)
+
+
+def after(number: int) -> Callable[..., Callable[..., Any]]:
+    """Dies after the `number`-th call."""
+    return _dying(number, after=True)
+
+
+def between_shards(method: str, number: int) -> Callable[..., Callable[..., Any]]:
+    """Dies after the first shard has answered the `number`-th call of `method`, before the second gets it."""
+    return _dying(NUM_SHARDS * number, of=method)
 
 
 # The run keeps the newest checkpoint alone: its second checkpoint (steps 0 and 13) releases one.
 POINTS: dict[str, Patch] = {
-    "before the flush": (Checkpoints, "save", _before(2)),
-    "after the flush, before the shards": (WeightClient, "checkpoint", _before(2)),
-    "between two shards": (ShardConnection, "call", _between_shards("Checkpoint", 2)),
-    "after the shards, before the file": (Checkpoints, "_write", _before(2)),
-    "in the file": (trainer.run.checkpoint, "save_file", _after(2)),
-    "after the file, before the old one goes": (Checkpoints, "_forget_old", _before(2)),
-    "after the old file went, before the release": (WeightClient, "release", _before(1)),
-    "between two shards of the release": (ShardConnection, "call", _between_shards("Release", 1)),
-    "after everything": (Checkpoints, "save", _after(2)),
+    "before the flush": (Checkpoints, "save", before(2)),
+    "after the flush, before the shards": (WeightClient, "checkpoint", before(2)),
+    "between two shards": (ShardConnection, "call", between_shards("Checkpoint", 2)),
+    "after the shards, before the file": (Checkpoints, "_write", before(2)),
+    "in the first file": (trainer.run.checkpoint, "save_file", before(1)),
+    "in the file": (trainer.run.checkpoint, "save_file", after(2)),
+    "after the file, before the old one goes": (Checkpoints, "_forget_old", before(2)),
+    "after the old file went, before the release": (WeightClient, "release", before(1)),
+    "between two shards of the release": (ShardConnection, "call", between_shards("Release", 1)),
+    "after everything": (Checkpoints, "save", after(2)),
 }
 
 

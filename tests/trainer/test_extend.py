@@ -13,7 +13,7 @@ import pytest
 
 import trainer.run.checkpoint
 from tests.helpers import dying_run
-from tests.helpers.dying_run import NUM_SHARDS, _after, _before, _between_shards
+from tests.helpers.dying_run import NUM_SHARDS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.recent import recent_rows
 from tests.helpers.small_run import losses, small_run
@@ -135,12 +135,12 @@ def test_the_same_with_remote_rows(output: Path, extended: Path, images: Path) -
 
 
 POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "before the rows are rolled back": (WeightClient, "rollback", _before(1)),
-    "between two shards of the table": (ShardConnection, "call", _between_shards("ExtendTable", 1)),
-    "before its checkpoint has all images": (Checkpoints, "_write", _before(1)),
-    "in the file": (trainer.run.checkpoint, "save_file", _after(1)),
-    "after its checkpoint has all images": (Checkpoints, "save", _after(1)),
-    "after a checkpoint": (Checkpoints, "save", _after(2)),
+    "before the rows are rolled back": (WeightClient, "rollback", dying_run.before(1)),
+    "between two shards of the table": (ShardConnection, "call", dying_run.between_shards("ExtendTable", 1)),
+    "before its checkpoint has all images": (Checkpoints, "_write", dying_run.before(1)),
+    "in the file": (trainer.run.checkpoint, "save_file", dying_run.after(1)),
+    "after its checkpoint has all images": (Checkpoints, "save", dying_run.after(1)),
+    "after a checkpoint": (Checkpoints, "save", dying_run.after(2)),
 }
 QUICK = ("between two shards of the table", "after a checkpoint")
 

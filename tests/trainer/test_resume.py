@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError
 
 import trainer.run.checkpoint
-from tests.helpers import dying_run
 from tests.helpers.dying_run import POINTS
 from tests.helpers.power_loss import PowerLoss
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
@@ -41,6 +40,7 @@ from weightserver.operations.inspect import inspect_directory
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+GUARDED = ("in the first file", "between two shards", "in the file", "between two shards of the release")
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +56,11 @@ def assert_same(output: Path, undisturbed: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "between two shards",
-        "in the file",
-        "after the file, before the old one goes",
-        "after the old file went, before the release",
-        "between two shards of the release",
-    ],
-)
 @pytest.mark.guard
-def test_a_run_that_fails_in_a_checkpoint_can_be_resumed(
-    point: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise OSError("the power went out")
-
-    monkeypatch.setattr(dying_run, "die", fail)
-    owner, name, patch = POINTS[point]
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, name, patch(getattr(owner, name)))
-        with pytest.raises(OSError, match="power"):
-            train(small_run(tmp_path / "run", keep_checkpoints=1))
-    assert_resumes(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", ["resident", "remote"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("rows", ["resident", pytest.param("remote", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[] if point in GUARDED else pytest.mark.slow) for point in POINTS]
+)
 def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_can_be_resumed(
     point: str, rows: str, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -95,7 +71,7 @@ def test_a_run_that_is_killed_at_any_point_of_a_checkpoint_can_be_resumed(
 
 def assert_resumes(output: Path, undisturbed: Path, **changes: Any) -> None:
     """Resumes to the undisturbed run's end; no shard keeps a checkpoint except the last."""
-    assert len(losses(output)) == EVERY
+    assert not (output / "metrics.jsonl").exists() or len(losses(output)) == EVERY
     train(small_run(output, **{"keep_checkpoints": 1, "resume": True} | changes))
     assert_same(output, undisturbed)
     last = [f"step-{saved_steps(output / 'checkpoints')[-1]:012d}"]
@@ -409,13 +385,8 @@ def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> No
     (output / "config.json").write_text("")
     with pytest.raises(ValueError, match=r"config\.json is not a run's config\.json: restore it, or give the --output"):
         train(small_run(output, resume="auto"))
-    output = shutil.copytree(undisturbed, tmp_path / "unclaimed")
-    (output / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"holds metrics.jsonl of a run whose config.json is missing: restore it to"):
-        train(small_run(output, resume="auto"))
-    shutil.rmtree(output / "checkpoints")
-    for file in output.glob("*.*"):
-        file.unlink()
+    output = tmp_path / "unclaimed"
+    shutil.copytree(undisturbed / "servers", output / "servers")
     with pytest.raises(ValueError, match=r"the weight servers hold the rows of run 'run' up to step 40: resume it"):
         train(small_run(output, resume="auto"))
     assert not (output / "config.json").exists()
@@ -517,19 +488,6 @@ def test_a_run_that_fails_before_its_first_file_can_be_started_again(
             with pytest.raises(RuntimeError, match="closed by peer"):
                 train(run)
         train(run)
-    assert_same(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_before_its_first_file_can_be_resumed(tmp_path: Path, undisturbed: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; import trainer.run.checkpoint, tests.helpers.dying_run as run\n"
-        "trainer.run.checkpoint.save_file = run.die; run.torch.set_num_threads(1)\n"
-        "run.train(run.small_run(Path(sys.argv[1])))"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    train(small_run(tmp_path / "run", resume=True))
     assert_same(tmp_path / "run", undisturbed)
 
 

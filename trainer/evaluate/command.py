@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import tyro
 
+from trainer.command_line import parsed_or_exit
 from trainer.data.config import SourceOptions
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
 from trainer.evaluate.protocols import PROTOCOLS, Protocol
 from trainer.settings import Settings, flag, set_help_texts
-from trainer.wrong_arguments import parsed_or_exit
 
 
 class Command(NamedTuple):
