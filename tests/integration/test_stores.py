@@ -56,7 +56,17 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
         store.apply_gradients(active.rows, weight.grad, step=step)
         losses.append(loss.item())
         feature_gradients.append(features.grad.numpy())
-    return Recorded(np.array(losses), feature_gradients, store.read_state(np.arange(NUM_ROWS), step=num_steps))
+    return Recorded(np.array(losses), feature_gradients, all_rows(store, num_steps))
+
+
+def all_rows(store: RowStore, step: int) -> RowState:
+    """After `step` updates."""
+    everything = np.arange(NUM_ROWS)
+    if isinstance(store, DenseRows):
+        return store.read_state(everything, step=step)
+    assert isinstance(store, RemoteRows | ResidentRows)
+    store.flush()
+    return store._client.fetch_state(everything, step=step)
 
 
 def relative(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:

@@ -116,7 +116,8 @@ def alone(updates: dict[int, int], until: int) -> torch.Tensor:
 
 def learned(store: ResidentRows, row: int, step: int) -> torch.Tensor:
     """The effect of gradients on a row: its weight minus the idle development of its initial value, (D,)."""
-    state = store.read_state(rows(row), step=step)
+    store.flush()
+    state = store._client.fetch_state(rows(row), step=step)
     idle = torch.nn.Parameter(torch.from_numpy(initial_rows(SPEC, rows(row))[0].astype(np.float64)))
     optimizer = torch.optim.SGD([idle], lr=0.1, momentum=SPEC.momentum, weight_decay=SPEC.weight_decay)
     for _ in range(step):

@@ -318,11 +318,11 @@ class Table:
         if self.client is None:
             if self.ranks.world_size > 1:
                 raise ValueError("rows='dense' are spread over the ranks: use rows='resident'")
-            state = self.open_store(1).read_state(distinct, step=step)
+            weight = self.open_store(1).peek(distinct, step=step).cpu()
         else:
-            state = self.client.fetch_state(distinct, step=step)
+            weight = torch.from_numpy(self.client.fetch_state(distinct, step=step).weight)
         self.ranks.barrier()  # before it no rank writes rows of later steps, or stops the servers
-        return torch.from_numpy(state.weight[inverse])
+        return weight[torch.from_numpy(inverse)]
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         """Rows of this rank's share, int64 (n,), before update `step`: float32 (n, D), on the device. Changes nothing,

@@ -14,7 +14,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import RowCounters, RowStore
 from weightserver.torch.transfer import to_device
 
 
@@ -28,7 +28,7 @@ class _Rows(NamedTuple):
     num_updates: int
 
 
-class DenseRows:
+class DenseRows(RowStore):
     """Plain SGD over the whole matrix; inactive rows have a zero gradient, so weight decay and momentum still move
     them. An update is computed on a copy, which one assignment makes the rows.
 
@@ -38,8 +38,6 @@ class DenseRows:
         rates: those of the updates, as far as they are known.
         sharding, shard: this rank's share of the rows; all rows by default.
     """
-
-    prefetch_steps = 0
 
     def __init__(
         self,
@@ -64,15 +62,6 @@ class DenseRows:
     @property
     def num_updates(self) -> int:
         return self._rows.num_updates
-
-    def reserve(self, capacity: int) -> None:
-        """Does nothing: there is no limit."""
-
-    def prefetch(self, rows: Int64Array, *, step: int) -> None:
-        """Does nothing: the rows are in memory."""
-
-    def forget_announced(self, *, in_progress: bool) -> None:
-        """Does nothing."""
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         return self._rows.weight[self._positions(rows)]
@@ -112,6 +101,7 @@ class DenseRows:
         )
 
     def read_state(self, rows: Int64Array, *, step: int) -> RowState:
+        """Any rows before update `step`, with their momentum: what other stores are compared with."""
         chosen = to_device(self._sharding.local(rows), self._rows.weight.device)
         return RowState(
             weight=self._rows.weight[chosen].cpu().numpy(),
@@ -121,9 +111,3 @@ class DenseRows:
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         return self._rows.weight[to_device(self._sharding.local(rows), self._rows.weight.device)]
-
-    def flush(self) -> None:
-        """Does nothing: these rows are not stored outside the trainer."""
-
-    def close(self) -> None:
-        """Does nothing."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightserver import RowState, WeightClient
+from weightserver import WeightClient
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import RowCounters, RowStore
 from weightserver.torch.transfer import HostCopy, to_device
 
 _CPU = torch.device("cpu")
@@ -27,19 +27,17 @@ class _Push:
     sending: Future[None] | None = None
 
 
-class RemoteRows:
+class RemoteRows(RowStore):
     """Calls the servers from one background thread, in the order of its own calls.
 
-    Step t's fetch therefore follows step t−1's push, while the trainer prepares images and runs the encoder.
+    Step t's fetch therefore follows step t−1's push, while the trainer prepares images and runs the encoder; no step is
+    requested earlier.
 
     Args:
         client: has a table, its schedule and an open session; its owner closes it.
         device: device of `weights`.
         value_bytes: bytes of a value on the wire, for the counters.
     """
-
-    prefetch_steps = 0
-    """A step's rows can only be fetched after the previous step's push."""
 
     def __init__(
         self,
@@ -54,9 +52,6 @@ class RemoteRows:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="remote-rows")
         self._fetched: tuple[int, Future[Tensor]] | None = None
         self._push: _Push | None = None  # the last one
-
-    def reserve(self, capacity: int) -> None:
-        """Does nothing: there is no limit."""
 
     @property
     def num_updates(self) -> int:
@@ -90,10 +85,6 @@ class RemoteRows:
         """Sends the last push if an interrupt has prevented it; may be repeated."""
         if self._push is not None and self._push.sending is None:
             self._push.sending = self._thread.submit(self._send, self._push)
-
-    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
-        self._settle()
-        return self._thread.submit(lambda: self._client.fetch_state(rows, step=step)).result()
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         self._raise_push_error()

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightserver import RowState, TableSpec, WeightClient
+from weightserver import TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.arriving import ArrivingRows
 from weightserver.torch.rows.slots import SlotMap
-from weightserver.torch.rows.store import RowCounters
+from weightserver.torch.rows.store import RowCounters, RowStore
 from weightserver.torch.rows.values import SlotValues
 from weightserver.torch.rows.write_back import WriteBack
 from weightserver.torch.transfer import to_device
@@ -22,7 +22,7 @@ _ROWS_PER_PART = 1 << 16
 """Rows that are copied from the device at once."""
 
 
-class ResidentRows:
+class ResidentRows(RowStore):
     """Holds rows from before they are active until they are unlikely to be active again.
 
     Rows are transferred raw, as (weight, momentum_buffer, last_step), and corrected here, once, when they become active
@@ -163,10 +163,6 @@ class ResidentRows:
         self._leave(changed, keep=True)
         self._write_back.flush()
         self._values.changed[changed] = False
-
-    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
-        self.flush()
-        return self._client.fetch_state(rows, step=step)
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         self._values.settle()

@@ -1,16 +1,15 @@
-"""The protocol between the training loop and the row stores."""
+"""What the training loop calls of the row stores."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from weightserver import RowState
 from weightserver.core.arrays import Int64Array
 
 
@@ -69,7 +68,7 @@ class RowCounters:
         return self.wait_seconds if since is None else ended + time.perf_counter() - since
 
 
-class RowStore(Protocol):
+class RowStore(ABC):
     """Holds rows of D values; each step uses some of them, strictly increasing int64 (K,).
 
     Each step calls `weights`, then `apply_gradients`; `prefetch` is called `prefetch_steps` steps earlier. The next
@@ -80,37 +79,43 @@ class RowStore(Protocol):
     """
 
     counters: RowCounters
-    prefetch_steps: int
+    prefetch_steps = 0
 
     @property
+    @abstractmethod
     def num_updates(self) -> int:
         """Number of the update after the last one that was made; at most that of the next step before the first."""
 
     def reserve(self, capacity: int) -> None:
         """Makes room for at least `capacity` rows, if the store has a capacity."""
+        return
 
     def prefetch(self, rows: Int64Array, *, step: int) -> None:
         """Announces the rows that `weights` will return for `step`; returns immediately."""
+        return
 
     def forget_announced(self, *, in_progress: bool) -> None:
         """Forgets the steps that were announced: other rows may be announced for them. If a step is `in_progress`,
         between `weights` and `apply_gradients`, that one is kept."""
+        return
 
+    @abstractmethod
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         """The rows before update `step`: float32 (K, D)."""
 
+    @abstractmethod
     def apply_gradients(self, rows: Int64Array, gradients: Tensor, *, step: int) -> None:
         """Applies update `step` with gradients float32 (K, D) to the rows that `weights` returned last; may return
         before it is done."""
 
     def flush(self) -> None:
         """Returns once every update so far is durable; dense rows are not stored."""
+        return
 
-    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
-        """Any rows before update `step`, with their momentum, after all updates so far."""
-
+    @abstractmethod
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
         """Any rows, int64 (n,), before update `step`, the next one: float32 (n, D), on the device. Changes nothing."""
 
     def close(self) -> None:
         """Ends the background threads; updates since the last flush may be lost."""
+        return
