@@ -22,11 +22,6 @@ def require_id(value: bytes, name: str, *, optional: bool = False) -> None:
     require(len(value) == ID_BYTES or (optional and not value), f"{name} must be {ID_BYTES} bytes")
 
 
-def check_header(header: pb.WriteHeader) -> None:
-    require_id(header.writer, "writer")
-    require(header.sequence > 0, "sequence must be positive")
-
-
 def check_name(name: str) -> None:
     require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
 
@@ -42,6 +37,9 @@ def given_rates(rates: pb.Rates) -> GivenRates:
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:
+    """The header of a write, checked."""
+    require_id(header.writer, "writer")
+    require(header.sequence > 0, "sequence must be positive")
     return WriteHeader(
         epoch=header.epoch,
         session_id=header.session_id,

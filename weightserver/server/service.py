@@ -32,7 +32,7 @@ from weightserver.server.answers import (
     read_blocks_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_header, check_name, given_rates, require, require_id, write_header
+from weightserver.server.checks import check_name, given_rates, require, require_id, write_header
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
@@ -222,9 +222,8 @@ class WeightServerService:
         return pb.WriteResponse(duplicate=not applied)
 
     def SettleWrite(self, request: pb.SettleWriteRequest, context: grpc.ServicerContext) -> pb.SettleWriteResponse:
-        check_header(request.header)
-        self._shard.require_table(request.header.table)
         header = write_header(request.header)
+        self._shard.require_table(request.header.table)
         applied = self.calls.commit(context, lambda batch: batch.settle_write(header))
         return pb.SettleWriteResponse(applied=applied)
 
@@ -282,13 +281,11 @@ class WeightServerService:
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
     ) -> pb.WriteResponse:
-        check_header(request.header)
+        header, name, checkpoint_id = write_header(request.header), request.name, request.identity
         self._shard.require_table(request.header.table)
-        name = request.name
         check_name(name)
-        require(request.header.step >= 0, "step must not be negative")
-        require_id(request.identity, "identity", optional=True)
-        header, checkpoint_id = write_header(request.header), request.identity
+        require(header.step >= 0, "step must not be negative")
+        require_id(checkpoint_id, "identity", optional=True)
         applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
         if applied:
             _log.info(_EVENTS[method], extra={"checkpoint": name})

@@ -14,9 +14,10 @@ from weightserver.core.precision import precision_of
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_WRITE_BYTES, MAX_WRITE_ROWS, named_rows
-from weightserver.server.checks import check_header, require, write_header
+from weightserver.server.checks import require, write_header
 from weightserver.server.request_memory import write_bytes
 from weightserver.shard.shard import Shard
+from weightserver.shard.transaction import WriteHeader
 
 WriteRequest = pb.PushGradientsRequest | pb.WriteStateRequest
 
@@ -50,7 +51,7 @@ def _begun(
     header: pb.WriteHeader, names: tuple[str, ...], shard: Shard, reserve: Callable[[int], None]
 ) -> ReceivedWrite:
     """Checks the header of a write before anything is reserved for it."""
-    check_header(header)
+    made = write_header(header)
     require(
         0 <= header.num_rows <= MAX_WRITE_ROWS,
         f"{header.num_rows} rows in one write, at most {MAX_WRITE_ROWS} are accepted: split it",
@@ -66,20 +67,20 @@ def _begun(
         f"num_blocks must lie in 0..num_rows, got {header.num_blocks} and {header.num_rows}",
     )
     reserve(write_bytes(table.codec, header.num_rows, header.num_blocks or header.num_rows, len(names)))
-    return ReceivedWrite(header, spec, names)
+    return ReceivedWrite(made, header, spec, names)
 
 
 class ReceivedWrite:
-    """A write of `header.num_rows` rows, whose fields `names` are [n, dim] in the table's dtype."""
+    """A write of `sizes.num_rows` rows, whose fields `names` are [n, dim] in the table's dtype."""
 
-    def __init__(self, header: pb.WriteHeader, spec: TableSpec, names: tuple[str, ...]) -> None:
-        self.header = write_header(header)
-        self.rows, self.last_step = (np.empty(header.num_rows, np.int64) for _ in range(2))
+    def __init__(self, header: WriteHeader, sizes: pb.WriteHeader, spec: TableSpec, names: tuple[str, ...]) -> None:
+        self.header = header
+        self.rows, self.last_step = (np.empty(sizes.num_rows, np.int64) for _ in range(2))
         self.values: dict[str, StoredArray] = {
-            name: np.empty((header.num_rows, spec.dim), precision_of(spec).dtype) for name in names
+            name: np.empty((sizes.num_rows, spec.dim), precision_of(spec).dtype) for name in names
         }
         self._spec = spec
-        self._num_blocks = header.num_blocks or header.num_rows
+        self._num_blocks = sizes.num_blocks or sizes.num_rows
         self._filled = 0
 
     def add(self, message: WriteRequest) -> None:
