@@ -152,6 +152,7 @@ FAULTS = {
         "plain",
         _put_back,
         {"WritesFail": (180, 300)},
+        ready="NOT_READY: the last write was refused: shard 0 lacks what it had acknowledged",
     ),
     "token": Fault("a second client calls with a wrong token", "secure", _call_with_another_token, {}),
     "trainer": Fault("the trainer is killed", "trainer", _kill_trainer, {"TrainerGone": (780, 900)}),

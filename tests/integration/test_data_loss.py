@@ -7,6 +7,8 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +142,33 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
     found = place.client.fetch(ROWS, step=1)
     mine = (ROWS // SPEC.rows_per_block) % 2 == 1
     assert (found[mine] == -3).all(), "nothing that was acknowledged is missing"
+
+
+def test_a_shard_that_lacks_writes_is_not_ready(place: Place) -> None:
+    """From the first client on that knows of them, and until the newest directory is back."""
+
+    def ready() -> str:
+        try:
+            with urllib.request.urlopen(f"http://{place.cluster.metrics_addresses[1]}/readyz") as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            with error:
+                return str(error.read().decode())
+
+    place.push()
+    older = place.copy(1, "older")
+    place.push()
+    newest = place.directory / "newest"
+    shutil.copytree(place.directory / "shard-1", newest)
+    place.replace(1, older)
+    assert ready() == "SERVING\n", "nobody has told it"
+    with pytest.raises(DataLossError):
+        place.push()
+    assert ready().startswith("NOT_READY: the last write was refused: shard 1 lacks what it had acknowledged")
+    place.replace(1, newest)
+    place.client.open_session("again")
+    place.push()
+    assert ready() == "SERVING\n"
 
 
 @pytest.mark.guard
