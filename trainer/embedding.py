@@ -11,11 +11,10 @@ from typing import NoReturn
 import torch
 
 from trainer.compute import ComputeConfig
-from trainer.counting import counting
 from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.source_arguments import source_options
-from trainer.display import shown, stage
+from trainer.display import counting, shown, stage
 from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject

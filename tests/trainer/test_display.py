@@ -16,8 +16,7 @@ from rich.console import Console
 
 from tests.helpers.terminal import COLUMNS, Terminal
 from trainer import display
-from trainer.counting import Counting, counting
-from trainer.display import Progress
+from trainer.display import Counting, counting
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -44,7 +43,7 @@ class Clock:
         return self.now
 
 
-def drawn(shown: Progress) -> list[str]:
+def drawn(shown: Counting) -> list[str]:
     console = Console(file=io.StringIO(), width=COLUMNS, force_terminal=False)
     for line in shown.lines():
         console.print(line)

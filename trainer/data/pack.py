@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.counting import Counting, counting
 from trainer.data.decode import BrokenImageError, facts, why
 from trainer.data.decoded_images import BrokenImages
 from trainer.data.index import INDEX, add_records, cut_index, read_records
@@ -43,7 +42,7 @@ from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
-from trainer.display import stage
+from trainer.display import Counting, counting, stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder

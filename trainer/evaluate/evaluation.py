@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer.counting import counting
 from trainer.data import Dataset
+from trainer.display import counting
 from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.subjects import Subject
 from trainer.settings import Settings

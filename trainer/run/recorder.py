@@ -15,8 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from trainer.config import TrainConfig
-from trainer.counting import counting
-from trainer.display import notify
+from trainer.display import counting, notify
 from trainer.display import stage as shown_stage
 from trainer.run.directory import METRICS_FILE, read_metrics
 from trainer.run.prometheus import PAUSE, STAGES, TrainerMetrics

@@ -14,7 +14,6 @@ import pytest
 
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
-from trainer.counting import Counting
 from trainer.data import pack as pack_module
 from trainer.data.config import SourceOptions
 from trainer.data.index import INDEX
@@ -23,6 +22,7 @@ from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
+from trainer.display import Counting
 from weightserver.torch import RangesOrder, RowOrder
 
 SHARD_BYTES = 20_000
