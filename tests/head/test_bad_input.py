@@ -173,6 +173,7 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"margin": "cosface", "margin_size": "a"}, "margin_size must be a number, got 'a'"),
         ({"label_smoothing": "a"}, "label_smoothing must be a number, got 'a'"),
         ({"timeout_seconds": "a"}, "timeout_seconds must be a number, got 'a'"),
+        ({"learning_rate_factor": 0.0}, "learning_rate_factor must be positive, got 0"),
         ({"learning_rate_factor": "a"}, "learning_rate_factor must be a number, got 'a'"),
         ({"negatives": "both", "recent_share": "a"}, "recent_share must be a number, got 'a'"),
         ({"servers": 5}, 'servers must be addresses "host:port,host:port" or a list of them, got 5'),

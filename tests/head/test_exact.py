@@ -48,16 +48,6 @@ def expected_of_windows(head: ClassifierHead, sampler: WindowSampler, **settings
 
 
 @STORES
-def test_rows_have_learning_rates_of_their_own(make_head: MakeHead, rows: str) -> None:
-    """The encoder's are the steps', also over gaps that are corrected."""
-    head, batches = make_head(rows, learning_rate_factor=3.0), shuffled(7, STEPS)
-    expected = Dense(head, factor=3.0).trained(batches)
-    trained(head, [head.announced(loaded(batches))]).assert_close(expected)
-    with pytest.raises(ValueError, match="learning_rate_factor must be positive, got 0"):
-        make_head(rows, learning_rate_factor=0.0)
-
-
-@STORES
 def test_a_plateau_scheduler_is_the_same_as_rates_given_in_advance(
     make_head: MakeHead, client: WeightClient, rows: str
 ) -> None:
@@ -92,12 +82,6 @@ def test_settings_of_rows_and_loss(make_head: MakeHead, settings: dict[str, Any]
     batches = loaded(shuffled(6, STEPS))
     dense = trained(make_head("dense", **settings), [batches])
     trained(make_head(**settings), [batches]).assert_close(dense)
-
-
-@STORES
-def test_smoothed_labels(make_head: MakeHead, rows: str) -> None:
-    head, batches = make_head(rows, label_smoothing=0.2), shuffled(6, STEPS)
-    trained(head, [loaded(batches)]).assert_close(Dense(head, label_smoothing=0.2).trained(batches))
 
 
 @STORES

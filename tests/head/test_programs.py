@@ -87,7 +87,8 @@ class Program:
         self.states: list[Any] = []
         self.loads = 3
         self.begin()
-        self.oracle = Oracle(Dense(self.head))
+        smoothing, factor = self.head._loss.label_smoothing, self.head._table._rows.learning_rate_factor
+        self.oracle = Oracle(Dense(self.head, label_smoothing=smoothing, factor=factor))
 
     def begin(self) -> None:
         self.head = self.make_head()
@@ -291,10 +292,12 @@ def fail(*_: object) -> None:
 
 
 def maker(make_head: MakeHead, rows: str, seed: int) -> Callable[[], ClassifierHead]:
-    """Some have just enough room for their rows, some requested few steps ahead."""
+    """Some have just enough room for their rows, some smoothed labels and learning rates of their own for the rows."""
     ahead = (8, 0, 1)[seed % 3]
     least = None if ahead == 8 else 12 + ahead * 8 + seed % 2
-    settings = {"capacity": least, "prefetch_steps": ahead} if rows == "resident" else {}
+    settings: dict[str, Any] = {"capacity": least, "prefetch_steps": ahead} if rows == "resident" else {}
+    if seed % 4 == 1:
+        settings |= {"label_smoothing": 0.2, "learning_rate_factor": 1.5}
     return lambda: make_head(rows, **settings)
 
 
