@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.grafana.dashboards import DIRECTORY, build, to_json
+from deploy import slo
+from deploy.grafana.dashboards import BOARDS, CHOICES, DIRECTORY, UNSHOWN, build, to_json
+from tests.deploy.test_rules import needs_promtool, promtool
+from tests.helpers.watching import page
+from trainer.run.prometheus import TrainerMetrics
+from weightserver import LocalCluster, TableSpec, WeightClient
+from weightserver.common.metrics import page as metrics_page
 
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in DIRECTORY.glob("*.json")}
 PANELS = [
@@ -19,7 +27,14 @@ PANELS = [
     for name, dashboard in DASHBOARDS.items()
     for panel in dashboard["panels"]
 ]
+RECORDED = [rule for objective in slo.SLO["objectives"].values() for rule in objective["sides"].values()]
+"""What the recorded ratios on panels are made of."""
 PROVISIONING = DIRECTORY.parent / "provisioning"
+
+
+def families(expression: str) -> list[str]:
+    """Names of the metrics in an expression, each time that they are there."""
+    return re.findall(r"\b(?:(?:weightserver|pic_trainer|process)_\w+|pic:\w+:\w+|up(?=\{))", expression)
 
 
 def test_the_dashboards_are_those_of_the_code() -> None:
@@ -45,22 +60,129 @@ def test_dashboards_are_few_and_small() -> None:
     for dashboard in DASHBOARDS.values():
         ids = [panel["id"] for panel in dashboard["panels"]]
         assert ids == list(range(1, len(ids) + 1))
-        assert len(ids) <= 6
+        assert len(ids) <= 12
         places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]}
         assert len(places) == len(ids), "panels lie on each other"
 
 
-def test_panels_ask_the_source_that_is_provisioned() -> None:
+def test_panels_ask_the_chosen_source_at_its_own_interval() -> None:
+    """A query's own interval would make Grafana's window four times as long, whatever the scrape interval is."""
+    for dashboard in DASHBOARDS.values():
+        assert [variable["name"] for variable in dashboard["templating"]["list"]] == ["datasource", *CHOICES]
+        for panel in dashboard["panels"]:
+            for part in (panel, *panel["targets"]):
+                assert part["datasource"] == {"type": "prometheus", "uid": "$datasource"}
+                assert "interval" not in part
     (source,) = yaml.safe_load((PROVISIONING / "datasources/prometheus.yml").read_text())["datasources"]
-    asked = {
-        (part["datasource"]["type"], part["datasource"]["uid"])
-        for dashboard in DASHBOARDS.values()
-        for panel in dashboard["panels"]
-        for part in (panel, *panel["targets"])
-    }
-    assert asked == {(source["type"], source["uid"])}
     scrape = yaml.safe_load((DIRECTORY.parent.parent / "prometheus/prometheus.yml").read_text())["global"]
     assert source["jsonData"]["timeInterval"] == scrape["scrape_interval"], "$__rate_interval is made of it"
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_no_line_mixes_clusters_and_each_choice_counts(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        expression = target["expr"]
+        groups = re.findall(
+            r"\b(?:sum|max|min|avg|count)\b ?(by \([^)]*\))?", re.sub(r"\w*_(sum|count)\b", "", expression)
+        )
+        groups += re.findall(r"\bon (\([^)]*\))", expression)
+        assert all("(cluster" in group for group in groups), expression
+        assert expression.count('cluster=~"$cluster"') == len(families(expression)) >= 1
+        assert "{{cluster}}" in target["legendFormat"] or panel.get("repeat") == "cluster"
+        of_runs = re.search(r"\b(pic_trainer|weightserver_client)_", expression)
+        assert (of_runs is None and 'job="trainer"' not in expression) or 'run=~"$run"' in expression
+
+
+def test_a_slow_fetch_leads_to_its_cause_in_two_clicks() -> None:
+    """From the shard that clients wait for to the shard, its stages, or its storage, of the clicked line."""
+    titles = {
+        panel["title"]: (name, panel["fieldConfig"]["defaults"].get("links", []))
+        for name, dashboard in DASHBOARDS.items()
+        for panel in dashboard["panels"]
+    }
+    way = {}
+    for title, (board, links) in titles.items():
+        for link in links:
+            assert "var-cluster=${__field.labels.cluster}&var-shard=${__field.labels.shard}" in link["url"]
+            way[title] = (board, re.match(r"/d/pic-(\w+)\?", link["url"])[1])  # type: ignore[index]
+            assert way[title][1] in DASHBOARDS
+    assert way["How much of the time does it wait for rows?"] == ("training", "fetches")
+    assert way["Which shard is slow for clients?"] == ("fetches", "service")
+    assert way["How long do a shard's slowest requests take?"] == ("service", "fetches")
+    assert way["Which stage do the slowest fetches and writes wait for, and on which shard?"] == ("fetches", "storage")
+    for (title, (board, _)), panels in ((pair, DASHBOARDS[pair[1][0]]["panels"]) for pair in way.items()):
+        shown = next(panel for panel in panels if panel["title"] == title)
+        assert all("shard" in target["expr"] for target in shown["targets"]) or board == "training"
+
+
+def test_thresholds_are_those_of_the_alerts() -> None:
+    panels = {panel["title"]: panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]}
+    for board in BOARDS.values():
+        for panel in board["panels"]:
+            alert = panel.get("alert", "late")
+            if alert != "late":
+                steps = panels[panel["title"]]["fieldConfig"]["defaults"]["thresholds"]["steps"]
+                assert sorted(step["value"] for step in steps[1:]) == sorted(t.value for t in slo.thresholds(alert))
+                assert alert in panel["about"], "it says which alert"
+
+
+def test_events_are_annotations() -> None:
+    for dashboard in DASHBOARDS.values():
+        events = {event["name"]: event["expr"] for event in dashboard["annotations"]["list"]}
+        assert set(events) == {"checkpoint", "rollback", "restart", "session"}
+        assert all('cluster=~"$cluster"' in expression for expression in events.values())
+
+
+def test_every_family_is_on_a_panel_or_has_a_reason_why_not(cluster: LocalCluster, client: WeightClient) -> None:
+    client.create_table(TableSpec(num_rows=40, dim=8, rows_per_block=10))
+    trainer = TrainerMetrics(run="a", rank=0, window_size=9, batch_size=3, num_steps=9, device=torch.device("cpu"))
+    pages = page(cluster.metrics_addresses[0]), metrics_page(trainer.registry).decode()
+    exported = {family.name.removesuffix("_info") for text in pages for family in text_string_to_metric_families(text)}
+    shown = {
+        re.sub(r"_(total|bucket|count|sum|info)$", "", name)
+        for dashboard in DASHBOARDS.values()
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in families(target["expr"])
+    }
+    shown |= {re.sub(r"_(total|bucket|count|sum)$", "", name) for record in RECORDED for name in families(record)}
+    assert exported - shown == set(UNSHOWN) & exported - shown, "neither shown nor in UNSHOWN"
+    assert shown & set(UNSHOWN) == set(), "shown after all"
+    assert set(UNSHOWN) <= exported | {"weightserver_certificate_expiry_timestamp_seconds"}, "no longer exported"
+
+
+@needs_promtool
+@pytest.mark.parametrize("scrape", [5, 15, 60])
+def test_rates_are_true_at_each_scrape_interval(scrape: int, tmp_path: Path) -> None:
+    """In Grafana's own window, at least four scrapes and a step's width more than one; clusters stay apart."""
+    interval = max(scrape, 3600 / 1000)  # of a point: an hour on a thousand pixels, at least a scrape
+    window = f"{round(max(interval + scrape, 4 * scrape))}s"
+    (query,) = queries("How many requests does each shard answer")
+    chosen = query.replace("$__rate_interval", window).replace("$cluster", ".*").replace("$shard", ".*")
+    rates = {("a", "0"): 10, ("a", "1"): 20, ("b", "0"): 1000}
+    case = {
+        "interval": f"{scrape}s",
+        "input_series": [
+            {
+                "series": f'weightserver_request_seconds_count{{cluster="{name}", shard="{shard}"}}',
+                "values": f"0+{rate * scrape}x60",
+            }
+            for (name, shard), rate in rates.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f"round({chosen}, 0.001)",
+                "eval_time": f"{30 * scrape}s",
+                "exp_samples": [
+                    {"labels": f'{{cluster="{name}", shard="{shard}"}}', "value": rate}
+                    for (name, shard), rate in rates.items()
+                ],
+            }
+        ],
+    }
+    (tmp_path / "case.yml").write_text(yaml.safe_dump({"evaluation_interval": f"{scrape}s", "tests": [case]}))
+    done = promtool("test", "rules", tmp_path / "case.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_dashboards_are_found_where_they_are_mounted() -> None:
@@ -80,9 +202,9 @@ def test_stages_and_clients_are_shown_by_shard() -> None:
     """A stage of one slow shard must not disappear among the others, nor its slow clients among small fetches."""
     for kind, query in zip(("fetch", "write"), queries("Which stage do"), strict=True):
         assert f"weightserver_{kind}_stage_seconds_bucket" in query
-        assert re.search(r"sum by \((le, )?shard, stage(, le)?\)", query)
+        assert re.search(r"sum by \(cluster, le, shard, stage\)", query)
     (calls,) = queries("Which shard is slow for clients")
-    assert re.search(r"sum by \((le, )?shard, size_class(, le)?\)", calls)
+    assert re.search(r"sum by \(cluster, le, shard, size_class\)", calls)
 
 
 def test_clients_are_compared_with_the_slowest_shard_of_the_same_fetches() -> None:

@@ -53,7 +53,7 @@ class TrainerMetrics:
     def __init__(
         self, *, run: str, rank: int, window_size: int, batch_size: int, num_steps: int, device: torch.device
     ) -> None:
-        self.registry = Registry()
+        self.registry = Registry(run=run, rank=str(rank))
         self._lock = threading.Lock()
         self._batch_size = batch_size
         self._counters, self._clock = RowCounters(), StageClock("other")
@@ -62,8 +62,7 @@ class TrainerMetrics:
         `follow` was given."""
         self.registry.register(_Live(self._read))  # first, so that the others show what it reads
         self.registry.register(WeightClient.metrics())
-        info = Info("pic_trainer_run", "Run and rank of this process.", registry=self.registry)
-        info.info({"run": run, "rank": str(rank)})
+        Info("pic_trainer_run", "Run and rank of this process, which all of its metrics have.", registry=self.registry)
         self._gauge("window_size_rows", "W, rows of the sliding window.").set(window_size)
         self._gauge("batch_size", "B, images in each update, on all ranks together.").set(batch_size)
         self._gauge("run_steps", "Steps of the whole run.").set(num_steps)

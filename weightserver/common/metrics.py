@@ -42,7 +42,9 @@ class Registry(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
-            if not isinstance(family, _Family):
+            if isinstance(family, _Family):
+                family.constant = self.labels | family.constant
+            else:
                 family.samples = [
                     sample._replace(labels=self.labels | sample.labels)
                     for sample in family.samples
@@ -58,14 +60,16 @@ class Durations:
         self._lock = threading.Lock()
         self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
         self._name, self._labels = name, labels
-        self._texts = [f"{sample}{{{_in_braces(all_labels)}}} " for sample, all_labels in self._names()]
+        self._texts: dict[str, list[str]] = {}
+        """Names and labels on a page, by the labels of its registry."""
 
-    def _names(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def _names(self, constant: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
         """The names and labels of its samples, in the order of `_values`."""
+        labels = constant | self._labels
         for bound in (*map(str, SECONDS), "+Inf"):
-            yield f"{self._name}_bucket", self._labels | {"le": bound}
-        yield f"{self._name}_count", self._labels
-        yield f"{self._name}_sum", self._labels
+            yield f"{self._name}_bucket", labels | {"le": bound}
+        yield f"{self._name}_count", labels
+        yield f"{self._name}_sum", labels
 
     def observe(self, seconds: float) -> None:
         at = bisect_left(SECONDS, seconds)
@@ -80,20 +84,24 @@ class Durations:
         upto = list(accumulate(counts))
         return [*upto, upto[-1], total]
 
-    def lines(self) -> Iterator[str]:
-        """The series on a page."""
-        return map(str.__add__, self._texts, map(repr, self._values()))
+    def lines(self, constant: dict[str, str]) -> Iterator[str]:
+        """The series on a page, with labels of its registry."""
+        texts = self._texts.get(key := _in_braces(constant))
+        if texts is None:
+            texts = [f"{sample}{{{_in_braces(labels)}}} " for sample, labels in self._names(constant)]
+            self._texts[key] = texts
+        return map(str.__add__, texts, map(repr, self._values()))
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self, constant: dict[str, str]) -> Iterator[Sample]:
         """The same for prometheus_client."""
-        return (Sample(*names, value) for names, value in zip(self._names(), self._values(), strict=True))
+        return (Sample(*names, value) for names, value in zip(self._names(constant), self._values(), strict=True))
 
 
 class Histograms(Collector):
     """A family of histograms of seconds."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: Registry) -> None:
-        self._name, self._text, self._labels, self._constant = name, text, labels, registry.labels
+        self._name, self._text, self._labels = name, text, labels
         self._series: dict[tuple[str, ...], Durations] = {}
         registry.register(self)
 
@@ -101,7 +109,7 @@ class Histograms(Collector):
         """The histogram of these values of the labels; it exists from now on."""
         found = self._series.get(values)
         if found is None:
-            labels = self._constant | dict(zip(self._labels, values, strict=True))
+            labels = dict(zip(self._labels, values, strict=True))
             found = self._series.setdefault(values, Durations(self._name, labels))
         return found
 
@@ -116,10 +124,12 @@ class _Family(Metric):
         self._series: list[Durations] = []
         super().__init__(name, text, "histogram")
         self._series = series
+        self.constant: dict[str, str] = {}
+        """Labels of the registries that it was collected from."""
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for series in self._series for sample in series.samples()]
+        return [sample for series in self._series for sample in series.samples(self.constant)]
 
     @samples.setter
     def samples(self, _: list[Sample]) -> None:
@@ -129,7 +139,7 @@ class _Family(Metric):
         yield f"# HELP {self.name} {self.documentation}"
         yield f"# TYPE {self.name} histogram"
         for series in self._series:
-            yield from series.lines()
+            yield from series.lines(self.constant)
 
 
 class _Collected:
