@@ -3,6 +3,7 @@
 # environment (PET_NPROC_PER_NODE, PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ...). Ends with the status of the rank that
 # ended first, where torchrun always has 1: schedulers tell 143, after SIGTERM and a checkpoint, from a failure.
 set -eu
+export PET_SHUTDOWN_TIMEOUT="${PET_SHUTDOWN_TIMEOUT:-110}" # for a checkpoint; torchrun kills its ranks after 30 s by default
 exec python3 -c '
 import sys
 

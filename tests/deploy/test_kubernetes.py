@@ -15,6 +15,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import torch.distributed.run
 import yaml
 
 import trainer.arguments
@@ -251,6 +252,21 @@ def test_a_preemption_does_not_use_up_the_restarts(overlay: str) -> None:
         taken, peers = job["podFailurePolicy"]["rules"]
         assert taken == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
         assert peers["onExitCodes"] == {"containerName": "trainer", "operator": "In", "values": [128 + signal.SIGTERM]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_that_is_stopped_has_time_for_a_checkpoint(
+    overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun kills its ranks sooner than Kubernetes the pod, but not after its own default of 30 s."""
+    programs = RecordedPrograms(tmp_path, "python3")
+    environment = {"PATH": programs.path, "OUTPUT": "runs/a"}
+    subprocess.run([ROOT / "deploy/train.sh", "synthetic"], check=True, env=environment)
+    (started,) = programs.started()
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", started.environment["PET_SHUTDOWN_TIMEOUT"])
+    torchrun = torch.distributed.run.parse_args(started.arguments[2:])  # after -c and the program
+    for template in of_trainer(manifests(overlay)):
+        assert 100 < torchrun.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.guard
