@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +186,32 @@ def test_images_are_pinned_and_of_this_version() -> None:
         assert len(installs) == 2
         assert "-c constraints.txt" in installs[0]
         assert "--no-deps" in installs[1]
+
+
+def test_a_release_says_what_it_consists_of(tmp_path: Path) -> None:
+    """With what pip itself reports: here, of a wheel and a package that it needs, from a folder."""
+    for name, needs in (("first", "Requires-Dist: second"), ("second", "Summary: none")):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.2-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-1.2.dist-info"
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    report = tmp_path / "report.json"
+    asked = ["--dry-run", "--ignore-installed", "--quiet", "--no-index", "--find-links", str(tmp_path)]
+    asked += ["--report", str(report), str(tmp_path / "first-1.2-py3-none-any.whl")]
+    subprocess.run([sys.executable, "-m", "pip", "install", *asked], check=True, capture_output=True)
+    subprocess.run([ROOT / ".ci/bill_of_materials", report, tmp_path], check=True)
+    sums = {
+        name: hashlib.sha256((tmp_path / f"{name}-1.2-py3-none-any.whl").read_bytes()).hexdigest()
+        for name in ("first", "second")
+    }
+    bill = json.loads((tmp_path / "sbom.cdx.json").read_text())
+    found = {component["purl"]: component["hashes"][0]["content"] for component in bill["components"]}
+    assert found == {f"pkg:pypi/{name}@1.2": sums[name] for name in sums}
+    assert (tmp_path / "requirements.txt").read_text() == f"second==1.2 --hash=sha256:{sums['second']}\n"
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    assert "--report" in workflow
+    assert ".ci/bill_of_materials" in workflow
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.sh")), ids=lambda path: path.name)
