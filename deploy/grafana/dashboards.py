@@ -55,7 +55,7 @@ UNSHOWN = {
     "weightserver_build": "says which program runs; it never changes while it does",
     "weightserver_cluster_shards": "never changes; the alert ShardMissing compares it",
     "weightserver_certificate_expiry_timestamp_seconds": "only shards with TLS have it; the alert CertificateExpires",
-    "weightserver_generation": "the annotation `rollback or checkpoint`",
+    "weightserver_generation": "a checkpoint ends it: the annotation `checkpoint`",
     "weightserver_session_epoch": "the annotation `session`",
     "weightserver_newest_checkpoint_step": "the annotation `checkpoint`",
     "weightserver_reader_pid": "a number to look for on the machine, when ReaderHoldsSpace fires",
