@@ -103,7 +103,7 @@ def _nothing(place: Place, stop: threading.Event, _: ExitStack) -> None:
     """The certificate expires by itself."""
 
 
-_STANDS_STILL = frozenset({"FetchStuck", "ShardDown"})
+_STANDS_STILL = frozenset({"FetchStuck", "FetchSlow", "WritesUnavailable", "ShardDown"})
 FAULTS = {
     "restart": Fault("a shard is killed and back after 11 s, once", "plain", _restart_once, {}, is_short=True),
     "loop": Fault(
