@@ -18,12 +18,12 @@ from matplotlib.image import imread
 from deploy.grafana.dashboards import CHOICES
 from deploy.prometheus import screenshot
 from deploy.prometheus.local import LocalPrometheus, running_trainer
-from tests.deploy.test_dashboards import DASHBOARDS
+from tests.deploy.test_dashboards import DASHBOARDS, queries
 from tests.deploy.test_rules import ALERTS, RULES, with_bool
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, small_run
 from tests.helpers.watching import metric, wait_until
 from trainer.loop import train
-from weightserver import LocalCluster, StepError, WeightClient
+from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 
 
 def sides(expression: str) -> list[str]:
@@ -126,6 +126,77 @@ def test_no_panel_and_no_rule_is_empty(watched: Watched) -> None:
     }
     assert set(failing) == {"0", "1"}
     assert min(failing.values()) > 0, "an error is seen"
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_each_panel_tells_two_clusters_apart(tmp_path: Path) -> None:
+    """Two clusters of other shards and rows: what a panel shows of all is what it shows of each, and true."""
+    with (
+        LocalCluster(2, tmp_path / "a") as a,
+        LocalCluster(1, tmp_path / "b") as b,
+        WeightClient(a.addresses) as ours,
+        WeightClient(b.addresses) as theirs,
+    ):
+        for client, num_rows in ((ours, 400), (theirs, 90)):
+            client.create_table(TableSpec(num_rows=num_rows, dim=8, rows_per_block=10))
+            client.extend_schedule(0, np.full(4, 0.1, np.float32))
+            client.open_session("run")
+            client.push_gradients(np.arange(num_rows), np.ones((num_rows, 8), np.float32), step=0)
+            client.checkpoint("kept", step=1)
+        watched = {name: {"weightserver": cluster.metrics_addresses} for name, cluster in (("a", a), ("b", b))}
+        with LocalPrometheus(watched) as prometheus:
+            wait_until(lambda: len(prometheus.query("weightserver_stored_rows")) == 3)
+            for _ in range(20):
+                ours.fetch(np.arange(400), step=1)
+                theirs.fetch(np.arange(90), step=1)
+            scrapes = prometheus.query("max(count_over_time(up[1m]))")[0][1]
+            wait_until(lambda: prometheus.query("min(count_over_time(up[1m]))")[0][1] >= scrapes + 6)
+            ((_, clock),) = prometheus.query("time()")
+            now = str(clock - 1)
+
+            def lines(expression: str, cluster: str) -> dict[tuple[tuple[str, str], ...], str]:
+                found = prometheus.api("query", query=chosen(expression, cluster=cluster), time=now)["result"]
+                return {tuple(sorted(line["metric"].items())): line["value"][1] for line in found}
+
+            told = 0
+            for panel in (panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]):
+                for target in panel["targets"]:
+                    each = [lines(target["expr"], name) for name in ("a", "b")]
+                    assert lines(target["expr"], "a|b") == each[0] | each[1], panel["title"]
+                    assert all(dict(labels)["cluster"] == "ab"[which] for which in (0, 1) for labels in each[which])
+                    told += all(each)
+            assert told > 25, "panels that show something of both"
+
+            def shown(question: str, number: int = 0) -> dict[tuple[str, str], float]:
+                found = lines(queries(question)[number], ".*").items()
+                values = [(dict(labels), float(value)) for labels, value in found]
+                return {(labels["cluster"], labels.get("shard", labels.get("instance", ""))): v for labels, v in values}
+
+            places = {("a", "0"): (a, 0), ("a", "1"): (a, 1), ("b", "0"): (b, 0)}
+
+            def truth(name: str) -> dict[tuple[str, str], float]:
+                return {
+                    key: metric(cluster.metrics_addresses[shard], f"weightserver_{name}")
+                    for key, (cluster, shard) in places.items()
+                }
+
+            stored = shown("How much of the table was ever written")
+            assert stored == truth("stored_rows") == {("a", "0"): 200, ("a", "1"): 200, ("b", "0"): 90}
+            assert shown("How much of the table", 2) == dict.fromkeys(places, 1), "checkpoints"
+            assert set(shown("Is every shard up").values()) == {1}
+            assert shown("How much space is left") == pytest.approx(truth("volume_free_bytes"), rel=0.05)
+            assert shown("How large are the files") == truth("disk_bytes")
+            assert set(shown("Does any shard refuse writes").values()) == {0}
+            assert set(shown("Does any shard fall behind").values()) <= {0}
+            sizes = shown("How large are the messages")
+            assert sizes == pytest.approx({("a", "0"): 200 * 32, ("a", "1"): 200 * 32, ("b", "0"): 90 * 32}, rel=0.01)
+
+            ours.push_gradients(np.arange(400), np.ones((400, 8), np.float32), step=1)
+            wait_until(lambda: {value for _, value in prometheus.query('weightserver_clock_steps{cluster="a"}')} == {2})
+            ours.rollback("kept")
+            (event,) = (e for e in DASHBOARDS["service"]["annotations"]["list"] if e["name"] == "rollback")
+            wait_until(lambda: [labels["cluster"] for labels, _ in prometheus.query(chosen(event["expr"]))] == ["a"])
 
 
 @needs_prometheus

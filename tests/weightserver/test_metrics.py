@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.watching import metric, page
@@ -224,6 +224,25 @@ def test_a_histogram_is_the_same_for_the_page_and_for_the_library() -> None:
     assert bounds[-1] == 600
     assert np.all(bounds[1:] <= np.where(bounds[1:] < 24, 1.25, 3.4) * bounds[:-1])
     assert set(shared.LATE_SECONDS.values()) <= set(shared.SECONDS), "the alert asks for their buckets"
+
+
+def test_a_registry_in_another_has_the_labels_of_both() -> None:
+    """As a trainer's, which shows its client's metrics with the run and the rank."""
+    outer, inner = shared.Registry(run="a", rank="0"), shared.Registry(shard="1")
+    shared.Histograms("x_seconds", "Text.", ("method",), inner).labels("Fetch").observe(0.5)
+    Counter("y", "Text.", ["method"], registry=inner).labels("Fetch").inc()
+    outer.register(inner)
+    for registry, own in ((outer, {"run": "a", "rank": "0"}), (inner, {})):
+        samples = [s for f in text_string_to_metric_families(shared.page(registry).decode()) for s in f.samples]
+        assert {sample.name for sample in samples} == {
+            "x_seconds_bucket",
+            "x_seconds_count",
+            "x_seconds_sum",
+            "y_total",
+        }
+        for sample in samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "le"}
+            assert labels == own | {"shard": "1", "method": "Fetch"}, sample.name
 
 
 def test_nothing_says_when_a_series_was_created(cluster: LocalCluster, client: WeightClient) -> None:
