@@ -79,7 +79,8 @@ class Program:
         self.make_head, self.looks = make_head, looks
         self.random, self.random_looks = np.random.default_rng(seed), np.random.default_rng(seed)
         self.encoder, self.losses = Encoder(), list[float]()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled=self.chance(0.3))
+        scale = float(self.random.choice([1.0, 256.0]))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=self.chance(0.4))
         self.parts, self.views = (int(number) for number in self.random.integers(1, 3, size=2))
         self.window: dict[str, Any] = {"batch_size": int(self.random.integers(1, 5)), "batches_per_step": self.parts}
         if self.chance(0.8):
@@ -189,6 +190,8 @@ class Program:
         with block:
             self.passes(batches, in_blocks=is_announced and isinstance(block, nullcontext) and self.chance(0.2))
             self.save_at_times(self.losses[:-1])
+            if overflows := self.scaler.is_enabled() and self.chance(0.2):
+                self.spoil()
             at_the_end()
             if forgets := not is_announced and self.chance(0.3):
                 for _ in range(2):
@@ -200,12 +203,28 @@ class Program:
             norm = self.end(rate, max_norm)
             self.encoder.optimizer.param_groups[0]["lr"] = rate
             self.scaler.step(self.encoder.optimizer)
+            scale = self.scaler.get_scale()
             self.scaler.update()
+            assert self.scaler.get_scale() == scale / (2 if overflows else 1)
             self.encoder.optimizer.zero_grad()
         if forgets:
             self.head.forget_announced()
         self.oracle.see(batches, self.sampler)
+        if overflows:
+            self.losses[-1] = 0.0
+            self.oracle.skip(rate)
+            return
         torch.testing.assert_close(norm, self.oracle.step(batches, self.views, rate, max_norm))
+
+    def spoil(self) -> None:
+        """Lets a gradient of the rows or of the encoder overflow."""
+        step = self.head._steps.current
+        assert step is not None
+        of_rows = self.random.random() < 0.5
+        values = step.weight if of_rows else next(self.encoder.module.parameters())
+        assert values is not None
+        assert values.grad is not None
+        values.grad[0, 0] = float("inf")
 
     def end(self, rate: float, max_norm: float | None) -> Tensor | None:
         return self.head.step(rate, optimizer=self.encoder.optimizer, max_norm=max_norm, scaler=self.scaler)

@@ -34,10 +34,6 @@ BATCHES = shuffled(6, 6)
 RATE, MAX_NORM = 0.3, 4.9
 
 
-def infinite(gradient: Tensor) -> Tensor:
-    return gradient * float("inf")
-
-
 def spoil(head: ClassifierHead) -> None:
     """Lets a gradient of the rows overflow, and none of the encoder."""
     step = head._steps.current
@@ -45,36 +41,6 @@ def spoil(head: ClassifierHead) -> None:
     assert step.weight is not None
     assert step.weight.grad is not None
     step.weight.grad[0, 0] = float("inf")
-
-
-@pytest.mark.parametrize(("rows", "scale"), [("dense", 1.0), ("dense", 256.0), ("resident", 1.0), ("dense", 0.5)])
-@pytest.mark.parametrize("overflows", ["encoder", "rows", "both"])
-def test_an_overflow_is_decided_once(make_head: MakeHead, rows: str, scale: float, overflows: str) -> None:
-    """In either of them: both are updated without gradients, and the scaler lowers its scale, whatever it is."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    head, encoder, other = make_head(rows), Encoder(), Encoder()
-    dense = Dense(head)
-    for ids in BATCHES[:4]:
-        dense.visits += ids
-        embeddings = encoder.module(INPUTS[ids])
-        if (fails := head.num_steps == 1) and overflows != "rows":
-            embeddings.register_hook(infinite)
-        scaler.scale(head(embeddings, ids)).backward()
-        if fails and overflows != "encoder":
-            spoil(head)
-        head.step(RATE, scaler=scaler, optimizer=encoder.optimizer)
-        scaler.step(encoder.optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        assert scaler.get_scale() == before / (2 if fails else 1)
-        encoder.optimizer.zero_grad()
-        if not fails:
-            dense.loss(other.module(INPUTS[ids]), ids).backward()
-            other.optimizer.step()
-            other.optimizer.zero_grad()
-        dense.update(RATE)
-    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(encoder.weight(), other.weight(), rtol=0, atol=1e-5)
 
 
 def test_a_scaler_that_is_disabled_scales_nothing(make_head: MakeHead, embeddings: Tensor) -> None:
