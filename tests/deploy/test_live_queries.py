@@ -206,10 +206,13 @@ def test_a_query_for_something_that_does_not_exist_is_noticed(watched: Watched) 
     num_broken = 0
     for name, expression in QUERIES.items():
         assert watched.empty({name: expression}) == []
-        num_series = watched.series(expression)
-        for mutant in broken(expression):
-            assert watched.series(mutant) < num_series, f"{name}: {mutant}"
-            num_broken += 1
+        for side in sides(expression):
+            num_series = watched.series(side)
+            if " or " in side or not num_series:
+                continue  # added parts have cases in rules_test.yml; without errors, the line is at 0
+            for mutant in broken(side):
+                assert watched.series(mutant) < num_series, f"{name}: {mutant}"
+                num_broken += 1
     assert num_broken > 2 * len(QUERIES)
 
 
