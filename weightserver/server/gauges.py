@@ -137,11 +137,11 @@ class _ProcessCollector(Collector):
         """Seconds by name, of threads that have ended too."""
         names = {str(thread.native_id): re.sub(r"[-_ ]*\d.*", "", thread.name) for thread in threading.enumerate()}
         with self._lock:
+            before, self._seen = self._seen, {}
             for task in Path("/proc/self/task").iterdir():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                    seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
-                    # a later thread may have its number
-                    before = self._seen.get(task.name, 0.0)
-                    self._seconds[names.get(task.name, "other")] += seconds - before if seconds >= before else seconds
-                    self._seen[task.name] = seconds
+                    self._seen[task.name] = seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    spent = seconds - before.get(task.name, 0.0)
+                    # a later thread may have the number of one that has ended
+                    self._seconds[names.get(task.name, "other")] += spent if spent >= 0 else seconds
             return dict(self._seconds)
