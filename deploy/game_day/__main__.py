@@ -103,7 +103,7 @@ def _until_scrape(server: LocalPrometheus, broken: Place) -> float:
 
 def _watch(servers: dict[str, LocalPrometheus], outcomes: dict[str, Outcome], begun: float, quiet: float) -> None:
     """Notes when alerts fire, until all have that must, and long enough for those that must not."""
-    last = max(quiet, *(limit for outcome in outcomes.values() for limit in outcome.limits(list(servers)).values()))
+    last = max([quiet, *(limit for outcome in outcomes.values() for limit in outcome.limits(list(servers)).values())])
     while (now := time.monotonic() - begun) < last:
         for scrape, server in servers.items():
             for alert in server.api("alerts")["alerts"]:
