@@ -25,7 +25,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces the links of a page of docs/; those of the repository's files have been by `content_of`."""
+    return markdown if page.file.src_uri.startswith("source/") else linked_to_pages(markdown)
+
+
+def linked_to_pages(markdown: str) -> str:
     """Replaces each link to a file outside docs/ by one to its page."""
     return _LINK.sub(lambda found: f"]({page_of(found.group(1))})", markdown)
 
@@ -36,10 +41,11 @@ def page_of(target: str) -> str:
 
 
 def content_of(target: str) -> str:
-    """The Markdown of the page of a file or folder: Markdown as it is, other text as code, a folder as a list."""
+    """The Markdown of the page of a file or folder: Markdown, with its links into docs/; other text as code; a folder's
+    list."""
     path = ROOT / target
     if path.suffix == ".md":
-        return _HEAD + path.read_text()
+        return _HEAD + path.read_text().replace("](docs/", f"]({'../' * (target.count('/') + 1)}")
     if path.is_dir():
         return f"{_HEAD}# {target}\n\n" + "\n".join(f"- `{found.name}`" for found in sorted(path.iterdir()))
     return f"{_HEAD}# {target}\n\n````{_LANGUAGES.get(path.suffix, '')}\n{path.read_text()}````\n"
