@@ -64,7 +64,10 @@ def _contradiction(reading: Reading, directory: Path, options: PackOptions) -> s
     """The reason why a directory cannot become the pack of these images; empty if it can."""
     for split, part in reading.to_pack(directory):
         if is_packed(part):
-            manifest = Manifest.load(part)
+            try:
+                manifest = Manifest.load(part)
+            except ValueError as error:
+                return str(error)
             for wrong, _ in contradictions(manifest, split, options):
                 return f"it {wrong}"
             if others := [one.source for one in manifest.ranges if one.source != split.source]:

@@ -235,7 +235,7 @@ def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
     assert losses(run.run.output) == before
     assert read_settings(run.run.output)["init_encoder"] == str(begun)
     shutil.rmtree(run.run.output / "checkpoints")  # as if it had been killed before its first
-    with pytest.raises(ValueError, match=r"whose init_encoder is .*, not None: give the same settings"):
+    with pytest.raises(ValueError, match=r"whose --init-encoder is .*, not None: give the same settings"):
         train(run.with_settings(resume=True, init_encoder=None))
 
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
-    "other settings": ({"temperature": 0.3}, True, r"whose temperature is 0\.2, not 0\.3: give the same settings"),
+    "other settings": ({"temperature": 0.3}, True, r"whose --temperature is 0\.2, not 0\.3: give the same settings"),
     "fewer steps": (
         {"steps": 39},
         True,
@@ -377,7 +377,7 @@ def test_one_command_starts_and_resumes_a_run(
 
 
 def test_resume_auto_overwrites_nothing(tmp_path: Path, undisturbed: Path) -> None:
-    with pytest.raises(ValueError, match=r"whose temperature is 0\.2, not 0\.3: give the same settings"):
+    with pytest.raises(ValueError, match=r"whose --temperature is 0\.2, not 0\.3: give the same settings"):
         train(small_run(undisturbed, resume="auto", temperature=0.3))
     with pytest.raises(ValueError, match=r"holds another run: choose another --output"):
         train(small_run(undisturbed, resume="auto", rows="dense"))

@@ -85,7 +85,7 @@ def test_a_run_with_rows_in_bfloat16_resumes_exactly(
         patched.setattr(Checkpoints, "save", fail)
         with pytest.raises(OSError, match="power"):
             train(small_run(output, **settings))
-    with pytest.raises(ValueError, match="whose row_precision is bfloat16, not float32: give the same"):
+    with pytest.raises(ValueError, match="whose --row-precision is bfloat16, not float32: give the same"):
         train(small_run(output, rows=rows, resume=True))
     train(small_run(output, **settings, resume=True))
     assert losses(output) == losses(tmp_path / "undisturbed")

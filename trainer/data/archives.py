@@ -170,7 +170,7 @@ def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> t
 
 
 def are_shards(tars: Sequence[Path]) -> bool:
-    """Whether tars hold samples: the first one has other files beside images, or they are numbered 00000, 00001, …"""
+    """Whether tars hold samples: the first one has other files beside images, or they are numbered 0000, 0001, …"""
     kinds: dict[str, set[bool]] = {}
     folders, has_classes = set[str](), False
     try:
@@ -190,7 +190,8 @@ def are_shards(tars: Sequence[Path]) -> bool:
     numbers: dict[str, list[int]] = {}
     for found in filter(None, numbered):
         numbers.setdefault(found[1], []).append(int(found[2]))
-    return all(numbered) and all(sorted(found) == list(range(len(found))) for found in numbers.values())
+    in_turn = all(sorted(found) == list(range(len(found))) for found in numbers.values())
+    return in_turn and all(found and len(found[2]) > 3 for found in numbered)  # class000 may be a class
 
 
 def prefix_of(shard: str) -> str:

@@ -77,9 +77,7 @@ class SourceOptions(Settings):
     def differing(self, others: SourceOptions, *, apart_from: Collection[str] = ()) -> str:
         """The options that have another value in `others`, as flags with both values; empty if there are none."""
         names = (name for name in {**self.given, **others.given} if name not in apart_from)
-        pairs = (
-            (name, getattr(self, name) or _USUAL.get(name), getattr(others, name) or _USUAL.get(name)) for name in names
-        )
+        pairs = ((name, usual(name, getattr(self, name)), usual(name, getattr(others, name))) for name in names)
         return ", ".join(f"{_text(name, own)}, not {_text(name, other)}" for name, own, other in pairs if own != other)
 
     def of_pack(self, directory: Path, packed: SourceOptions) -> Self:
@@ -111,6 +109,11 @@ class SourceOptions(Settings):
             check_positive(self, "max_megapixels")
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
             raise SettingError(f"--pixel-range must rise, got {self.pixel_range}", "pixel_range")
+
+
+def usual(name: str, value: Any) -> Any:
+    """The value of an option, also of one that is not said."""
+    return _USUAL.get(name) if value is None else value
 
 
 def _text(name: str, value: Any) -> str:

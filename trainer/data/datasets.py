@@ -226,8 +226,8 @@ def load_dataset(
 
     Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
-    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images with a
-    class that the training images lack are omitted.
+    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images are
+    omitted if any has a class that the training images lack.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
@@ -362,8 +362,8 @@ def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
 def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
-    A single class is no label: every classifier would be right. Test images without labels are omitted, and those of a
-    class that the training images lack. Classes have the training images' numbers.
+    A single class is no label: every classifier would be right. Test images without labels are omitted, and all if
+    any has a class by name that the training images lack. Classes have the training images' numbers.
     """
     if test and not test.labels:
         test = None

@@ -92,12 +92,15 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         for split, directory in reading.to_pack(output):
             directory.mkdir(exist_ok=True)
             extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            packed.append(_pack_split(split, directory, extended, progress))
+            known = packed[0].classes if packed else ()
+            packed.append(_pack_split(split, directory, extended, progress, known))
         return packed[0]
 
 
-def _pack_split(split: Split, output: Path, options: PackOptions, progress: Counting) -> Manifest:
-    manifest = planned(split, output, options)
+def _pack_split(
+    split: Split, output: Path, options: PackOptions, progress: Counting, known: tuple[str, ...]
+) -> Manifest:
+    manifest = planned(split, output, options, known)
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
     packed = _Packer(output, manifest, listing, options, progress).run()

@@ -35,10 +35,13 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
-def planned(split: Split, output: Path, options: PackOptions) -> Manifest:
+def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, ...] = ()) -> Manifest:
     """The manifest to pack a split by: the existing one, with a new range if images are added.
 
     A range that was begun, and none of whose images was packed or can be read any more, is given up.
+
+    Args:
+        known: classes of the training images, whose numbers those of test images are.
 
     Raises:
         ValueError: a source without images, or a directory whose content contradicts `options`.
@@ -52,7 +55,7 @@ def planned(split: Split, output: Path, options: PackOptions) -> Manifest:
         if manifest.ranges and not (manifest.complete and options.extend):
             return manifest
         if manifest.ranges:
-            return _with_range(manifest, split, split_changes(split, output).added, output)
+            return _with_range(manifest, split, split_changes(split, output).added, output, known)
     else:
         if options.extend:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
@@ -65,7 +68,7 @@ def planned(split: Split, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(
             f"none of {len(entries):,} images of {split.source} can be read, first {entries[0].name}: repair them"
         )
-    return _with_range(manifest, split, entries, output)
+    return _with_range(manifest, split, entries, output, known)
 
 
 def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
@@ -97,12 +100,12 @@ def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> It
         yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
 
 
-def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path) -> Manifest:
+def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path, known: tuple[str, ...]) -> Manifest:
     """Adds a range of new images of a split; without any, returns the manifest unchanged. Known classes keep their
     numbers."""
     if not new:
         return manifest
-    names = tuple(dict.fromkeys((*manifest.classes, *split.classes))) if split.classes else ()
+    names = tuple(dict.fromkeys((*manifest.classes, *known, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
     first = manifest.num_images
 

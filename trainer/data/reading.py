@@ -116,7 +116,8 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
-        listed, labels, kinds = _listed(folder, options, left_out, notes)
+        named = bool(found and found[0].classes)
+        listed, labels, kinds = _listed(folder, options, left_out, notes, named=named)
         if listed:
             root = source if source.is_dir() else source.parent
             found.append(
@@ -261,11 +262,12 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
 
 
 def _listed(
-    folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]
+    folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str], *, named: bool
 ) -> tuple[bytes, list[int], tuple[str, ...]]:
     """The listing of a split's images, their labels, and the names of the labels, by number.
 
-    Labels are those of the class folders if there are any, otherwise the images' own: numbers if all of them are.
+    Labels are those of the class folders if there are any, otherwise the images' own: numbers if all of them
+    are, unless the training images' labels are names (`named`).
     """
     by_folder, strays = _class_folders(folder, options, notes)
     texts, rests = [], list[bytes]()
@@ -278,13 +280,14 @@ def _listed(
     numbers = {text: label_number(text) for text in set(texts)}
     missing = sorted(text for text in numbers if text.lower() in MISSING_TEXTS)
     classes: tuple[str, ...] = ()
-    if by_folder or any(number is None for text, number in numbers.items() if text not in missing):
+    if by_folder or named or any(number is None for text, number in numbers.items() if text not in missing):
         if missing and not by_folder:
             notes.append(f"label {missing[0]!r} is read as a class: an image without a label has an empty one")
         names = sorted(text for text, number in numbers.items() if number != NO_LABEL)
         notes += _note_of_none(numbers.keys() - set(names))
-        if not by_folder and (one := next((text for text in names if numbers[text] is not None), None)):
-            other = next(text for text in names if numbers[text] is None)
+        one = next((text for text in names if numbers[text] is not None), None)
+        other = next((text for text in names if numbers[text] is None), None)
+        if not by_folder and one and other:
             notes.append(f"labels are names, because {other!r} is no number: {one!r} is the name of a class too")
         classes = tuple(names)
         numbers = {text: number for number, text in enumerate(classes)}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import LENGTH, RESUMABLE, TrainConfig
+from trainer.data.config import usual
 from trainer.run.checkpoint_file import (
     RESUME_STEP,
     STEM,
@@ -72,10 +73,11 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
     for name in sorted(had.keys() | given.keys()):
-        if had.get(name) != given.get(name):
+        before, now = usual(name, had.get(name)), usual(name, given.get(name))
+        if before != now:
             raise ValueError(
-                f"--resume resumes the run in {config.run.output}, whose {name} is {had.get(name)}, not "
-                f"{given.get(name)}: give the same settings"
+                f"--resume resumes the run in {config.run.output}, whose {flag(name)} is {before}, not {now}: "
+                "give the same settings"
             )
 
 

@@ -192,6 +192,13 @@ def test_options_that_contradict_a_pack_are_refused(tree: Path, given: dict[str,
         load_dataset("packed", packed, options=options)
 
 
+def test_a_pack_of_another_version_is_left_as_it_is(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = beside(tree)
+    (first / "manifest.json").write_text('{"format": 3}')
+    assert beside(tree).name == "tree-packed-2"
+    assert f"{first} is not used: {first}/manifest.json is of another version" in capsys.readouterr().err
+
+
 def test_an_option_that_is_said_counts_more_than_a_packs(tree: Path) -> None:
     """Also if it is the usual one; and an option that is not said does not."""
     packed = tree.parent / "packed"

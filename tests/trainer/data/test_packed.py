@@ -155,8 +155,12 @@ def test_a_pack_keeps_how_its_source_was_read(tmp_path: Path) -> None:
     assert 186 <= int(images.min()) <= int(images.max()) <= 195
     other = SourceOptions(pixel_range=(0, 65_535))
     assert load_dataset("packed", tmp_path / "packed", options=other).train_images[:].max() < 13, "an option counts"
-    run(tmp_path / "run", "packed", tmp_path / "packed", steps=2)
+    run(tmp_path / "run", "packed", tmp_path / "packed", steps=2, rows="resident")
+    again = {"resume": True, "rows": "resident"}
     assert json.loads((tmp_path / "run/config.json").read_text())["pixel_range"] == [0, 4_095]
+    run(tmp_path / "run", "packed", tmp_path / "packed", steps=3, **again, alpha="show", max_megapixels=179.0)
+    with pytest.raises(ValueError, match="whose --alpha is show, not ignore: give the same settings"):
+        run(tmp_path / "run", "packed", tmp_path / "packed", steps=3, **again, alpha="ignore")
 
 
 def test_an_encoder_is_evaluated_on_packed_images(directory: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.left_out import Reason
 from trainer.data.listing import Listing
+from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
@@ -131,6 +132,28 @@ def test_a_test_split_may_lack_a_class_and_keeps_the_numbers(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "test/a")
     dataset = load_dataset("folder", tmp_path)
     assert dataset.test_labels.tolist() == [1, 1, 2, 2]
+    pack(tmp_path, tmp_path / "packed", PackOptions())
+    assert Manifest.load(tmp_path / "packed/test").classes == ("a", "b", "c")
+    with tarfile.open(next((tmp_path / "packed/test").glob("*.tar"))) as tar:
+        labels = [file.read() for name in tar.getnames() if name.endswith(".cls") and (file := tar.extractfile(name))]
+    assert sorted(labels) == [b"1", b"1", b"2", b"2"], "as in the training tars"
+
+
+@pytest.mark.parametrize(("texts", "numbers"), [("1 2 1", [0, 1, 0]), ("cat 2 2", [2, 1, 1])])
+def test_labels_of_tests_are_names_where_those_of_training_are(texts: str, numbers: list[int], tmp_path: Path) -> None:
+    for split, labels in (("train", "1 2 cat"), ("test", texts)):
+        members: dict[str, bytes] = {}
+        for number, text in enumerate(labels.split()):
+            members |= {f"{number}.jpg": jpeg(number), f"{number}.cls": text.encode()}
+        write_tar(tmp_path / f"{split}-000.tar", members)
+    assert load_dataset("folder", tmp_path).test_labels.tolist() == numbers
+
+
+@pytest.mark.parametrize(("name", "classes"), [("class%03d", 3), ("class_%04d", 0), ("%d", 3), ("%05d", 0)])
+def test_tars_are_shards_if_they_are_numbered_in_four_digits(name: str, classes: int, tmp_path: Path) -> None:
+    for number in range(3):
+        write_tar(tmp_path / f"{name % number}.tar", {"0.jpg": jpeg(number), "1.jpg": jpeg(number)})
+    assert len(read_source(tmp_path).train.classes) == classes
 
 
 def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
