@@ -63,7 +63,7 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
     return load_splits(
         options.images,
         image_size=config.image_size,
-        options=source_options(options, found.images.of_pixels),
+        options=source_options(options, found.reading_of(options.images)),
         decode_threads=options.decode_threads,
         background=options.background or found.images.background,
     )

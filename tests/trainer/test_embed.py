@@ -113,6 +113,10 @@ def test_all_splits_are_written_with_a_column(tmp_path: Path, capsys: pytest.Cap
     assert "of the splits train, test, val" in capsys.readouterr().out
     assert embed(run, tmp_path / "set", "--split", "test", "--output", tmp_path / "test.npz") == 0
     assert loaded(tmp_path / "test.npz").keys() == {"path", "vector"}
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"split": "val:test"}))
+    assert embed(run, tmp_path / "set", "--output", tmp_path / "own.npz") == 0, "as the run reads its images"
+    assert loaded(tmp_path / "own.npz")["split"].tolist() == ["val"] * 3 + ["test"] * 3
 
 
 def test_parquet(tmp_path: Path) -> None:

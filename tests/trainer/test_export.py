@@ -93,9 +93,9 @@ def test_export_rejects_bad_input(
     run, servers = tmp_path / "run", ["--servers", ",".join(cluster.addresses)]
     fails("holds no run", run)
     run.mkdir()
-    (run / "config.json").write_text('{"format": 4}')
+    (run / "config.json").write_text('{"format": 5}')
     fails("is not a run's config.json", run)
-    (run / "config.json").write_text(json.dumps({"format": 4, "order_seed": 1, "seed": 0, "dim": 16}))
+    (run / "config.json").write_text(json.dumps({"format": 5, "order_seed": 1, "seed": 0, "dim": 16}))
     fails("has no local weight servers", run)
     fails("holds no table", run, *servers)
     client.create_table(TableSpec(num_rows=10, dim=8))

@@ -307,6 +307,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: omit it"),
         ({"decode_threads": 0}, "--decode-threads must be at least 1, got 0"),
         ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: omit it, or give"),
+        ({"stray": "use"}, "--stray use is for --dataset packed or folder: omit it, or give"),
         ({"token_file": Path("token")}, "--token-file token is for --servers: omit it, or give --servers too"),
     ],
 )

@@ -518,12 +518,13 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert (aside / newest.name).stat().st_size == 1000
 
 
-def test_a_run_of_another_version_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("older", [{}, {"format": 4, "split": "auto"}], ids=["no format", "an older one"])
+def test_a_run_of_another_version_is_refused_in_one_line(older: dict[str, Any], tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     settings = json.loads(small_run(output).to_json())
-    assert settings.pop("format") == 4
-    (output / "config.json").write_text(json.dumps(settings))
+    assert settings.pop("format") == 5
+    (output / "config.json").write_text(json.dumps(settings | older))
     before = (output / "config.json").read_bytes()
     with pytest.raises(ValueError, match=r"run is a run of another version of this program: finish .* \(0\.2 or older"):
         train(small_run(output, resume=True))

@@ -87,7 +87,7 @@ def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
 
 
 def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:
-    infos = _opened_zip(path).infolist()
+    infos = _opened_zip(*version(path)).infolist()
     from_windows = not any("/" in info.filename for info in infos)  # whose older programs wrote backslashes
     for info in infos:
         name = info.filename.replace("\\", "/") if from_windows else info.filename
@@ -104,14 +104,23 @@ def _plain(name: str) -> str:
     return posixpath.normpath(name).lstrip("/")
 
 
-_opened_zip = lru_cache(16)(zipfile.ZipFile)
+def version(path: Path) -> tuple[str, int, int]:
+    """Path, length and time of a file: what identifies its content where it is kept open."""
+    found = path.stat()
+    return str(path), found.st_size, found.st_mtime_ns
+
+
+@lru_cache(16)
+def _opened_zip(path: str, *_: int) -> zipfile.ZipFile:
+    """A zip file, by its `version`."""
+    return zipfile.ZipFile(path)
 
 
 def read_member(path: Path, member: Member) -> bytes:
     """The bytes of a member. Raises OSError if they cannot be read."""
     if member.offset == IN_ZIP:
         try:
-            return _opened_zip(path).read(member.name)
+            return _opened_zip(*version(path)).read(member.name)
         except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise OSError(f"damaged in its zip file ({error})") from None
     with path.open("rb") as file:

@@ -74,6 +74,11 @@ class SourceOptions(Settings):
             if not one.metadata.get("resumable") and (value := getattr(self, one.name)) is not None
         }
 
+    @property
+    def said(self) -> str:
+        """The options that are said, as flags."""
+        return ", ".join(_text(name, value) for name, value in self.given.items())
+
     def differing(self, others: SourceOptions, *, apart_from: Collection[str] = ()) -> str:
         """The options that have another value in `others`, as flags with both values; empty if there are none."""
         names = (name for name in {**self.given, **others.given} if name not in apart_from)
@@ -164,7 +169,7 @@ class DataConfig(SourceOptions):
     def unused_settings(self) -> dict[str, str]:
         from trainer.data.datasets import DECODED
 
-        names = ("background", "decode_threads")
+        names = ("background", "decode_threads", *(one.name for one in fields(SourceOptions)))
         return {} if self.dataset in DECODED else dict.fromkeys(names, "--dataset packed or folder")
 
 

@@ -17,7 +17,6 @@ from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.reading import kind_of_labels, read_source
-from trainer.settings import flag
 from weightserver.core.arrays import Int64Array
 
 _SAMPLE = 1_000
@@ -49,8 +48,8 @@ def _pack_lines(source: Path, options: SourceOptions) -> Iterator[str]:
         kind = kind_of_labels(manifest.labelled, manifest.classes)
         yield f"{directory}: a pack of {len(images):,} images, {kind}, in the order of seed {manifest.order_seed}:"
         yield from (f"  {part.count:,} images of {part.source}" for part in manifest.ranges)
-        said = [f"{flag(name)} {value}" for name, value in manifest.options.given.items()]
-        yield f"  read with {', '.join(said) or 'no options'}; {len(images.replaced):,} broken, others stand for them"
+        broken = f"; {len(images.replaced):,} broken, others stand for them" if len(images.replaced) else ""
+        yield f"  read with {manifest.options.said or 'no options'}{broken}"
         counts = Counter(images.labels().tolist())
         yield from (f"  {line}" for line in _lines(images, counts, manifest.classes, options))
 

@@ -219,21 +219,24 @@ def _text_lines(source: Path, lines: Iterable[str]) -> Iterator[_Line]:
         if line.startswith("#"):
             raise ValueError(f"{source}, line {number}: comments are not supported: remove it, or write ./# for a file")
         if line.strip():
-            path, label = _split(line.rstrip("\r\n"))
+            path, label = _split(line.rstrip("\r\n"), source.parent)
             yield _Line(f"line {number}", path, label)
 
 
-def _split(line: str) -> tuple[str, str | None]:
+def _split(line: str, root: Path) -> tuple[str, str | None]:
     """Path and label of a list's line; None without a label, which follows a tab, or a blank after an image's name."""
     path, tab, label = line.partition("\t")
     if tab:
-        return path.strip(' "'), label.strip()
+        return path.strip(' "'), label.strip(' "')
     line = line.strip()
     if line.startswith('"') and (end := line.find('"', 1)) > 0:
         return line[1:end], line[end + 1 :].strip(" ,") or None
     blanks = [place for place, character in enumerate(line) if character == " "]
     after_name = next((place for place in reversed(blanks) if is_image(line[:place].rstrip())), None)
-    if not is_image(line) and after_name is not None:
-        return line[:after_name].rstrip(), line[after_name:].strip()
     path, _, label = line.rpartition(" ")
-    return (path.strip(), label) if path and label.removeprefix("-").isdecimal() else (line, None)
+    path = path.strip() if label.removeprefix("-").isdecimal() else ""
+    if not is_image(line) and after_name is not None:
+        name, rest = line[:after_name].rstrip(), line[after_name:].strip(' "')
+        if "/" not in rest or not any((root / one).is_file() for one in (path, line)):  # of a folder with such a name
+            return name, rest
+    return (path, label) if path else (line, None)

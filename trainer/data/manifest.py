@@ -88,6 +88,11 @@ class Manifest:
     def complete(self) -> bool:
         return self.finished == self
 
+    def is_of(self, source: Path) -> bool:
+        """Whether images of a source are packed: of a folder all of it, not of one in it."""
+        source, root = source.resolve(), str((source if source.is_dir() else source.parent).resolve())
+        return any(part.root == root and Path(part.source).is_relative_to(source) for part in self.ranges)
+
     @property
     def finished(self) -> Manifest:
         """The manifest without the range that is still being added, if any."""

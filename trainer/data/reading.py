@@ -283,7 +283,7 @@ def _listed(
     if by_folder or named or any(number is None for text, number in numbers.items() if text not in missing):
         if missing and not by_folder:
             notes.append(f"label {missing[0]!r} is read as a class: an image without a label has an empty one")
-        names = sorted(text for text, number in numbers.items() if number != NO_LABEL)
+        names = sorted(text for text, number in numbers.items() if (text if by_folder else number != NO_LABEL))
         notes += _note_of_none(numbers.keys() - set(names))
         one = next((text for text in names if numbers[text] is not None), None)
         other = next((text for text in names if numbers[text] is None), None)

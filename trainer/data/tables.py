@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from trainer.data.archives import version
 from trainer.data.config import SPLITS
 from weightserver.common.installing import install_advice
 
@@ -45,22 +46,22 @@ def splits_of(tables: Sequence[str]) -> list[str]:
 
 def columns_of(path: Path) -> list[str]:
     """Names of a table's columns. Raises ValueError if it cannot be read, or pyarrow is missing."""
-    return list(_opened(str(path)).names)
+    return list(_opened(*version(path)).names)
 
 
 def has_paths(path: Path, column: str) -> bool:
     """Whether a column has paths; otherwise it has images, as bytes or as structs of bytes and path."""
-    kind = str(_opened(str(path)).schema.field(column).type)
+    kind = str(_opened(*version(path)).schema.field(column).type)
     return not kind.startswith("struct") and "binary" not in kind
 
 
 def num_rows(path: Path) -> int:
-    return _opened(str(path)).starts[-1]
+    return _opened(*version(path)).starts[-1]
 
 
 def values_of(path: Path, column: str) -> Iterator[Any]:
     """The values of a column; of one with names of classes, as `datasets` writes them, the names."""
-    table = _opened(str(path))
+    table = _opened(*version(path))
     names = _class_names(table.schema.metadata or {}, column)
     for part in range(len(table.starts) - 1):
         for value in table.part(part, column).to_pylist():
@@ -70,7 +71,7 @@ def values_of(path: Path, column: str) -> Iterator[Any]:
 def read_cell(path: Path, member: str, row: int) -> bytes:
     """The encoded image in a row, of the column that the member's name begins with. Raises OSError if there is none."""
     column = member.rpartition("[")[0]
-    table = _opened(str(path))
+    table = _opened(*version(path))
     part = bisect.bisect_right(table.starts, row) - 1
     value = table.part(part, column)[row - table.starts[part]].as_py()
     content, file = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
@@ -116,7 +117,10 @@ class _Table:
             raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
 
 
-_opened = functools.lru_cache(64)(_Table)
+@functools.lru_cache(64)
+def _opened(path: str, *_: int) -> _Table:
+    """A table, by its file's `version`."""
+    return _Table(path)
 
 
 def _class_names(metadata: Mapping[bytes, bytes], column: str) -> list[str]:

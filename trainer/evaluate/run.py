@@ -115,12 +115,10 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
 
 
 def _reading(command: Command, subject: Subject, name: str, directory: Path | None) -> SourceOptions:
-    """How the images are read: as is given, the run's own as in the run, others with its pixels."""
-    own = subject.images
+    """How the images are read: as is given, otherwise as in the run."""
     if name not in DECODED:
         _refuse_reading(command, name)
-    is_own = directory and own.data_dir and directory.resolve() == own.data_dir.resolve()
-    return replace(own if is_own else own.of_pixels, **command.reading)
+    return replace(subject.reading_of(directory), **command.reading)
 
 
 def _refuse_reading(command: Command, images: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trainer.data import SYNTHETIC
-from trainer.data.config import DataConfig
+from trainer.data import DECODED, SYNTHETIC
+from trainer.data.config import DataConfig, SourceOptions
+from trainer.data.datasets import FOLDER
+from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
 from trainer.evaluate.options import SubjectOptions
@@ -97,7 +99,20 @@ class Subject:
             raise ValueError(
                 f"{self.name} was trained on generated images, which have no labels: give another --dataset"
             )
+        if data_dir and self.images.dataset in DECODED:
+            return "packed" if is_packed(data_dir) else FOLDER, data_dir
         return self.images.dataset, data_dir or self.images.data_dir
+
+    def reading_of(self, source: Path | None) -> SourceOptions:
+        """How images are read: the run's own, also those of which its pack was made, as in the run; others with its
+        pixels."""
+        own = self.images
+        if source is None or own.data_dir is None:
+            return own.of_pixels
+        if source.resolve() == own.data_dir.resolve():
+            return own
+        packed = Manifest.load(own.data_dir) if is_packed(own.data_dir) else None
+        return replace(own, **packed.options.given | own.given) if packed and packed.is_of(source) else own.of_pixels
 
 
 def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from trainer.encoder_config import EncoderConfig
 
-RUN_FORMAT = 4
+RUN_FORMAT = 5
 """The format of a run's directory, which its config.json names."""
 CONFIG_FILE = "config.json"
 """The settings; its existence claims the directory for a run."""

@@ -705,7 +705,7 @@ def test_a_zip_of_any_name_is_unchanged_since_it_was_packed(tmp_path: Path) -> N
 def test_a_link_into_a_run_is_said_to_be_one(tmp_path: Path) -> None:
     plain_tree(tmp_path, 6)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text('{"format": 4}')
+    (tmp_path / "run/config.json").write_text('{"format": 5}')
     (tmp_path / "run/training.png").write_bytes(b"x")
     (tmp_path / "a/linked.png").symlink_to(tmp_path / "run/training.png")
     assert "1 link into a directory of a run or a pack (a/linked.png)" in left_out_of(tmp_path)
@@ -813,6 +813,48 @@ def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     for content in (b"", b"0\t-1\t-1\tcut off"):
         with pytest.raises(ValueError, match="empty or cut off"):
             Listing(content, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found", "classes"),
+    [
+        ("my.png files/img 3\na.jpg 4\n", ["my.png files/img", "a.jpg"], ()),
+        ("my.png files/img\na.jpg\n", ["my.png files/img", "a.jpg"], ()),
+        ('a.jpg "cat dog"\nb.jpg\t"cow"\n', ["a.jpg", "b.jpg"], ("cat dog", "cow")),
+        ("a.jpg cats/big\nb.jpg cats/3 4\n", ["a.jpg", "b.jpg"], ("cats/3 4", "cats/big")),
+    ],
+)
+def test_a_line_is_a_path_that_exists_and_its_label(
+    lines: str, found: list[str], classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "my.png files").mkdir()
+    for name in ("my.png files/img", "a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(jpeg(1))
+    (tmp_path / "list.txt").write_text(lines)
+    listing, split = listed(tmp_path / "list.txt")
+    assert (paths(listing), split.classes) == (found, classes)
+
+
+@pytest.mark.parametrize("name", ["images.zip", "images.parquet"])
+def test_an_archive_that_is_written_anew_is_read_anew(name: str, tmp_path: Path) -> None:
+    source = tmp_path / name
+    for number in (2, 3):
+        if name.endswith(".zip"):
+            with zipfile.ZipFile(source, "w") as archive:
+                for image in range(number):
+                    archive.writestr(f"{image}.jpg", jpeg(image))
+        else:
+            arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+            parquet.write_table(arrow.table({"image": [jpeg(image) for image in range(number)]}), source)
+        listing, _ = listed(source)
+        assert [listing.read(image) for image in range(len(listing))] == [jpeg(image) for image in range(number)]
+
+
+def test_a_folder_may_have_any_name_of_a_class(tmp_path: Path) -> None:
+    for name in ("-1", "cat", "nan"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(jpeg(1))
+    assert listed(tmp_path)[1].classes == ("-1", "cat", "nan")
 
 
 def test_labels_of_a_list_may_be_names(tmp_path: Path) -> None:

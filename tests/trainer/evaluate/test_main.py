@@ -26,7 +26,7 @@ from trainer.model import EncoderConfig, build_model, save_encoder
 CONFIG = EncoderConfig(width=4, blocks=(1, 1), stem_stride=2)
 
 
-OF_RUN = {"format": 4, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
+OF_RUN = {"format": 5, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
 """Settings in a run's config.json."""
 
 

@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, small_run
+from trainer.data.config import DataConfig, SourceOptions
+from trainer.data.pack import PackOptions, pack
 from trainer.distributed import process_group
 from trainer.evaluate import subjects
 from trainer.evaluate.options import SubjectOptions
@@ -27,7 +30,7 @@ from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.run.checkpoint_file import checkpoint_name, encoder_tensors, saved_steps
 
 NEWEST = 3 * EVERY
-OF_RUN = {"format": 4, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
+OF_RUN = {"format": 5, "order_seed": 0, "seed": 0, "dim": 8, "background": "white", "dataset": "idx"}
 """Settings in a run's config.json."""
 SMALL = EncoderConfig(name="resnet18", in_channels=3, image_size=32, pixel_mean=(0.4,), pixel_std=(0.2,))
 
@@ -125,6 +128,18 @@ def test_the_data_of_a_run(tmp_path: Path) -> None:
     assert found.data(None, None) == ("folder", Path("/images"))
     assert found.data(None, Path("/more")) == ("folder", Path("/more"))
     assert found.data("cifar10", None) == ("cifar10", None)
+
+
+def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        plain_tree(tmp_path / "set" / folder, 3)
+    pack(tmp_path / "set", tmp_path / "packed", PackOptions(source=SourceOptions(split="a:b")))
+    images = DataConfig(dataset="packed", data_dir=tmp_path / "packed", alpha="ignore")
+    found = Subject(name="a", encoder=None, config=None, images=images)
+    for source, name, split in (("set", "folder", "a:b"), ("packed", "packed", None), ("set/a", "folder", None)):
+        assert found.data(None, tmp_path / source) == (name, tmp_path / source)
+        reading = found.reading_of(tmp_path / source)
+        assert (reading.split, reading.alpha) == (split, "ignore"), source
 
 
 def test_an_encoder_file(tmp_path: Path) -> None:
