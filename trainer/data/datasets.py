@@ -227,7 +227,7 @@ def load_dataset(
     Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
     `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images are
-    omitted if any has a class that the training images lack.
+    omitted if any has a class, by name, that the training images lack.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
