@@ -304,7 +304,7 @@ def test_handlers(count: int) -> None:
                 place.committer.submit(ShardChange.drop_table).result(10)
                 place.prepare()
             inputs.spec = place.shard.spec
-            inputs.table = table_number(place.shard.table_identity)
+            inputs.table = table_number(place.shard.spec, place.shard.table_identity) if place.shard.spec else 0
             (method, messages), before = inputs.request(), place.shard.state
             metadata, refusals = inputs.metadata(before.mark)
             outcome = place.call(method, messages, metadata)
@@ -390,7 +390,7 @@ def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) ->
     cluster, client = place
     before, statuses = everything(client), Counter[str]()
     process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
-    table = table_number(client.describe().identity)
+    table = table_number(SPEC, client.describe().identity)
 
     def work(seed: int) -> None:
         inputs = Inputs(seed, epoch=0)

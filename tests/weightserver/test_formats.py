@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from weightserver.protocol.codec import (
     rows_to_proto,
     spec_from_proto,
     spec_to_proto,
+    table_number,
 )
 from weightserver.server.request_memory import blocks_bytes
 
@@ -213,6 +214,14 @@ def test_specs_survive_the_wire() -> None:
     impossible.single_rate = True
     with pytest.raises(ValueError, match="single_rate is a kind of correction: set correction too"):
         spec_from_proto(impossible)
+
+
+def test_every_value_of_a_table_but_its_size_changes_its_number() -> None:
+    spec = TableSpec(num_rows=500, dim=8, rows_per_block=6)
+    others = [replace(spec, **{field.name: getattr(OTHER, field.name)}) for field in fields(TableSpec)]
+    numbers = {table_number(one, b"i" * 16) for one in (spec, *others)} | {table_number(spec, b"j" * 16)}
+    assert len(numbers) == len(others) + 1
+    assert table_number(replace(spec, num_rows=501), b"i" * 16) == table_number(spec, b"i" * 16)
 
 
 def test_all_finite() -> None:

@@ -178,7 +178,7 @@ def test_a_fetch_continues_after_an_extension_but_not_after_a_drop(
     monkeypatch.setattr(reading, "CHUNK_BYTES", 400)
     chunks = served.shard.fetch(np.arange(100), step=None, state=False)
     first = next(chunks)
-    earlier = table_number(served.shard.table_identity)
+    earlier = table_number(SPEC, served.shard.table_identity)
     assert served.do(lambda batch: batch.extend_table(1_000)) is True
     assert served.do(lambda batch: batch.extend_table(1_000)) is False
     assert np.array_equal(decoded([first, *chunks], SPEC).weight, before)

@@ -47,7 +47,6 @@ from weightserver.core.errors import DataLossError, FencedError, NoTableError, S
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import table_number
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -151,12 +150,12 @@ class WeightClient(Closing):
         if self._known_table is not None and table.identity != self._known_table.identity:
             self._forget_table()
         self._known_table = table
-        self._shards.name_table(table.identity)
+        self._shards.name_table(table.identity, table.number)
         return table
 
     def _forget_table(self) -> None:
         self._known_table = None
-        self._shards.name_table(b"")
+        self._shards.name_table(b"", 0)
         self._schedule.forget()
         self._writer = Writer(self._shards)
 
@@ -319,8 +318,7 @@ class WeightClient(Closing):
 
     def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
-        named = table_number(self._table.identity)
-        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=named)
+        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._table.number)
         rates = None
         if step is not None:
             request.step = arguments.checked_step(step, "step")

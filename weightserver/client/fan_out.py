@@ -36,8 +36,8 @@ class Shards:
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
-        self.table = b""
-        """Identity of the table; empty while none is known."""
+        self.table = 0
+        """Number that names the table in requests; 0 while none is known."""
         self._process = os.getpid()
 
     # ---- calls
@@ -67,9 +67,9 @@ class Shards:
 
     # ---- connections
 
-    def name_table(self, identity: bytes) -> None:
-        """From now on, calls are for shards of this table; of any if it is empty."""
-        self.table = identity
+    def name_table(self, identity: bytes, number: int) -> None:
+        """From now on, calls are for shards of this table; of any if the identity is empty and the number 0."""
+        self.table = number
         for connection in self.connections():
             connection.table = identity
 

@@ -28,6 +28,11 @@ class KnownTable:
     num_shards: int
 
     @cached_property
+    def number(self) -> int:
+        """Names the table in requests."""
+        return table_number(self.spec, self.identity)
+
+    @cached_property
     def precision(self) -> Precision:
         """How values of rows are sent."""
         return precision_of(self.spec)
@@ -143,8 +148,9 @@ def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> KnownTable
 
     def extend(connection: ShardConnection, answer: pb.DescribeResponse) -> None:
         if spec_of(answer) != extended.spec:
-            named, newest = table_number(table.identity), answer.epoch if epoch is None else epoch
-            connection.call("ExtendTable", pb.ExtendTableRequest(num_rows=num_rows, epoch=newest, table=named))
+            newest = answer.epoch if epoch is None else epoch
+            request = pb.ExtendTableRequest(num_rows=num_rows, epoch=newest, table=table.number)
+            connection.call("ExtendTable", request)
 
     shards.in_parallel(extend, zip(shards.connections(), answers, strict=True))
     return extended

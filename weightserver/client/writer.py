@@ -23,11 +23,10 @@ from weightserver.client.rates import CarriedRates
 from weightserver.client.threads import is_not_applied, raise_first
 from weightserver.core.errors import ClusterError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import table_number
 
 _OF_ANOTHER_TIME = (
-    "an earlier write of this client failed, and another client has rolled back or restored the rows since: it may be "
-    "part of them or not, so roll back to a checkpoint"
+    "an earlier write of this client failed, and another client has rolled back, restored or resharded the rows since: "
+    "it may be part of them or not, so roll back to a checkpoint"
 )
 Send = Callable[[int, Collection[int]], list[Any]]
 """Sends a write by its number to some shards; returns the answer or error of each."""
@@ -53,6 +52,8 @@ class _Write:
     adds: bool
     """Whether it adds to the rows instead of replacing them."""
     timeline: bytes = b""
+    table: int = 0
+    """Number of the table for which `shards` are those of its rows: a reshard moves rows to others."""
     number: int = 0
     is_applied: bool = False
     """Whether all shards have applied it."""
@@ -95,7 +96,7 @@ class Writer:
             raise
 
     def _write(self, made: _Write, send: Send) -> None:
-        made.timeline = self._timeline
+        made.timeline, made.table = self._timeline, self._shards.table
         self._settle(made.digest)
         if (known := self._untold.get(made.digest)) is not None:
             if known.timeline != made.timeline:
@@ -192,7 +193,7 @@ class Writer:
             session_id=session_id,
             writer=self._id,
             sequence=number,
-            table=table_number(self._shards.table),
+            table=self._shards.table,
             **fields,
         )
 
@@ -212,7 +213,8 @@ class Writer:
                 f"rollback({self._unfinished_rollback!r}) has failed on some of the shards: repeat it before any other "
                 "write"
             )
-        if self._unsettled is not None and self._unsettled.timeline != self._timeline:
+        now = self._timeline, self._shards.table
+        if self._unsettled is not None and (self._unsettled.timeline, self._unsettled.table) != now:
             raise ClusterError(_OF_ANOTHER_TIME)
 
     def _next_number(self) -> int:

@@ -166,7 +166,7 @@ def _read_blocks(
 ) -> pb.ReadBlocksResponse:
     """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
     checkpoint."""
-    table = table_number(info.identity)
+    table = table_number(info.spec, info.identity)
     request = pb.ReadBlocksRequest(checkpoint=checkpoint, table=table, first_block=first_block)
     answer: pb.ReadBlocksResponse = client.call_shard(shard, "ReadBlocks", request)
     return answer

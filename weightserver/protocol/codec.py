@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import xxhash
 
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, all_finite
 from weightserver.core.errors import InvalidRequestError
@@ -64,9 +65,11 @@ def spec_to_proto(spec: TableSpec) -> pb.TableSpec:
     )
 
 
-def table_number(identity: bytes) -> int:
-    """Names a table in requests: the first 8 of its random bytes; 0 without any."""
-    return int.from_bytes(identity[:8], "little")
+def table_number(spec: TableSpec, identity: bytes) -> int:
+    """Names a table in requests, whatever its size, never 0: XXH3-64 of the spec's other values in the order of its
+    fields, and of its identity. A reshard keeps the identity, but may change the rows of each shard."""
+    values = [value for name, value in vars(spec).items() if name != "num_rows"]
+    return xxhash.xxh3_64_intdigest(repr(values).encode() + identity) or 1
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -46,9 +47,14 @@ class Table:
         spec = replace(self.spec, num_rows=num_rows)
         return replace(self, spec=spec, codec=BlockCodec(spec))
 
+    @cached_property
+    def number(self) -> int:
+        """Names the table in requests, also after an extension."""
+        return table_number(self.spec, self.identity)
+
     def check_number(self, number: int) -> None:
         """Raises TableMismatchError unless `number` names this table, or is 0."""
-        if number not in (0, table_number(self.identity)):
+        if number not in (0, self.number):
             raise TableMismatchError(f"the table was replaced, it is now {self.spec}: call describe() and start over")
 
     def check_rows(self, rows: Int64Array, *, shard: int, num_shards: int) -> None:

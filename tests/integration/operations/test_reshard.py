@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.comparing import rows_in, same
@@ -24,7 +25,15 @@ from tests.helpers.operations import (
     targets_in,
 )
 from tests.helpers.stored import get, put, stored
-from weightserver import LocalCluster, StorageError, WeightClient
+from weightserver import (
+    ClusterError,
+    LocalCluster,
+    ShardUnavailableError,
+    StorageError,
+    TableMismatchError,
+    TableSpec,
+    WeightClient,
+)
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.versions import Version
 from weightserver.operations import reshard as resharding
@@ -106,6 +115,75 @@ def test_resharding_the_current_rows(
     assert same(rows_in(targets), now)
     assert [verify_directory(target).problems for target in targets] == [[], [], []]
     assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster that is resharded in its place."""
+    with LocalCluster(2, tmp_path) as cluster:
+        yield cluster
+
+
+MOVED = np.r_[0:8, 12:16]
+"""Rows of both shards. With 4 rows per block, rows 4 to 7 are of shard 1; with 8, of shard 0."""
+ONES = np.ones((len(MOVED), 4), np.float32)
+
+
+def connected(cluster: LocalCluster) -> WeightClient:
+    """A client that has made a push to MOVED, and has taken checkpoint `kept`."""
+    client = WeightClient(cluster.addresses, retry_seconds=1, connect_seconds=20)
+    client.create_table(TableSpec(num_rows=64, dim=4, momentum=0, weight_decay=0, init_std=0, rows_per_block=4))
+    client.extend_schedule(0, np.ones(9, np.float32))
+    client.open_session("run")
+    client.push_gradients(MOVED, ONES, step=0)
+    client.checkpoint("kept", step=1)
+    return client
+
+
+def stop(cluster: LocalCluster, shard: int) -> None:
+    cluster.processes[shard].terminate()
+    cluster.processes[shard].wait()
+
+
+def reshard_in_place(cluster: LocalCluster, *, current: bool) -> None:
+    """The same shards at the same addresses, with 8 rows per block."""
+    targets = [cluster.directory / f"shard-{shard}" for shard in range(2)]
+    for shard in range(2):
+        stop(cluster, shard)
+    sources = [target.rename(cluster.directory / f"old-{shard}") for shard, target in enumerate(targets)]
+    resharding.reshard(sources, targets, rows_per_block=8, current=current)
+    for shard in range(2):
+        cluster.restart(shard)
+
+
+def test_a_client_that_lives_through_a_reshard_loses_no_row(live: LocalCluster) -> None:
+    with connected(live) as client:
+        reshard_in_place(live, current=False)
+        client.open_session("run")
+        for _ in range(2):
+            with pytest.raises(TableMismatchError, match="rows_per_block=8"):
+                client.push_gradients(MOVED, ONES, step=1)
+            with pytest.raises(TableMismatchError, match="rows_per_block=8"):
+                client.fetch(MOVED, step=1)
+        assert client.describe().spec.rows_per_block == 8
+        assert (client.fetch(MOVED, step=1) == -1).all(), "no shard has applied a part"
+        client.push_gradients(MOVED, ONES, step=1)
+        assert (client.fetch(MOVED, step=2) == -2).all()
+
+
+def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster) -> None:
+    """Its other half is of other shards now."""
+    with connected(live) as client:
+        stop(live, 1)
+        with pytest.raises(ShardUnavailableError):
+            client.push_gradients(MOVED, ONES, step=1)
+        reshard_in_place(live, current=True)
+        client.describe()
+        client.open_session("run")
+        for _ in range(2):
+            with pytest.raises(ClusterError, match="resharded the rows since"):
+                client.push_gradients(MOVED, ONES, step=1)
+        assert (client.fetch(MOVED, step=2) == np.where(MOVED // 4 == 0, -2, -1)[:, None]).all()
 
 
 @pytest.mark.guard
