@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -28,7 +29,7 @@ import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helpers.commands import weightserver
@@ -44,7 +45,7 @@ from weightserver import (
 )
 from weightserver.cli import main
 from weightserver.client.security import ClientSecurity
-from weightserver.common.security import TOKEN_VARIABLE, read_token
+from weightserver.common.security import TOKEN_VARIABLE, Followed, read_token
 from weightserver.operations.certificates import write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.server.config import ServerConfig
@@ -574,14 +575,16 @@ def test_the_client_rejects_invalid_files(place: Place, changes: dict[str, str],
     assert "\n" not in str(raised.value)
 
 
-def issued(directory: Path, key: Any, names: list[x509.GeneralName]) -> tuple[Path, Path]:
-    """A certificate and its key, signed by itself."""
-    now, name = datetime.now(UTC), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a shard")])
+def issued(directory: Path, key: Any, subject: list[str], names: list[x509.GeneralName]) -> tuple[Path, Path]:
+    """A certificate and its key, signed by itself; as of a client, so that nobody would accept it of a shard."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text) for text in subject])
+    now, purpose = datetime.now(UTC), x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     builder = builder.serial_number(7).not_valid_before(now).not_valid_after(now + timedelta(days=9))
+    builder = builder.add_extension(purpose, critical=True)
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    signed = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
+    signed = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey) else HASH)
     encoding, no = serialization.Encoding.PEM, serialization.NoEncryption()
     cert, key_file = directory / "own.pem", directory / "own-key.pem"
     cert.write_bytes(signed.public_bytes(encoding))
@@ -589,31 +592,65 @@ def issued(directory: Path, key: Any, names: list[x509.GeneralName]) -> tuple[Pa
     return cert, key_file
 
 
-HOST: list[x509.GeneralName] = [x509.DNSName("*.ws.example")]
-KEYS: dict[str, tuple[Any, list[x509.GeneralName], bool]] = {
-    "P-256": (ec.generate_private_key(ec.SECP256R1()), HOST, True),
-    "no host": (ec.generate_private_key(ec.SECP256R1()), [], True),
-    "P-384": (ec.generate_private_key(ec.SECP384R1()), HOST, True),
-    "RSA": (rsa.generate_private_key(65537, 2048), HOST, True),
-    "Ed25519": (ed25519.Ed25519PrivateKey.generate(), HOST, False),
-    "P-521": (ec.generate_private_key(ec.SECP521R1()), HOST, False),
-    "secp256k1": (ec.generate_private_key(ec.SECP256K1()), HOST, False),
+HASH = hashes.SHA256()
+P256 = ec.generate_private_key(ec.SECP256R1())
+HOST: list[x509.GeneralName] = [x509.DNSName("ws0.example")]
+PAIRS: dict[str, tuple[Any, list[str], list[x509.GeneralName], bool]] = {
+    "P-256": (P256, ["a"], HOST, True),
+    "P-384": (ec.generate_private_key(ec.SECP384R1()), ["a"], HOST, True),
+    "RSA": (rsa.generate_private_key(65537, 2048), ["a"], HOST, True),
+    "Ed25519": (ed25519.Ed25519PrivateKey.generate(), ["a"], HOST, False),
+    "Ed448": (ed448.Ed448PrivateKey.generate(), ["a"], HOST, False),
+    "P-521": (ec.generate_private_key(ec.SECP521R1()), ["a"], HOST, False),
+    "secp256k1": (ec.generate_private_key(ec.SECP256K1()), ["a"], HOST, False),
+    "DSA": (dsa.generate_private_key(2048), ["a"], HOST, False),
+    "no name": (P256, [], [], True),
+    "two common names": (P256, ["a", "b"], [], True),
+    "any common name": (P256, ["*"], [], True),
+    "a URI first": (P256, ["a"], [x509.UniformResourceIdentifier("spiffe://a/b"), *HOST], True),
+    "an address of mail": (P256, ["a"], [x509.RFC822Name("ops@ws.example")], True),
+    "a wildcard among hosts": (P256, ["a"], [x509.DNSName("*.ws.example"), *HOST], True),
 }
 
 
-@pytest.mark.parametrize(("key", "names", "is_usable"), KEYS.values(), ids=KEYS.keys())
-def test_a_certificate_that_the_other_side_refuses_is_rejected(
-    tmp_path: Path, key: Any, names: list[x509.GeneralName], is_usable: bool
+@pytest.mark.parametrize(("key", "subject", "names", "is_usable"), PAIRS.values(), ids=PAIRS.keys())
+def test_keys_of_kinds_that_grpc_cannot_use_are_refused(
+    tmp_path: Path, key: Any, subject: list[str], names: list[x509.GeneralName], is_usable: bool
 ) -> None:
-    """OpenSSL reads kinds of keys that gRPC does not: the shard would serve, and every handshake fail."""
-    cert, key_file = issued(tmp_path, key, names)
+    """OpenSSL knows more: the shard would serve, and every handshake fail. Names and purposes are not looked at."""
+    cert, key_file = issued(tmp_path, key, subject, names)
     client = ClientSecurity(tls_ca=cert, tls_cert=cert, tls_key=key_file)
     uses: list[Callable[[], object]] = [lambda: ServerTls(cert, key_file, None), client.credentials]
+    refused = r"^gRPC cannot use the kind of key of --tls-cert .*own\.pem: give one of RSA, P-256 or P-384, .*creates$"
     for use in uses:
-        with (
-            contextlib.nullcontext() if is_usable else pytest.raises(ValueError, match="a trial handshake failed: give")
-        ):
+        with contextlib.nullcontext() if is_usable else pytest.raises(ValueError, match=refused):
             use()
+
+
+def test_nobody_waits_for_files_that_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gRPC's threads do when many clients connect: while one reads, however long, the others use what there is."""
+    now, reads = [1000.0], 0
+    monkeypatch.setattr("weightserver.common.security.time.monotonic", lambda: now[0])
+    with ThreadPoolExecutor(8) as callers:
+
+        def read() -> int:
+            nonlocal reads
+            reads += 1
+            if reads == 1:
+                return 1
+            now[0] += 5
+            assert [one.result(timeout=SECONDS) for one in [callers.submit(followed) for _ in range(8)]] == [1] * 8
+            if reads < 4:
+                raise ValueError("the file is damaged")
+            return reads
+
+        file = tmp_path / "file"
+        followed = Followed(read, file)
+        file.touch()
+        for seconds, content, expected in ((0.9, 1, 1), (0.2, 1, 2), (0.9, 1, 2), (0.2, 1, 3), (1, 4, 4), (9, 4, 4)):
+            now[0] += seconds
+            assert [followed() for _ in range(3)] == [content] * 3
+            assert reads == expected
 
 
 def test_what_a_client_is_given_survives_a_copy(place: Place) -> None:

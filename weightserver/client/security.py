@@ -16,7 +16,6 @@ from weightserver.common.security import (
     read_ca,
     read_pair,
     read_token,
-    require_handshake,
     validity,
 )
 
@@ -60,7 +59,6 @@ class ClientSecurity:
         key, certificate = read_pair(self.tls_cert, self.tls_key, "--tls-cert", "--tls-key")
         if why := out_of_date(f"--tls-cert {self.tls_cert}", validity(certificate)):
             raise ValueError(why)
-        require_handshake(f"--tls-cert {self.tls_cert}", key, certificate)
         return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def client_arguments(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,7 +24,6 @@ MIN_TOKEN_CHARACTERS = 16
 MAX_TOKEN_CHARACTERS = 1024
 """gRPC limits a call's metadata to 8 KiB and reports more like overload."""
 
-_HANDSHAKE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 """How often files are looked at."""
 
@@ -37,8 +35,8 @@ class Followed(Generic[Content]):
     """What files hold, read again when one of them has changed. Thread-safe.
 
     If they are invalid then, as between the writes of a certificate and of its key, a warning says so, what they held
-    before stays, and they are read again until they are valid: a certificate may become so by itself. A copy, also a
-    pickled one, reads them itself.
+    before stays, and they are read again, once a second, until they are valid: a certificate may become so by itself.
+    Nobody waits for another caller's reading. A copy, also a pickled one, reads them itself.
 
     Args:
         read: reads the content; raises ValueError if a file is invalid.
@@ -58,13 +56,22 @@ class Followed(Generic[Content]):
         return Followed, (self._read, *self._files)
 
     def __call__(self) -> Content:
-        if time.monotonic() - self._looked >= _LOOK_SECONDS:
-            with self._lock:
-                self._looked, found = time.monotonic(), self._look()
-                if found != self._found or self._refused:
-                    self._found = found
-                    self._reread()
+        if self._lock.acquire(blocking=False):
+            try:
+                if time.monotonic() - self._looked >= _LOOK_SECONDS:
+                    self._follow()
+            finally:
+                self._lock.release()
         return self._content
+
+    def _follow(self) -> None:
+        try:
+            found = self._look()
+            if found != self._found or self._refused:
+                self._found = found
+                self._reread()
+        finally:
+            self._looked = time.monotonic()
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         return [_state(file) for file in self._files]
@@ -143,7 +150,7 @@ def read_pair(cert: Path, key: Path, cert_option: str, key_option: str) -> tuple
     """Reads (key, certificate chain) in PEM from two files.
 
     Raises:
-        ValueError: a file cannot be read, the key is encrypted, or they do not match.
+        ValueError: a file cannot be read, the key is encrypted or of a kind that gRPC cannot use, or they do not match.
     """
     pair = _read(key, key_option, secret=True), _read(cert, cert_option)
 
@@ -157,7 +164,28 @@ def read_pair(cert: Path, key: Path, cert_option: str, key_option: str) -> tuple
             f"{cert_option} {cert} and {key_option} {key} are not a certificate and its key in PEM: "
             f"{error.reason or 'unreadable'}"
         ) from error
+    if not _has_usable_key(pair[1]):
+        raise ValueError(
+            f"gRPC cannot use the kind of key of {cert_option} {cert}: give one of RSA, P-256 or P-384, such as "
+            "'weightserver certs' creates"
+        )
     return pair
+
+
+def _has_usable_key(pem: bytes) -> bool:
+    """Whether gRPC knows the first certificate's kind of key; OpenSSL knows more kinds."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    certificate = x509.load_pem_x509_certificate(pem)
+    if certificate.public_key_algorithm_oid == x509.oid.PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5:
+        return True
+    try:
+        key = certificate.public_key()
+    except (UnsupportedAlgorithm, ValueError):
+        return False
+    return isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
 
 
 def read_ca(file: Path, option: str) -> bytes:
@@ -190,36 +218,3 @@ def out_of_date(certificate: str, period: tuple[datetime, datetime]) -> str:
             f"{certificate} is valid from {begin:%Y-%m-%d %H:%M} UTC on: give one that is valid now, or set the clock"
         )
     return f"{certificate} expired on {end:%Y-%m-%d %H:%M} UTC: renew it" if now >= end else ""
-
-
-def require_handshake(certificate: str, key: bytes, chain: bytes) -> None:
-    """Raises ValueError unless gRPC accepts a certificate, named so: OpenSSL reads keys of more kinds than gRPC does.
-
-    A client that trusts just this certificate calls a server that has it.
-    """
-    import grpc
-    from cryptography import x509
-
-    leaf = x509.load_pem_x509_certificate(chain)
-    try:
-        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        host = next(iter(names)).value
-    except x509.ExtensionNotFound:
-        (common_name,) = leaf.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-        host = common_name.value
-    server = grpc.server(ThreadPoolExecutor(1))
-    try:
-        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
-        server.start()
-        options = [("grpc.ssl_target_name_override", str(host).replace("*", "any")), ("grpc.enable_http_proxy", 0)]
-        with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(chain), options) as channel:
-            channel.unary_unary("/")(b"", timeout=_HANDSHAKE_SECONDS)
-    except (grpc.RpcError, RuntimeError) as error:
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return  # it answers that it has no such method: the handshake is done
-        raise ValueError(
-            f"gRPC cannot use {certificate}, a trial handshake failed: give one with a key of RSA, P-256 or P-384, "
-            "such as 'weightserver certs' creates"
-        ) from None
-    finally:
-        server.stop(None)

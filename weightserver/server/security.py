@@ -18,7 +18,6 @@ from weightserver.common.security import (
     out_of_date,
     read_ca,
     read_pair,
-    require_handshake,
     validity,
 )
 from weightserver.core.errors import AuthenticationError
@@ -53,9 +52,7 @@ class ServerTls:
             pair = read_pair(cert, key, "--tls-cert", "--tls-key")
             authority = None if client_ca is None else read_ca(client_ca, "--tls-client-ca")
             period = validity(pair[1])
-            if not (why := out_of_date(self._name, period)):
-                require_handshake(self._name, *pair)
-            elif self._is_started:
+            if self._is_started and (why := out_of_date(self._name, period)):
                 raise ValueError(why)
             return grpc.ssl_server_certificate_configuration([pair], authority), period
 
