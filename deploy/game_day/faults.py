@@ -153,7 +153,6 @@ FAULTS = {
         _put_back,
         {},
         also=frozenset({"WritesFail"}),  # if a write is the first call that meets it: fetches alone count in no alert
-        ready="NOT_READY: the last write was refused: shard 0 lacks what it had acknowledged",
     ),
     "token": Fault(
         "a second client calls with a wrong token",

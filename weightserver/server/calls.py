@@ -44,7 +44,7 @@ class Calls:
 
     Args:
         slow_seconds: calls that take longer are logged.
-        on_write: called after each write, with the reason if the disk refused it or the shard lacks earlier ones.
+        on_write: called after each write, with the reason if the disk refused it.
     """
 
     def __init__(
@@ -122,8 +122,6 @@ class Calls:
                 self._metrics.fenced.inc()
             if isinstance(error, DamagedRecordError):
                 self._metrics.damaged.inc()
-            if isinstance(error, DataLossError):
-                self._on_write(str(error))
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(("refused", method)):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())

@@ -27,7 +27,7 @@ _MIN_FREE_MIB = 256
 _LASTING_SECONDS = 60.0
 """How long the database may be unusable before the process ends."""
 _REFUSED_SECONDS = 300.0
-"""How long a shard is not ready after a write that was refused, unless another one succeeds."""
+"""How long a shard is not ready after a write that the disk refused, unless another one succeeds."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class ShardHealth:
         self._phase = "the shard is draining"
 
     def wrote(self, refused: str = "") -> None:
-        """Notes that a write succeeded, or why it cannot: the disk refused it, or the shard lacks earlier ones."""
+        """Notes that a write succeeded, or why the disk refused it."""
         self._refused, self._refused_at = refused, time.monotonic()
         if refused or self._known:
             self.look()  # also after a success: a problem that ended in between has not lasted
