@@ -20,13 +20,14 @@ _MAX_SECONDS = 86_400
 
 def checked_addresses(addresses: Sequence[str], *, credentials: object, token: object, insecure: bool) -> list[str]:
     """The address of each shard. Raises ValueError unless all may be called with these credentials."""
-    if isinstance(addresses, str) or not len(addresses) or not all(isinstance(text, str) for text in addresses):
+    is_list = not isinstance(addresses, str) and all(isinstance(text, str) for text in addresses)
+    parsed = parse_addresses(*addresses) if is_list else []
+    if not parsed:
         raise ValueError(f"addresses must be a list of host:port, one for each shard, got {addresses!r}")
     if not callable(token):
         checked_token(token)
     if not (credentials is None or callable(credentials) or isinstance(credentials, grpc.ChannelCredentials)):
         raise TypeError(f"credentials must be of gRPC's for a channel, or what makes them, got {credentials!r}")
-    parsed = parse_addresses(*addresses)
     for address in parsed:
         if not is_loopback(address) and credentials is None and not insecure:
             raise ValueError(
