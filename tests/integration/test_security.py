@@ -150,6 +150,7 @@ def renewed(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
         assert "Traceback" not in shards["shard"].log.read_text()
 
 
+@pytest.mark.guard
 def test_certificates_are_read_again_without_a_restart(renewed: tuple[Served, Path], tmp_path: Path) -> None:
     """By the shard for the next connection, by the client for its next one. Here the CA is another one afterwards, so
     that neither accepts the other's old certificate."""

@@ -63,6 +63,7 @@ def retries() -> float:
     )
 
 
+@pytest.mark.guard
 def test_shards_are_updated_and_put_back_unseen_by_the_trainer(
     tmp_path: Path, one_thread: None, caplog: pytest.LogCaptureFixture
 ) -> None:

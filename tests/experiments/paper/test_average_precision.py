@@ -54,7 +54,7 @@ def parts(rows: list[tuple[int, int, tuple[int, ...], float]], image: int) -> tu
 
 
 @given(OBJECTS, DETECTIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_equals_vocs_rules_in_pixels(objects: list, detections: list) -> None:  # type: ignore[type-arg]
     """First and last pixels counted from 1, whose boxes are one wider than their difference."""
     wanted, found = list[Objects](), list[Detections]()
