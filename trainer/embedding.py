@@ -78,7 +78,7 @@ def embedded(
         ValueError: features that are not finite.
     """
     encoder, config = found.require_encoder("embed")
-    frozen = Frozen(encoder, config.pixels, device)
+    frozen = Frozen(encoder.to(device), config.pixels, device)
     for split, images in splits.items():
         edge = (images.shape[-1] - config.image_size) // 2
         inner = slice(edge, edge + config.image_size)

@@ -61,7 +61,9 @@ class Evaluation:
 
     def frozen(self) -> Frozen:
         """The encoder, on the device."""
-        return Frozen(self.subject.network, self.subject.pixels, self.ranks.device, bfloat16=self.bfloat16)
+        return Frozen(
+            self.subject.network.to(self.ranks.device), self.subject.pixels, self.ranks.device, bfloat16=self.bfloat16
+        )
 
     def folder(self, what: str) -> Path:
         """`data_dir`. Raises ValueError, which says `what` to give, without one."""

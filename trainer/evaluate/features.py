@@ -38,10 +38,10 @@ class RawPixels(nn.Module):
 
 
 class Frozen:
-    """An encoder in eval mode (BatchNorm uses running statistics) whose state nothing changes."""
+    """An encoder on `device`, in eval mode (BatchNorm uses running statistics), whose state nothing changes."""
 
     def __init__(self, encoder: nn.Module, pixels: PixelScale, device: torch.device, *, bfloat16: bool = False) -> None:
-        self._encoder = encoder.to(device).eval()
+        self._encoder = encoder.eval()
         self._before = {name: value.clone() for name, value in encoder.state_dict().items()}
         self._bfloat16 = bfloat16
         self.pixels, self.device = pixels, device
@@ -113,9 +113,10 @@ def encode(
     was_training = encoder.training
     device = next((parameter.device for parameter in encoder.parameters()), torch.device("cpu"))
     frozen = Frozen(encoder, pixels, device)
-    features = frozen.of_images(images, side, torch.arange(len(images)) if ids is None else ids, batch_size)
-    encoder.train(was_training)
-    return features
+    try:
+        return frozen.of_images(images, side, torch.arange(len(images)) if ids is None else ids, batch_size)
+    finally:
+        encoder.train(was_training)
 
 
 @dataclass(frozen=True, kw_only=True)
