@@ -209,7 +209,7 @@ def test_the_wheel_holds_the_packages(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(ROOT))
         for package in PACKAGES
-        for pattern in ("*.py", "*.pyi", "*.html", "py.typed")
+        for pattern in ("*.py", "*.pyi", "*.html", "*.jinja", "py.typed")
         for path in (ROOT / package).rglob(pattern)
     }
     kernel = {KERNEL} if HAS_COMPILER else set()

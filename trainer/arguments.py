@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +54,7 @@ def parse_config(
         config = parse(_for_fewer_images(PRESETS[preset][1], config.data.num_images))
     if _is_there(config):
         return parse(_of_run(config, given))
-    if not preset:
+    if not preset and int(os.environ.get("RANK", "0")) == 0:  # other ranks take their settings from it
         _exit(f"{config.run.output} holds no run to resume: give its --output, or a preset to start one")
     return config
 

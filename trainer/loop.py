@@ -52,13 +52,13 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     started = time.perf_counter()
     device = config.compute.torch_device()
     with shown(wanted=config.report.log_format == "text"):
-        with stage("loading the images"):
-            dataset = dataset_of(config)
         timeout_seconds = config.compute.rank_timeout_seconds + max(
             config.servers.retry_seconds, config.servers.wait_for_servers
         )
         with process_group(device, timeout_seconds=timeout_seconds, agreed=(Interrupted,)) as ranks:
             config = resolve_resume(config, ranks)
+            with stage("loading the images"):
+                dataset = dataset_of(config)
             dataset = images_of_run(config, dataset, ranks)
             config = with_pixel_scale(config, dataset, ranks)
             model, totals = _train_rank(config, dataset, ranks, on_step, started)

@@ -413,7 +413,7 @@ def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
             train(begin)
         assert train(begin.with_settings(take_over=True)).summary["steps"] == 4
         with pytest.raises(FencedError):
-            other.checkpoint("late", step=0)
+            other.checkpoint("late", step=4)
 
 
 @pytest.mark.guard  # seconds
@@ -533,21 +533,22 @@ def test_a_run_of_another_version_is_refused_in_one_line(older: dict[str, Any], 
 
 @pytest.mark.guard  # seconds
 def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
-    """Two ranks as on two machines that share no disk: each has its own working directory, and --output is relative."""
+    """Two ranks as on two machines that share no disk: each has its own working directory, and --output is relative.
+    What is not given on resuming is what the run had, on both."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += ["sh", "-c", f'cd "$RANK" && exec {shlex.quote(sys.executable)} -m trainer "$@"', "trainer"]
-    command += ["synthetic", "--num-images", "300", "--encoder.image-size", "16", "--encoder.width", "8", "--dim", "16"]
-    command += ["--steps", "40", "--batch-size", "16", "--num-negatives", "64", "--window-size", "96"]
-    command += ["--window-stride", "24", "--checkpoint-every", "10", "--log-every", "1", "--no-evaluate"]
+    settings = ["synthetic", "--num-images", "300", "--encoder.image-size", "16", "--encoder.width", "8", "--dim", "16"]
+    settings += ["--steps", "40", "--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--seed", "1"]
+    settings += ["--window-stride", "24", "--checkpoint-every", "10", "--log-every", "1", "--no-evaluate"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for rank in "01":
         (tmp_path / rank).mkdir()
 
-    def run(*more: str) -> list[float]:
-        subprocess.run([*command, *more], check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    def run(*given: str) -> list[float]:
+        subprocess.run([*command, *given, "--output", "run"], check=True, cwd=tmp_path, env=environment)
         return losses(tmp_path / "0" / "run")
 
     with LocalCluster(2) as cluster:
-        command += ["--output", "run", "--resume", "auto", "--servers", ",".join(cluster.addresses)]
-        once = run()
-        assert run("--resume-step", "20") == once
+        once = run(*settings, "--resume", "auto", "--servers", ",".join(cluster.addresses))
+        assert run("--resume", "--resume-step", "20") == once
     assert not list((tmp_path / "1").iterdir())

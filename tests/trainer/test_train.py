@@ -232,11 +232,11 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
     def scrape() -> None:
         while not (announced := re.search(r"metrics on (http://\S+)", capfd.readouterr().out)):
             time.sleep(0.01)
-        while True:  # until the page has a record
+        while True:  # until the page has a step and its record
             page = urllib.request.urlopen(announced[1]).read().decode()
-            values = dict(re.findall(r"^pic_trainer_(\w+) (\S+)$", page, re.MULTILINE))
+            values = dict(re.findall(r"^pic_trainer_(\w+)\{.*\} (\S+)$", page, re.MULTILINE))
             shown = [float(values[name]) for name in ("loss", "learning_rate", "active_rows")]
-            if np.isfinite(shown).all():
+            if np.isfinite(shown).all() and float(values["steps_total"]):
                 break
             time.sleep(0.01)
         pages.append(page)
@@ -247,7 +247,9 @@ def test_a_run_can_be_watched(data_dir: Path, tmp_path: Path, capfd: pytest.Capt
         config(data_dir, tmp_path / "run", steps=120, metrics_port=0),
         on_step=lambda step: watcher.join(120) if step == 110 else None,
     )
-    seen = {name: float(value) for name, value in re.findall(r"^(pic_trainer_\w+) (\S+)$", pages[0], re.MULTILINE)}
+    seen = {
+        name: float(value) for name, value in re.findall(r"^(pic_trainer_\w+)\{.*\} (\S+)$", pages[0], re.MULTILINE)
+    }
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "learning_rate", "active_rows"):
         assert seen[f"pic_trainer_{name}"] in [record[name] for record in records], name

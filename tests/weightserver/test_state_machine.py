@@ -910,7 +910,7 @@ class Machine(RuleBasedStateMachine):
     "num_schedules",
     [
         30,
-        pytest.param(120, marks=pytest.mark.guard),
+        pytest.param(120, marks=[pytest.mark.guard, pytest.mark.timeout(900)]),
         pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )

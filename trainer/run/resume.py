@@ -49,13 +49,9 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
 
 def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """The settings with rank 0's for all that a run cannot change when it is resumed."""
-    had = ranks.of_first(lambda: json.loads(config.to_json()))
-    if ranks.is_first:
-        return config
-    own = json.loads(config.to_json())
-    settings = TrainConfig.of_run(had | {name: value for name, value in own.items() if name in RESUMABLE})
-    return settings.with_settings(resume_step=config.run.resume_step)
+    """Rank 0's settings: what the command line omits is the run's, which may be on its machine alone."""
+    settings = ranks.of_first(lambda: json.loads(config.to_json()))
+    return config if ranks.is_first else TrainConfig.of_run(settings).with_settings(resume_step=config.run.resume_step)
 
 
 def check_same_run(config: TrainConfig, num_images: int) -> None:
