@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import docstring_parser
-
 Value = TypeVar("Value")
 
 
@@ -162,6 +160,8 @@ def check_not_negative(settings: Settings, *names: str) -> None:
 
 def set_help_texts(settings: type) -> None:
     """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
+    import docstring_parser  # here, so that a command without the trainer's libraries says what it needs
+
     for base in settings.__bases__:
         if is_dataclass(base):
             set_help_texts(base)
