@@ -21,7 +21,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.helpers.watching import metric, wait_until
-from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
+from weightserver import LocalCluster, ShardUnavailableError, StepError, TableSpec, WeightClient
 from weightserver.client import calls
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
@@ -79,6 +79,16 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
         ]
 
     return said
+
+
+def test_a_refused_fetch_does_not_wait_for_a_frozen_shard(tmp_path: Path) -> None:
+    with LocalCluster(3, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        with frozen(cluster, 1):
+            started = time.monotonic()
+            with pytest.raises(StepError):
+                client.fetch(ROWS[:30], step=0)  # of shard 0, 1 and 2
+            assert time.monotonic() - started < 10, "it is refused long before the deadline of 30 s"
 
 
 @pytest.mark.guard

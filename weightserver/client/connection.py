@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +41,8 @@ from weightserver.protocol.status import is_of_shard
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
+_DROP_SECONDS = 1.0
+"""For how long answers are read that nobody wants."""
 
 Result = TypeVar("Result")
 Attempt = Callable[[Channel, dict[str, Any]], Result]
@@ -321,11 +323,20 @@ class BegunFetch(NamedTuple):
     answer: Any
     options: dict[str, Any]
 
-    def read_to_end(self) -> None:
-        """Drops the answer, until its deadline: gRPC keeps for ever what nobody has read to its end."""
-        with contextlib.suppress(grpc.RpcError):
-            for _ in self.answer:
-                pass
+
+def drop_answers(begun: Sequence[BegunFetch]) -> None:
+    """Reads the answers to their end, since gRPC keeps for ever what nobody has read; cancels what takes longer than
+    `_DROP_SECONDS` in all, as that of a shard that stands still."""
+    late = threading.Timer(_DROP_SECONDS, lambda: [one.answer.cancel() for one in begun])
+    late.daemon = True
+    late.start()
+    try:
+        for one in begun:
+            with contextlib.suppress(grpc.RpcError):
+                for _ in one.answer:
+                    pass
+    finally:
+        late.cancel()
 
 
 def _own_seconds(call: Any) -> float | None:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
-from weightserver.client.connection import BegunFetch
+from weightserver.client.connection import BegunFetch, drop_answers
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
@@ -60,8 +60,7 @@ def fetch_rows(
                 for (connection, part), first in zip(parts, [None, *begun], strict=False):
                     connection.fetch(request, rates, part, first)
             except WeightServerError:
-                for first in filter(None, begun):
-                    first.read_to_end()
+                drop_answers([first for first in begun if first is not None])
                 raise
             finally:
                 for first in filter(None, begun):
