@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.helpers.own_loop import (
     shuffled,
     trained,
 )
+from weightserver import InvalidRequestError
 from weightserver.torch import ClassifierHead
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +101,7 @@ def dense(**settings: Any) -> ClassifierHead:
 def error_of(case: Callable[[int], object], rank: int) -> str:
     try:
         case(rank)
-    except ValueError as error:
+    except (ValueError, InvalidRequestError) as error:
         return str(error)
     raise AssertionError(case.__name__)
 
@@ -206,6 +208,13 @@ def other_classes_to_compare(rank: int) -> None:
     dense().predict(torch.ones(1, DIM), 1, classes=[2 + rank])
 
 
+def a_name_was_used(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
+        for _ in range(2):
+            passed(head, [1 + 2 * rank, 2 + 2 * rank]).step(0.1)
+            head.checkpoint("a")
+
+
 A_RANK_FAILED = "another rank failed where this one"
 DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_settings: [
@@ -245,6 +254,7 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     ],
     other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,
     other_classes_to_compare: ["the classes to compare must be the same on every rank"] * 2,
+    a_name_was_used: ["shard 0 at 127.0.0.1:", "rank 0 failed: shard 0 at 127.0.0.1:"],
 }
 
 

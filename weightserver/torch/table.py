@@ -342,9 +342,11 @@ class Table:
         client = self.connect(self.ranks.device)
         name = f"step-{step:012d}" if name is None else name
         self._make_durable()
-        if self.ranks.is_first:
+
+        def take() -> None:
             client.checkpoint(name, step=step)
-        self.ranks.barrier()  # before it no rank writes rows of later steps
+
+        self.ranks.of_first(take)  # before it ends no rank writes rows of later steps
         (kept,) = (known for known in client.checkpoints() if known.name == name)
         saved = SavedRows.of(kept, client.table_identity(), self._order)
         self.ranks.barrier()  # before it rank 0 does not stop the servers
