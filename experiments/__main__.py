@@ -85,6 +85,10 @@ def _gpu(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--budget is {options.seconds:g}: give more than {_STOP_SECONDS:g} seconds, which stopping may take"
         )
+    if not Path("data/cifar-10").is_dir():
+        print_error(
+            "experiments: data/cifar-10 does not exist: CIFAR-10 is downloaded; put a copy there if it cannot be"
+        )
     options.seconds -= _STOP_SECONDS
     options.directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/gpu"))
     status = _run(options)
