@@ -52,8 +52,6 @@ class _Write:
     adds: bool
     """Whether it adds to the rows instead of replacing them."""
     timeline: bytes = b""
-    table: int = 0
-    """Number of the table for which `shards` are those of its rows: a reshard moves rows to others."""
     number: int = 0
     is_applied: bool = False
     """Whether all shards have applied it."""
@@ -96,7 +94,7 @@ class Writer:
             raise
 
     def _write(self, made: _Write, send: Send) -> None:
-        made.timeline, made.table = self._timeline, self._shards.table
+        made.timeline = self._timeline
         self._settle(made.digest)
         if (known := self._untold.get(made.digest)) is not None:
             if known.timeline != made.timeline:
@@ -213,8 +211,7 @@ class Writer:
                 f"rollback({self._unfinished_rollback!r}) has failed on some of the shards: repeat it before any other "
                 "write"
             )
-        now = self._timeline, self._shards.table
-        if self._unsettled is not None and (self._unsettled.timeline, self._unsettled.table) != now:
+        if self._unsettled is not None and self._unsettled.timeline != self._timeline:
             raise ClusterError(_OF_ANOTHER_TIME)
 
     def _next_number(self) -> int:

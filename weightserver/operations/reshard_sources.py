@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.checkpoints import chosen_checkpoint, common_checkpoints
@@ -134,8 +135,9 @@ def table_state(shards: list[SourceShard], spec: TableSpec, checkpoint: str | No
             raise NoTableError("the shards keep no checkpoint in common: give --current for the rows as they are now")
         kept = chosen_checkpoint(checkpoint, common)
     if kept is None:
-        clocks, timeline = [state.clock for state in states], states[0].timeline
-        marks = [state.mark for state in states]
+        clocks, marks = [state.clock for state in states], [state.mark for state in states]
+        # A new one, which is the same when the call is repeated: a client's half write cannot be completed any more.
+        timeline = xxhash.xxh3_128_hexdigest("".join(sorted(marks)).encode())
     else:
         known = [state.checkpoint(kept.name) for state in states]
         clocks, timeline = [kept.step] * len(known), kept.checkpoint_id.hex()

@@ -145,20 +145,20 @@ def stop(cluster: LocalCluster, shard: int) -> None:
     cluster.processes[shard].wait()
 
 
-def reshard_in_place(cluster: LocalCluster, *, current: bool) -> None:
-    """The same shards at the same addresses, with 8 rows per block."""
+def reshard_in_place(cluster: LocalCluster, rows_per_block: int, *, current: bool) -> None:
+    """The same shards at the same addresses."""
     targets = [cluster.directory / f"shard-{shard}" for shard in range(2)]
     for shard in range(2):
         stop(cluster, shard)
     sources = [target.rename(cluster.directory / f"old-{shard}") for shard, target in enumerate(targets)]
-    resharding.reshard(sources, targets, rows_per_block=8, current=current)
+    resharding.reshard(sources, targets, rows_per_block=rows_per_block, current=current)
     for shard in range(2):
         cluster.restart(shard)
 
 
 def test_a_client_that_lives_through_a_reshard_loses_no_row(live: LocalCluster) -> None:
     with connected(live) as client:
-        reshard_in_place(live, current=False)
+        reshard_in_place(live, 8, current=False)
         client.open_session("run")
         for _ in range(2):
             with pytest.raises(TableMismatchError, match="rows_per_block=8"):
@@ -171,13 +171,14 @@ def test_a_client_that_lives_through_a_reshard_loses_no_row(live: LocalCluster) 
         assert (client.fetch(MOVED, step=2) == -2).all()
 
 
-def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster) -> None:
-    """Its other half is of other shards now."""
+@pytest.mark.parametrize("rows_per_block", [4, 8])
+def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_per_block: int) -> None:
+    """The shards no longer know whose it was, and its other half may be of other shards."""
     with connected(live) as client:
         stop(live, 1)
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(MOVED, ONES, step=1)
-        reshard_in_place(live, current=True)
+        reshard_in_place(live, rows_per_block, current=True)
         client.describe()
         client.open_session("run")
         for _ in range(2):
