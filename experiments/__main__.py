@@ -1,7 +1,7 @@
 """The tables' command line: run cells, write the page.
 
 python -m experiments run [--tables a,b] [--seeds 3] [--directory runs/tables] [--jobs N] [--quick]
-python -m experiments gpu [--budget SECONDS] [--directory runs/gpu] [--quick]
+python -m experiments gpu [--budget SECONDS] [--jobs N] [--directory runs/gpu] [--quick]
 python -m experiments page [--quick]
 """
 
@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run, seconds=math.inf)
     gpu = commands.add_parser("gpu", help="run the next of the GPU's cells, one after another")
     gpu.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", dest="seconds", help=_BUDGET_HELP)
-    gpu.set_defaults(command=_gpu, tables=GPU.name, seeds=1, jobs=1)
+    gpu.add_argument("--jobs", type=int, default=1, help="cells at a time, which share the GPU")
+    gpu.set_defaults(command=_gpu, tables=GPU.name, seeds=1)
     for command in (run, gpu):
         command.add_argument(
             "--quick", action="store_true", help=f"tiny cells, in {QUICK}: shows that everything works"
