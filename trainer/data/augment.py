@@ -17,6 +17,7 @@ px); and resampling uses the pixels around a crop, like resizing the whole image
 import itertools
 from collections.abc import Sequence
 from enum import IntEnum, auto
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.data.augmentation_config import AugmentationConfig as AugmentationConfig
-from trainer.data.crops import NUM_TRIES, draw_crops
-from trainer.data.decode import Box, ChosenBox, centre
+from trainer.data.crops import NUM_TRIES, RandomCrops, draw_crops
+from trainer.data.decode import ChosenBox, centre
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
-from weightserver.core.arrays import Float32Array
+from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch import to_device
 
 
@@ -92,7 +93,7 @@ class Augmentation:
     def __call__(self, images: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
         numbers = _on_host(uniforms)
         height, width = images.shape[-2:]
-        boxes = [crop(width, height) for crop in self.crops(numbers)]
+        boxes = self._drawn(numbers).boxes(width, height)
         return self._render(images, numbers, _in_image(boxes, width, height))
 
     def finish(self, crops: Tensor, uniforms: Tensor | Float32Array) -> Tensor:
@@ -101,6 +102,10 @@ class Augmentation:
 
     def crops(self, uniforms: Float32Array) -> Sequence[ChosenBox]:
         """Crop and flip of each image, of uniforms float32 [B, num_uniforms]; they give a box for an image's size."""
+        drawn = self._drawn(uniforms)
+        return [partial(drawn.box, place) for place in range(len(uniforms))]
+
+    def _drawn(self, uniforms: Float32Array) -> RandomCrops:
         config = self.config
         return draw_crops(
             uniforms[:, _AREAS],
@@ -197,12 +202,13 @@ def _symmetric(uniforms: Float32Array) -> Float32Array:
     return numbers
 
 
-def _in_image(boxes: Sequence[Box], width: int, height: int) -> Float32Array:
-    """Centres, x and y, and half the sides of boxes: float32 [B, 4], where the image spans -1..1 in both directions.
+def _in_image(boxes: Int64Array, width: int, height: int) -> Float32Array:
+    """Centres, x and y, and half the sides of boxes [B, 5]: float32 [B, 4], where the image spans -1..1 in both
+    directions.
 
     A half width is negative if the box is flipped.
     """
-    left, top, right, bottom, flipped = np.array(boxes, np.float64).reshape(-1, 5).T
+    left, top, right, bottom, flipped = boxes.astype(np.float64).T
     half_width = np.where(flipped, left - right, right - left) / width
     return np.stack(
         [(left + right) / width - 1, (top + bottom) / height - 1, half_width, (bottom - top) / height], axis=1

@@ -7,8 +7,6 @@ therefore whole pixels, computed on the host in float64 from sums, products, quo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from functools import cache
@@ -17,43 +15,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.decode import Box
-from weightserver.core.arrays import Float32Array, Float64Array
+from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 
 NUM_TRIES = 10
 """Number of shapes to try before taking the centre, as in torchvision."""
 _HALVINGS, _TERMS = 5, 12
 
 
-@dataclass
-class RandomCrop:
-    """One visit's crop of an image of unknown size: a function of its width and height."""
+@dataclass(frozen=True, eq=False)
+class RandomCrops:
+    """The crops of n visits, each a function of its image's width and height."""
 
-    areas: Sequence[float]
-    """Areas of the shapes to try in turn, as fractions of the image."""
-    ratios: Sequence[float]
+    areas: Float64Array
+    """Areas of the shapes to try in turn, as fractions of the image: [n, NUM_TRIES]."""
+    ratios: Float64Array
     """Ratios of width to height of the same shapes."""
-    left: float
-    """Position of the crop within its possible range, in [0, 1); `top` likewise."""
-    top: float
-    flipped: bool
+    lefts: Float64Array
+    """Position of the crop within its possible range, in [0, 1): [n]; `tops` likewise."""
+    tops: Float64Array
+    flipped: NDArray[np.bool_]
     max_ratio: float
 
-    def __call__(self, width: int, height: int) -> Box:
-        """The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio.
+    def box(self, place: int, width: int, height: int) -> Box:
+        """One of `boxes`."""
+        one = slice(place, place + 1)
+        columns = (self.areas[one], self.ratios[one], self.lefts[one], self.tops[one], self.flipped[one])
+        *sides, flipped = RandomCrops(*columns, self.max_ratio).boxes(width, height)[0].tolist()
+        return Box(*sides, bool(flipped))
 
-        Sides are rounded to whole pixels before they are compared with the image's.
+    def boxes(self, width: int, height: int) -> Int64Array:
+        """Left, top, right, bottom and whether it is flipped, of each crop of images of one size: [n, 5].
+
+        The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio. Sides
+        are rounded to whole pixels before they are compared with the image's.
         """
-        for area, ratio in zip(self.areas, self.ratios, strict=True):
-            pixels = area * (width * height)
-            crop_width, crop_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
-            if 0 < crop_width <= width and 0 < crop_height <= height:
-                left, top = int(self.left * (width - crop_width + 1)), int(self.top * (height - crop_height + 1))
-                break
-        else:
-            crop_width = min(width, round(height * self.max_ratio))
-            crop_height = min(height, round(width * self.max_ratio))
-            left, top = (width - crop_width) // 2, (height - crop_height) // 2
-        return Box(left, top, left + crop_width, top + crop_height, self.flipped)
+        pixels = self.areas * (width * height)
+        widths = np.rint(np.sqrt(pixels * self.ratios)).astype(np.int64)
+        heights = np.rint(np.sqrt(pixels / self.ratios)).astype(np.int64)
+        fits = (0 < widths) & (widths <= width) & (0 < heights) & (heights <= height)
+        chosen = np.arange(len(fits)), fits.argmax(axis=1)
+        fitted = fits[chosen]
+        widths = np.where(fitted, widths[chosen], min(width, round(height * self.max_ratio)))
+        heights = np.where(fitted, heights[chosen], min(height, round(width * self.max_ratio)))
+        lefts = np.where(fitted, (self.lefts * (width - widths + 1)).astype(np.int64), (width - widths) // 2)
+        tops = np.where(fitted, (self.tops * (height - heights + 1)).astype(np.int64), (height - heights) // 2)
+        return np.stack([lefts, tops, lefts + widths, tops + heights, self.flipped], axis=1)
 
 
 def draw_crops(
@@ -65,7 +71,7 @@ def draw_crops(
     *,
     scale: tuple[float, float],
     max_ratio: float,
-) -> list[RandomCrop]:
+) -> RandomCrops:
     """The crops of n visits, from uniform numbers in [0, 1).
 
     `areas` and `ratios` [n, NUM_TRIES]: a crop's area is uniform within `scale`, its ratio log-uniform between
@@ -73,9 +79,7 @@ def draw_crops(
     """
     area = scale[0] + (scale[1] - scale[0]) * areas.astype(np.float64)
     ratio = _exp((2 * ratios.astype(np.float64) - 1) * _log(max_ratio))
-    # lists, because NumPy is slow with the few numbers of one image
-    each = zip(area.tolist(), ratio.tolist(), lefts.tolist(), tops.tolist(), flipped.tolist(), strict=True)
-    return [RandomCrop(*numbers, max_ratio) for numbers in each]
+    return RandomCrops(area, ratio, lefts.astype(np.float64), tops.astype(np.float64), flipped, max_ratio)
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import ks_2samp
 
-from trainer.data.crops import NUM_TRIES, RandomCrop, draw_crops
+from trainer.data.crops import NUM_TRIES, RandomCrops, draw_crops
 from trainer.torchvision_schemas import import_module
 
 SIZES = [(500, 375), (375, 500), (224, 224), (28, 28), (1000, 100)]
@@ -22,7 +22,7 @@ SCALES = [(0.2, 1.0), (0.08, 1.0), (0.05, 0.14)]
 RATIO = 4 / 3
 
 
-def crops(count: int, scale: tuple[float, float], max_ratio: float = RATIO) -> list[RandomCrop]:
+def crops(count: int, scale: tuple[float, float], max_ratio: float = RATIO) -> RandomCrops:
     numbers = np.random.default_rng(0).integers(2**24, size=(count, 2 * NUM_TRIES + 3)).astype(np.float32) / np.float32(
         2**24
     )
@@ -55,7 +55,7 @@ def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[fl
     theirs = np.array([draw(image, list(scale), [1 / RATIO, RATIO]) for _ in range(1_000)], np.float64)
     top, left, crop_height, crop_width = theirs.T
     expected = described(np.stack([left, top, left + crop_width, top + crop_height], axis=1), width, height)
-    boxes = np.array([crop(width, height)[:4] for crop in crops(8_000, scale)], np.float64)
+    boxes = crops(8_000, scale).boxes(width, height)[:, :4].astype(np.float64)
     assert (boxes >= 0).all()
     assert (boxes[:, 2] <= width).all()
     assert (boxes[:, 3] <= height).all()
@@ -65,10 +65,15 @@ def test_the_distribution_is_torchvisions(size: tuple[int, int], scale: tuple[fl
 
 def test_a_small_image_has_a_crop_too() -> None:
     for width, height in ((1, 1), (2, 1), (1, 50), (3, 3)):
-        for crop in crops(200, (0.05, 0.14)):
-            left, top, right, bottom, _ = crop(width, height)
+        for left, top, right, bottom, _ in crops(200, (0.05, 0.14)).boxes(width, height):
             assert 0 <= left < right <= width
             assert 0 <= top < bottom <= height
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_crop_alone_is_the_one_among_others(size: tuple[int, int]) -> None:
+    drawn = crops(100, (0.2, 1.0))
+    assert [drawn.box(place, *size) for place in range(100)] == [tuple(box) for box in drawn.boxes(*size).tolist()]
 
 
 def test_sides_are_those_of_exact_arithmetic() -> None:
@@ -85,16 +90,22 @@ def test_sides_are_those_of_exact_arithmetic() -> None:
     middle = np.full(300, 0.5, np.float32)
     found = draw_crops(areas, ratios, middle, middle, middle < 0, scale=(0.25, 1.0), max_ratio=max_ratio)
     compared = 0
-    for crop, (crop_width, crop_height) in zip(found, rounded, strict=True):
+    boxes = found.boxes(width, height)
+    for (left, top, right, bottom, _), (crop_width, crop_height) in zip(boxes, rounded, strict=True):
         if crop_width <= width and crop_height <= height:
-            left, top, right, bottom, _ = crop(width, height)
             assert (right - left, bottom - top) == (crop_width, crop_height)
             compared += 1
     assert compared > 50
 
 
 def digest() -> str:
-    boxes = [crop(*size) for scale in SCALES for crop in crops(1_000, scale) for size in SIZES]
+    boxes = [
+        drawn.box(place, *size)
+        for scale in SCALES
+        for drawn in [crops(1_000, scale)]
+        for place in range(1_000)
+        for size in SIZES
+    ]
     return hashlib.sha256(np.array(boxes, "<i4").tobytes()).hexdigest()
 
 
