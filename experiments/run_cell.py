@@ -88,10 +88,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _plain(config: TrainConfig) -> TrainConfig:
-    """Settings that change no number: one process of weight servers, checkpoints, evaluation by this module."""
+    """Settings that change no number but by rounding: one process of weight servers, checkpoints, evaluation by this
+    module, and on a GPU compiled encoders."""
+    device = config.compute.torch_device().type
     return config.with_settings(
         num_shards=1,
-        checkpoint_every=_CHECKPOINT_STEPS[config.compute.torch_device().type],
+        checkpoint_every=_CHECKPOINT_STEPS[device],
+        compile=device == "cuda",
         keep_checkpoints=1,
         resume="auto",
         evaluate=False,

@@ -266,5 +266,6 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:
-        model.encoder.compile(dynamic=False)  # one program for each size of view
+        # one program for each size of view, on a GPU launched as one graph
+        model.encoder.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
     return model

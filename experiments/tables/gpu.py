@@ -16,6 +16,7 @@ _BASE: dict[str, Any] = {
     "weight_decay": 5e-4,
     "encoder": {"width": 64},  # with the preset's blocks ResNet-18, for 32 px
     "precision": "bfloat16",
+    "log_every": 100,
 }
 _ROWS: dict[str, Any] = {
     "row_learning_rate": _ROW_RATE / _RATE,

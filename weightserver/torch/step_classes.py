@@ -41,15 +41,22 @@ class StepClasses:
         self._negatives = negatives
         self._order = order
 
-    def after(self, before: Visited, step: int, ids: Int64Array, sampler: WindowSampler | None) -> Announced:
-        """The step of these classes, int64 (A, B), or (A, B, P) with -1 for none, which the sampler may have drawn."""
+    def after(
+        self, before: Visited, step: int, ids: Int64Array, sampler: WindowSampler | None, *, is_drawn: bool
+    ) -> Announced:
+        """The step of these classes, int64 (A, B), or (A, B, P) with -1 for none, which the sampler has drawn, or may
+        have."""
         flat = ids.reshape(-1, *ids.shape[2:])
-        if sampler is not None and not np.array_equal(sampler.classes_of_step(step), flat):
+        if sampler is not None and not is_drawn and not np.array_equal(sampler.classes_of_step(step), flat):
             sampler = None
         visited = before
         if sampler is not None and before.drawn_by is not sampler:
             visited = self._past(sampler, step)
-        rows, recent = self._order.rows(ids[ids >= 0]), None
+        if sampler is None:
+            rows = self._order.rows(ids[ids >= 0])
+        else:
+            rows = sampler.rows(step * sampler.step_size, (step + 1) * sampler.step_size)
+        recent = None
         if self._negatives.num_recent and not (sampler is not None and self._negatives.takes_all):
             recent = visited.followed_by(rows, num_active=self._negatives.num_recent)
         active = self._negatives.active(step, rows, recent)

@@ -104,10 +104,10 @@ class Steps:
         """Number of the next step that was not announced."""
         return self.number + len(self._coming) + (self.current is not None)
 
-    def _add(self, ids: Int64Array) -> None:
-        """Adds a step with these classes of all ranks."""
+    def _add(self, ids: Int64Array, *, is_drawn: bool = False) -> None:
+        """Adds a step with these classes of all ranks, which `is_drawn` if they are the sampler's."""
         store, step = self._open_store(ids.size), self._next_number
-        coming = self._classes.after(self._last, step, ids, self.sampler)
+        coming = self._classes.after(self._last, step, ids, self.sampler, is_drawn=is_drawn)
         try:
             if step - self.number <= store.prefetch_steps and step <= max(self._requested, self.number) + 1:
                 with self._table.naming_classes(), contextlib.suppress(NoRoomError):
@@ -145,7 +145,7 @@ class Steps:
         for step in steps:
             while self._next_number in steps[: step + 1 + ahead - steps.start]:
                 ids = self.sampler.classes_of_step(self._next_number)
-                self._add(ids.reshape(self.sampler.batches_per_step, -1))
+                self._add(ids.reshape(self.sampler.batches_per_step, -1), is_drawn=True)
             yield self._coming[0]
 
     # ---- the step in progress

@@ -95,6 +95,8 @@ class RangesOrder:
         return self._map(images, RowOrder.rows)
 
     def _map(self, values: Int64Array, method: Callable[[RowOrder, Int64Array], Int64Array]) -> Int64Array:
+        if len(self._orders) == 1:
+            return method(self._orders[0], values)
         result = np.empty(len(values), np.int64)
         ranges = np.searchsorted(self._firsts, values, side="right") - 1
         for number in np.unique(ranges):
