@@ -40,19 +40,19 @@ class RandomCrops:
         """One of `boxes`."""
         one = slice(place, place + 1)
         columns = (self.areas[one], self.ratios[one], self.lefts[one], self.tops[one], self.flipped[one])
-        *sides, flipped = RandomCrops(*columns, self.max_ratio).boxes(width, height)[0].tolist()
-        return Box(*sides, bool(flipped))
+        left, top, right, bottom, flipped = RandomCrops(*columns, self.max_ratio).boxes(width, height)[0].tolist()
+        return Box(left, top, right, bottom, bool(flipped))
 
     def boxes(self, width: int, height: int) -> Int64Array:
         """Left, top, right, bottom and whether it is flipped, of each crop of images of one size: [n, 5].
 
-        The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio. Sides
-        are rounded to whole pixels before they are compared with the image's.
+        The first shape that fits into width × height pixels, otherwise the largest centred one with a valid ratio.
+        Sides are rounded to whole pixels before they are compared with the image's.
         """
         pixels = self.areas * (width * height)
         widths = np.rint(np.sqrt(pixels * self.ratios)).astype(np.int64)
         heights = np.rint(np.sqrt(pixels / self.ratios)).astype(np.int64)
-        fits = (0 < widths) & (widths <= width) & (0 < heights) & (heights <= height)
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         chosen = np.arange(len(fits)), fits.argmax(axis=1)
         fitted = fits[chosen]
         widths = np.where(fitted, widths[chosen], min(width, round(height * self.max_ratio)))
