@@ -105,11 +105,14 @@ def test_a_norm_that_is_not_finite_changes_nothing(make_head: MakeHead, spoiled:
     torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
 
 
+ORDER = r"call head\.step\(\), scaler\.step\(optimizer\) and scaler\.update\(\), in this order"
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("update first", r"scaler\.update\(\) was called before head\.step\(\): call it after scaler\.step"),
-        ("no update", r"scaler\.update\(\) of the step before was not called: call it after each step"),
+        ("update first", r"scaler\.update\(\) was called before head\.step\(\): " + ORDER),
+        ("no update", r"scaler\.update\(\) of the step before was not called: " + ORDER),
     ],
 )
 def test_the_order_of_the_scalers_calls(make_head: MakeHead, wrong: str, message: str) -> None:
@@ -170,7 +173,7 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
     with pytest.raises(ValueError, match="max_norm must be positive, got 0: omit it"):
         head.step(RATE, max_norm=0.0, optimizer=encoder.optimizer)
     scaler.step(encoder.optimizer)
-    with pytest.raises(ValueError, match=r"was made before: call head.step\(\) before scaler.step\(optimizer\)"):
+    with pytest.raises(ValueError, match=r"scaler\.step\(optimizer\) was called before head\.step\(\): " + ORDER):
         head.step(RATE, scaler=scaler, optimizer=encoder.optimizer)
     assert head.num_steps == 0
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from weightserver.torch.ranks import Ranks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+_ORDER = "call head.step(), scaler.step(optimizer) and scaler.update(), in this order, in each step"
 
 
 def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -100,7 +101,7 @@ class ScalerUse:
         for key, state in self._own.items():
             if states.get(key) is state:
                 if state["stage"].name == "STEPPED":
-                    raise ValueError("scaler.update() of the step before was not called: call it after each step")
+                    raise ValueError(f"scaler.update() of the step before was not called: {_ORDER}")
                 del states[key]  # of gradients that were dropped
 
     def unscale(self, scaling: Scaling, attempt: object) -> bool:
@@ -113,13 +114,13 @@ class ScalerUse:
         assert scaler is not None
         states = scaler._per_optimizer_states
         if scaler is self._scaler and self._at_forward is not None and self._at_forward is not states:
-            raise ValueError("scaler.update() was called before head.step(): call it after scaler.step(optimizer)")
+            raise ValueError(f"scaler.update() was called before head.step(): {_ORDER}")
         self._scaler, self._states, self._attempt = scaler, states, attempt
         self._own = {id(optimizer): states[id(optimizer)] for optimizer in scaling.optimizers}
         for optimizer in scaling.optimizers:
             stage = self._own[id(optimizer)]["stage"].name
             if stage == "STEPPED":
-                raise ValueError("the encoder's step was made before: call head.step() before scaler.step(optimizer)")
+                raise ValueError(f"scaler.step(optimizer) was called before head.step(): {_ORDER}")
             if stage == "READY":
                 scaler.unscale_(optimizer)
         return any(map(bool, (found for state in states.values() for found in state["found_inf_per_device"].values())))
