@@ -91,7 +91,7 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
     summary = {
         "steps": num_steps,
         "epochs": num_steps * config.optimization.batch_size / num_images,
-        **({"loss": records[-1]["loss"]} if records else {}),
+        **({"loss": records[-1]["loss"], "mean_loss": _final_losses(output)[0]} if records else {}),
         **{name: value for name, value in asdict(totals).items() if name != "evaluation_seconds"},
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
         "seconds": totals.train_seconds + evaluation_seconds,

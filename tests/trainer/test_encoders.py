@@ -32,6 +32,7 @@ from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import sha256
 
 SIDE = 28
+RESULTS = {"steps": 40, "loss": 1.25, "mean_loss": 1.375, "knn_top1": 87.75, "warnings": ["the loss"], "parts": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def a_run(path: Path, name: str, in_channels: int = 3) -> Path:
     save_encoder(encoder, config, path / "encoder.safetensors")
     settings = small_run(path, encoder=config)
     (path / "config.json").write_text(settings.to_json())
-    (path / "summary.json").write_text(json.dumps({"steps": 40, "loss": 1.25, "knn_top1": 87.75}))
+    (path / "summary.json").write_text(json.dumps(RESULTS))
     return path
 
 
@@ -135,7 +136,7 @@ def test_the_library_gives_the_same_features(
         found = again(views[:, : config.in_channels])
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     own = load_encoder(run / "encoder.safetensors")[1]
-    assert (config.image_size, config.pixels) == (own.image_size, own.pixels)
+    assert config == own, "of the run's images: grey ones stay grey"
 
 
 def in_a_fresh_process(out: Path, code: str, images: Tensor) -> Tensor:
@@ -216,11 +217,19 @@ def test_the_files_have_a_hash_and_a_card(tmp_path: Path) -> None:
     assert (out / f"resnet18-timm-{digest[:8]}.sha256").read_text() == f"{digest}  {weights.name}\n"
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: cc-by-4.0\nlibrary_name: timm\n")
-    for line in ("| knn_top1 | 87.75 |", "| batch_size | 16 |", "| encoder.name | resnet18 |", digest, "synthetic"):
+    for line in (
+        "| accuracy of kNN, top-1 | 87.75 % |",
+        "| loss at the end, mean of the last tenth of the run | 1.375 |",
+        "| batch_size | 16 |",
+        "| encoder.name | resnet18 |",
+        digest,
+        "synthetic",
+    ):
         assert line in card
     assert "--pixel-range" not in card
     assert str(tmp_path) not in card  # the card must not reveal the directory
     assert "| output |" not in card
+    assert "warnings" not in card
 
 
 @pytest.mark.parametrize("name", ["small", "resnet18"])

@@ -146,6 +146,7 @@ def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     assert summary == result.summary
     assert summary["steps"] == 25
     assert summary["loss"] == records[-1]["loss"]
+    assert summary["mean_loss"] == records[-1]["loss"], "a tenth of three records"
     assert summary["knn_top1"] == result.results["knn"].top1
     assert summary["linear_top1"] == result.results["linear"].top1
     assert summary["peak_memory_bytes"] > 1e6

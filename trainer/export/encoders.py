@@ -81,7 +81,7 @@ def export_encoder(
         atomic_write(unnamed, lambda path: _write_onnx(encoder, config, path))
     else:
         tensors = {name: tensor.contiguous() for name, tensor in converted.tensors.items()}
-        metadata = encoder_metadata(_rebuilt(converted, config)) | settings_of(DataConfig, settings).metadata()
+        metadata = encoder_metadata(config) | settings_of(DataConfig, settings).metadata()
         atomic_write(unnamed, lambda path: save_file(tensors, path, metadata=metadata))
     digest = sha256(unnamed)
     weights = unnamed.rename(
@@ -194,14 +194,6 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
             f"{library} has no counterpart of {config.name!r}: its model of that name computes other features"
         )
     return counterpart
-
-
-def _rebuilt(converted: LibraryEncoder, config: EncoderConfig) -> EncoderConfig:
-    """The config from which `load_encoder` builds the encoder of the exported file again."""
-    if converted.name == SMALL_IN_TIMM:
-        return config
-    in_channels = converted.in_channels if converted.library == "timm" else config.in_channels
-    return replace(config, name=f"{converted.library}:{converted.name}", in_channels=in_channels)
 
 
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:

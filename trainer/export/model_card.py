@@ -15,6 +15,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.pixels import PixelScale
 from trainer.run.directory import flat, number
+from trainer.run.result_names import in_words
 from trainer.settings import settings_of
 
 SMALL_IN_TIMM = "pic_small"
@@ -87,13 +88,9 @@ def model_card(
         is_grey=is_grey,
         file=file,
         digest=digest,
-        results=_known(flat(origin.summary)),
-        settings=_known(settings),
+        results=in_words(origin.summary),
+        settings={name: value for name, value in settings.items() if value is not None},
     )
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _listed(numbers: tuple[float, ...]) -> str:

@@ -55,8 +55,6 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
     inspection, source, reason = _inspection(run, data_dir, bank)
     done, last = records[-1]["step"] + 1, records[-1]
     results = dict(summary) or {"steps": done, "loss": last["loss"]}
-    notes = results.pop("warnings", [])
-    alike = results.pop("proportions", {})
     if not summary and (accuracies := [record["knn_top1"] for record in records if "knn_top1" in record]):
         results["knn_top1"] = accuracies[-1]
     return _TEMPLATES.get_template("report.html").render(
@@ -66,8 +64,12 @@ def render_report(run: Path, *, data_dir: Path | None = None, bank: int = 10_000
         encoder=(config.get("encoder") or {}).get("name", "?"),
         curves=_curves(run, config),
         results=in_words(results),
-        notes=notes,
-        proportions={MEANINGS[name]: f"{value:.3g}" for name, value in alike.items() if value is not None},
+        notes=summary.get("warnings", []),
+        proportions={
+            MEANINGS[name]: f"{value:.3g}"
+            for name, value in summary.get("proportions", {}).items()
+            if value is not None
+        },
         settings={key: number(value) for key, value in flat(config).items() if value is not None},
         inspection=inspection,
         source=source,

@@ -30,7 +30,8 @@ def _memory(size: float) -> str:
 _NAMES: dict[str, tuple[str, Callable[[float], str]]] = {
     "knn_top1": ("accuracy of kNN, top-1", _percent),
     "linear_top1": ("accuracy of the linear probe, top-1", _percent),
-    "loss": ("loss at the end", lambda value: f"{value:.4g}"),
+    "mean_loss": ("loss at the end, mean of the last tenth of the run", lambda value: f"{value:.4g}"),
+    "loss": ("loss of the last step", lambda value: f"{value:.4g}"),
     "epochs": ("visits to each image", lambda value: f"{value:.4g}"),
     "steps": ("steps", _count),
     "parts": ("times the run was started or resumed", _count),
@@ -46,7 +47,10 @@ _NAMES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def in_words(results: Mapping[str, Any]) -> dict[str, str]:
-    """Results by a name in words, with units, those that matter most first; others by the name that they have."""
+    """Results by a name in words, with units, those that matter most first; others by the name that they have. What is
+    no number is left out: warnings and proportions."""
     known = {title: show(results[name]) for name, (title, show) in _NAMES.items() if name in results}
-    others = {name: number(value) for name, value in results.items() if name not in _NAMES}
+    others = {
+        name: number(value) for name, value in results.items() if name not in _NAMES and isinstance(value, int | float)
+    }
     return known | others
