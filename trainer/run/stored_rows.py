@@ -61,7 +61,7 @@ def open_stored_rows(options: argparse.Namespace) -> Iterator[StoredRows]:
         steps = saved_steps(run / "checkpoints")
         if steps and not options.checkpoint:
             try:
-                saved_rows(run / "checkpoints", steps[-1]).check_descent(client)
+                saved_rows(run / "checkpoints", steps[-1]).check_held(client, may_be_released=True)
             except (ValueError, DataLossError) as error:
                 raise type(error)(f"{error}, or give --checkpoint") from None
         yield StoredRows(client, *_order(run, spec.num_rows, config))

@@ -65,45 +65,29 @@ class SavedRows:
         """Whether these checkpoints include this one."""
         return (self.name, self.checkpoint_id) in {(one.name, one.checkpoint_id.hex()) for one in kept}
 
-    def check_held(self, client: WeightClient) -> None:
-        """Checks that the servers retain this checkpoint.
+    def check_held(self, client: WeightClient, *, may_be_released: bool = False) -> None:
+        """Checks that the servers retain this checkpoint, or, if it may be released, that their data descends from it.
 
         Raises:
-            ValueError: they do not.
-            DataLossError: their data does not descend from it.
-        """
-        try:
-            kept, same_table = client.checkpoints(), client.table_identity().hex() == self.table
-        except NoTableError:
-            kept, same_table = [], False
-        if same_table and self.is_among(kept):
-            return
-        self.check_descent(client)
-        names = [one.name for one in kept]
-        raise ValueError(
-            f"the weight servers do not hold checkpoint {self.name!r} (step {self.step}) of this state, "
-            f"{'another of that name' if self.name in names else f'only {names}'}: give the servers or the directory "
-            "that it was saved with, or restore their backup"
-        )
-
-    def check_descent(self, client: WeightClient) -> None:
-        """Checks that the servers' data descends from this checkpoint, which they may have released.
-
-        Raises:
-            ValueError: they hold another table.
+            ValueError: they do not, or hold another table.
             DataLossError: a server's data does not descend from the checkpoint: it is an older copy.
         """
+        advice = "give the servers or the directory that it was saved with, or restore their backup"
+        what = f"checkpoint {self.name!r} (step {self.step})"
         try:
             is_other = client.table_identity().hex() != self.table and "another table than"
         except NoTableError:
             is_other = "no table, not"
         if is_other:
-            raise ValueError(
-                f"the weight servers hold {is_other} that of checkpoint {self.name!r} (step {self.step}): give the "
-                "servers or the directory that it was saved with, or restore their backup"
-            )
+            raise ValueError(f"the weight servers hold {is_other} that of {what}: {advice}")
+        if self.is_among(kept := client.checkpoints()):
+            return
         if len(self.marks) == len(client.marks()):  # after 'reshard' the checkpoint alone identifies the data
             client.expect(self.marks)
+        if not may_be_released:
+            names = [one.name for one in kept]
+            found = "another of that name" if self.name in names else f"only {names}"
+            raise ValueError(f"the weight servers do not hold {what} of this state, {found}: {advice}")
 
 
 def to_tensor(saved: SavedRows, recent: Visited) -> Tensor:
