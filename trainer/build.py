@@ -94,7 +94,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     classes = classes_of(config.sampling, dataset)
     head = head_of(config, classes, ranks)
     sampler = _sampler(config, classes, head)
-    model = model_of(config, ranks.device)
+    model = model_of(config, ranks)
     encoder = averaged_over_ranks(model, ranks)
     optimizer = config.optimization.optimizer(model, ranks.device)
 
@@ -237,8 +237,8 @@ def views_of_steps(
     return stack.enter_context(closing(views_ahead(images, visits_ahead, augmentations, ranks.device)))
 
 
-def model_of(config: TrainConfig, device: torch.device) -> PICModel:
-    """The encoder and the projection head that a run starts with, on its device.
+def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
+    """The encoder and the projection head that a run starts with, on its device. All ranks call it.
 
     Raises:
         ValueError: an encoder that cannot take these views, or does not match --init-encoder.
@@ -257,14 +257,14 @@ def model_of(config: TrainConfig, device: torch.device) -> PICModel:
                 f"encoder {config.model.encoder.name!r} has {num_features} features for {side} px views and "
                 f"{model.feature_dim} for {config.model.encoder.image_size} px images: give views of their size"
             )
-    starts = not (config.run.resume and saved_steps(config.run.output / "checkpoints"))
-    if starts and config.model.init_encoder is not None:
+    resumes = config.run.resume and ranks.of_first(lambda: saved_steps(config.run.output / "checkpoints"))
+    if config.model.init_encoder is not None and not resumes:
         encoder, found = load_encoder(config.model.init_encoder)
         if found != config.model.encoder:
             raise ValueError(f"--init-encoder {config.model.init_encoder} holds {found}, not {config.model.encoder}")
         model.encoder.load_state_dict(encoder.state_dict())
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
-    model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
+    model.to(ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:
         # one program for each size of view, on a GPU launched as one graph
         model.encoder.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)

@@ -88,7 +88,7 @@ def _build(
 ) -> Training:
     config.compute.configure_torch()
     ranks = Ranks(device=config.compute.torch_device())
-    model, num_images = model_of(config, ranks.device), len(dataset.train_images)
+    model, num_images = model_of(config, ranks), len(dataset.train_images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.sampling.seed)  # the encoder starts as PIC's; this is for what the method adds
         method = build(

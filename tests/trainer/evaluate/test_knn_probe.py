@@ -114,7 +114,7 @@ def test_evaluations_that_would_take_too_long_are_skipped(
 def test_the_first_record_says_what_the_untrained_encoder_reaches(data_dir: Path, tmp_path: Path) -> None:
     records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e-9)
     assert ["initial_knn_top1" in record for record in records] == [True] + [False] * 7
-    untrained = model_of(run_settings(tmp_path / "run"), torch.device("cpu"))
+    untrained = model_of(run_settings(tmp_path / "run"), Ranks())
     probe = KnnProbe(untrained, load_dataset("idx", data_dir), Ranks(), seed=0, fraction=1)
     assert records[0]["initial_knn_top1"] == probe.observe(0, due=True, last=False)["knn_top1"]
 
