@@ -26,11 +26,12 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def parsed_or_exit(parse: Callable[[list[str]], Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
-    """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2."""
+    """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2.
+    Its --help lists every option, as the --help-all of other commands."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
-            return parse(list(arguments))
+            return parse(["--help" if argument == "--help-all" else argument for argument in arguments])
     except SystemExit as ended:
         if not ended.code:  # --help
             raise

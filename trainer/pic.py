@@ -71,7 +71,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             _print_and_exit(PAGES[name])
         if name == "train" and options == ["--help-all"]:
             options = ["images", *options]  # a preset, which has them all
-        options = ["--help" if option == "--help-all" else option for option in options]
     command = COMMANDS[name]
     sys.exit(import_module(command.module).main([*command.first, *options]))
 

@@ -49,7 +49,7 @@ protocols:
   linear             the paper's linear classifier, on augmented images
   fine-tune          trains the encoder further, with labels
   semi-supervised    the same with a few labels of each class
-  Others, of the paper: pic evaluate --help-all
+  Others, of the paper: python -m experiments.paper --help
 
 what to evaluate, one of
   --run RUN          a run's encoder

@@ -38,10 +38,13 @@ def parse(
         ValueError: options out of range.
     """
     name = arguments[0] if arguments else ""
-    if name not in protocols and name not in ("-h", "--help"):
+    if name not in (*protocols, "-h", "--help", "--help-all"):
+        others = "; detect and segment are of python -m experiments.paper" if protocols is PROTOCOLS else ""
+        hint = f"give one of {', '.join(protocols)}{others}"
+        if not name or name.startswith("-"):
+            raise ValueError(f"the protocol is missing: {hint}")
         near = difflib.get_close_matches(name, protocols, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(protocols)}"
-        raise ValueError(f"unknown protocol {name!r}: {hint}")
+        raise ValueError(f"unknown protocol {name!r}: {f'did you mean {near[0]}?' if near else hint}")
     of_protocols = (protocol.settings for protocol in protocols.values())
     for settings in (SubjectOptions, EvaluationOptions, SourceOptions, *of_protocols):
         set_help_texts(settings)
@@ -51,12 +54,12 @@ def parse(
             {name: _parsed_by(name, protocol) for name, protocol in protocols.items()},
             prog="pic evaluate" if program == "trainer.evaluate" else program,
             description="Evaluate an encoder, or raw pixels for comparison, on labelled images.",
-            args=[name, *options],
+            args=options,
             config=(tyro.conf.OmitArgPrefixes,),
         )
         return parsed
 
-    parsed = parsed_or_exit(parse, _without_commas(arguments[1:]), command=program)
+    parsed = parsed_or_exit(parse, [name, *_without_commas(arguments[1:])], command=program)
     for part in (parsed.subject, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
         part.check()
     flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}

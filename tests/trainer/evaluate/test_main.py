@@ -73,6 +73,12 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("arguments", [["--help-all"], ["knn", "--help-all"]])
+def test_the_long_help_needs_no_protocol(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(arguments) == 0
+    assert ("--pixels" if arguments[1:] else "linear-cached") in capsys.readouterr().out
+
+
 def test_every_protocol_is_tested() -> None:
     assert {*SHORT} == {*PROTOCOLS}
 
@@ -289,7 +295,10 @@ def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> N
     ("arguments", "message"),
     [
         (["knn", "--run", "/no/such/run", "--dataset", "idx"], "/no/such/run holds no run"),
-        ([], "unknown protocol '': give one of knn, linear, linear-cached"),
+        ([], "the protocol is missing: give one of knn, linear, linear-cached, semi-supervised, fine-tune; detect and"),
+        (["--run", "{run}"], "the protocol is missing: give one of knn"),
+        (["segment"], "unknown protocol 'segment': give one of knn, linear, linear-cached, semi-supervised, fine-tune"),
+        (["detect"], "; detect and segment are of python -m experiments.paper"),
         (["lineer", "--pixels"], "unknown protocol 'lineer': did you mean linear?"),
         (["knn", "--pixels", "--k", "0"], "--k is (0,): give one or more numbers, at least 1"),
         (["linear-cached", "--pixels", "--folds", "1"], "--folds must be at least 2, got 1"),
