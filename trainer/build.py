@@ -267,5 +267,5 @@ def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
     model.to(ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:
         # one program for each size of view, on a GPU launched as one graph
-        model.encoder.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else None)
+        model.encoder.compile(dynamic=False, mode="reduce-overhead" if ranks.device.type == "cuda" else None)
     return model
