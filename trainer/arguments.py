@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ from trainer.data.augmentation_config import AugmentationConfig
 from trainer.encoder_config import EncoderConfig
 from trainer.presets import PRESETS
 from trainer.run.directory import CONFIG_FILE, read_settings
-from trainer.settings import flag, set_help_texts
+from trainer.settings import set_help_texts
 from trainer.short_help import PAGES
-from weightserver.common.atomic_files import EMPTY_PATH
 from weightserver.common.logs import print_error
 
 _OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
@@ -43,7 +41,6 @@ def parse_config(
         "--correction=none" if one == "--no-correction" else one
         for one in (sys.argv[1:] if arguments is None else arguments)
     ]
-    _refuse_empty_paths(arguments)
     preset = arguments[0] if arguments and arguments[0] in PRESETS else ""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if not preset and (not arguments[:1] or not arguments[0].startswith("-") or "--resume" not in given):
@@ -72,7 +69,7 @@ def _parsed(preset: str, options: Sequence[str], command: str, default: TrainCon
             config=(tyro.conf.AvoidSubcommands,),
         )
 
-    return parsed_or_exit(parse, options, command=command)
+    return parsed_or_exit(parse, options, SETTINGS, command=command)
 
 
 def _for_fewer_images(preset: TrainConfig, num_images: int) -> TrainConfig:
@@ -113,16 +110,6 @@ def _refuse_preset(arguments: Sequence[str]) -> NoReturn:
     near = difflib.get_close_matches(arguments[0], [*PRESETS, "report"], n=1)
     hint = f"did you mean {near[0]}?" if near else f"give a folder that exists, or one of {', '.join(PRESETS)}"
     _exit(f"unknown preset {arguments[0]!r}: {hint}")
-
-
-def _refuse_empty_paths(arguments: Sequence[str]) -> None:
-    """Exits if a path is empty, for example because a variable is not set: it would mean the current folder."""
-    paths = {flag(setting.name) for setting in SETTINGS if "Path" in str(setting.type)}
-    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-        name, is_assigned, value = argument.partition("=")
-        name = name.replace("_", "-")
-        if name in paths and (value if is_assigned else following) == "":
-            _exit(f"{name}: {EMPTY_PATH}")
 
 
 def _exit(message: str) -> NoReturn:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import Field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from trainer.settings import flag
+from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import asked_format, log_events, print_error
 
 Parsed = TypeVar("Parsed")
@@ -25,9 +29,24 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return parser.parse_args(given)
 
 
-def parsed_or_exit(parse: Callable[[list[str]], Parsed], arguments: Sequence[str], *, command: str) -> Parsed:
+def parsed_or_exit(
+    parse: Callable[[list[str]], Parsed], arguments: Sequence[str], settings: Iterable[Field[Any]], *, command: str
+) -> Parsed:
     """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2.
-    Its --help lists every option, as the --help-all of other commands."""
+    Its --help lists every option, as the --help-all of other commands.
+
+    Values of the `settings` that are paths are refused as by `to_path`.
+    """
+    paths = {flag(setting.name) for setting in settings if "Path" in str(setting.type)}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        name, is_assigned, value = argument.partition("=")
+        name, text = name.replace("_", "-"), value if is_assigned else following
+        if name in paths and text is not None:
+            try:
+                to_path(text)
+            except argparse.ArgumentTypeError as error:
+                print_error(f"{command}: {name}: {error}")
+                sys.exit(2)
     box = io.StringIO()
     try:
         with redirect_stderr(box):

@@ -463,15 +463,19 @@ def test_invalid_arguments_are_rejected_before_any_call(
         "checkpoints h:1 --tls-ca ?",
     ],
 )
-def test_an_empty_path_is_not_the_current_directory(
+def test_a_path_is_not_empty_and_no_url(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty path comes from an unset variable."""
+    """An empty path comes from an unset variable, and would be the current directory; a URL would be made a folder."""
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
-    with pytest.raises(SystemExit, match="2"):
-        main([argument.replace("?", "") for argument in command.split()])
-    assert "the path is empty: is a variable not set? The current directory is ." in capsys.readouterr().err
+    for path, message in (
+        ("", "the path is empty: is a variable not set? The current directory is ."),
+        ("s3://bucket/x", "s3://bucket/x is a URL: copy or mount what is there, and give its path on this machine"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([argument.replace("?", path) for argument in command.split()])
+        assert message in capsys.readouterr().err
     assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
 
 

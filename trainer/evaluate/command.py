@@ -45,8 +45,8 @@ def parse(
             raise ValueError(f"the protocol is missing: {hint}")
         near = difflib.get_close_matches(name, protocols, n=1)
         raise ValueError(f"unknown protocol {name!r}: {f'did you mean {near[0]}?' if near else hint}")
-    of_protocols = (protocol.settings for protocol in protocols.values())
-    for settings in (SubjectOptions, EvaluationOptions, SourceOptions, *of_protocols):
+    parts = (SubjectOptions, EvaluationOptions, SourceOptions, *(protocol.settings for protocol in protocols.values()))
+    for settings in parts:
         set_help_texts(settings)
 
     def parse(options: list[str]) -> Command:
@@ -59,7 +59,8 @@ def parse(
         )
         return parsed
 
-    parsed = parsed_or_exit(parse, [name, *_without_commas(arguments[1:])], command=program)
+    options = [one for settings in parts for one in fields(settings)]
+    parsed = parsed_or_exit(parse, [name, *_without_commas(arguments[1:])], options, command=program)
     for part in (parsed.subject, parsed.options, parsed.settings, SourceOptions(**parsed.reading)):
         part.check()
     flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}

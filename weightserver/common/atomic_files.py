@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
@@ -16,15 +17,22 @@ from safetensors import SafetensorError
 
 PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 """Modes of files and directories that hold rows."""
-EMPTY_PATH = "the path is empty: is a variable not set? The current directory is ."
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 LOCK = ".weightserver-lock"
 """The file of `directory_lock`."""
 
 
 def to_path(text: str) -> Path:
-    """Parses a path of the command line, and rejects an empty one, which would mean the current directory."""
+    """Parses a path of the command line.
+
+    Raises:
+        ArgumentTypeError: it is empty, which would mean the current directory, or a URL, which would mean a folder with
+            the name of its scheme.
+    """
     if not text:
-        raise ArgumentTypeError(EMPTY_PATH)
+        raise ArgumentTypeError("the path is empty: is a variable not set? The current directory is .")
+    if _URL.match(text):
+        raise ArgumentTypeError(f"{text} is a URL: copy or mount what is there, and give its path on this machine")
     return Path(text)
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from tests.helpers.image_tree import encoded, odd_tree, plain_tree
 from trainer.data.__main__ import main
 from trainer.data.pack import PackOptions, pack
+from trainer.pic import main as pic
 
 
 def call(*arguments: object) -> object:
@@ -123,6 +124,36 @@ def test_a_failed_pack_leaves_only_directories_that_existed(output: str, tmp_pat
     for source in ("absent", "no images"):
         assert call("pack", tmp_path / source, tmp_path / output) == 1
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["no images", "packed"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect ?",
+        "pack . ?",
+        "pack ? packed",
+        "pack . packed --broken-list ?",
+        "verify ?",
+        "train images --data-dir ?",
+        "train fashion-mnist --output=?",
+        "evaluate knn --run . --data-dir ?",
+        "evaluate linear --data_dir=?",
+        "embed . ? --output a.csv",
+        "embed . . --output ?",
+        "report ?",
+        "export encoder . --output ?",
+    ],
+)
+@pytest.mark.parametrize("path", ["s3://bucket/{00000..00003}.tar", ""])
+def test_a_path_is_no_url_and_not_empty(
+    path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        pic([argument.replace("?", path) for argument in command.split()])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert (f"{path} is a URL: copy or mount what is there" if path else "the path is empty") in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
