@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weightserver.core.errors import NoTableError, StepError
 
 BACKUP_PREFIX = "backup-"
-"""Begins the second names under which backups keep checkpoints while they read them."""
+"""Begins the second names under which the shards keep the checkpoints of backups."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class Checkpoint:
     """16 random bytes, the same on every shard, which distinguish it from others of the same name."""
     marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Each shard's mark when the checkpoint was taken (see `Lineage`): the argument of `WeightClient.expect`."""
+
+
+def backup_name(checkpoint: Checkpoint) -> str:
+    """The name under which the shards keep a checkpoint for its backups, the same for all of them."""
+    return f"{BACKUP_PREFIX}{checkpoint.checkpoint_id.hex()[:16]}"
 
 
 @dataclass(frozen=True, kw_only=True)

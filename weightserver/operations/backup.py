@@ -1,8 +1,8 @@
 """Backs up a checkpoint of running shards to files; `backup_files` describes them.
 
-Meanwhile the shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the
-first. A file beside the new directory notes the name: a backup that was killed starts over when its command is
-repeated, and releases it first.
+The shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the first.
+They keep it until a backup of a later checkpoint has ended: a shard that is lost until then can be restored from the
+backup, and the others rolled back to the same state. What a killed backup left is released at the same time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import argparse
 import contextlib
 import json
 import logging
-import secrets
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,8 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, chosen_checkpoint
-from weightserver.core.errors import ClusterError, NoTableError
+from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, backup_name, chosen_checkpoint
+from weightserver.core.errors import ClusterError, NoTableError, WeightServerError
 from weightserver.core.versions import digest
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
@@ -44,6 +45,8 @@ from weightserver.protocol.codec import table_number
 
 _FILE_BYTES = 64 << 20
 """Bytes of blocks after which a new file begins."""
+_SHARDS_AT_ONCE = 8
+"""Shards that are copied at the same time, each through a few times the memory of a file."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,8 @@ _log = logging.getLogger(__name__)
 def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = None) -> Backup:
     """Copies a checkpoint that all shards keep, by default the newest, to a new or empty `directory`.
 
-    The directory appears once it is complete.
+    The directory appears once it is complete. From then on the shards keep this checkpoint for backups, and no earlier
+    one.
 
     Raises:
         ValueError: the directory holds something.
@@ -62,7 +66,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
     with atomic_directory(directory, mode=PRIVATE_DIRECTORY) as new:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
-        with _held(client, chosen, directory.resolve()) as held_as:
+        with _held(client, chosen) as held_as:
             info = client.describe()
             made = Backup(
                 checkpoint=chosen.name,
@@ -73,41 +77,59 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
                 spec=info.spec,
                 version=__version__,
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                shards=tuple(
-                    _copy_shard(client, shard, held_as, info, new / f"shard-{shard}")
-                    for shard in range(len(info.shards))
-                ),
+                shards=_copy_shards(client, held_as, info, new),
                 table_identity=info.identity.hex(),
             )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
         atomic_write(new / MANIFEST, lambda path: path.write_text(text), mode=PRIVATE_FILE)
+    _release_earlier(client, chosen)
     return made
 
 
 @contextlib.contextmanager
-def _held(client: WeightClient, chosen: Checkpoint, directory: Path) -> Iterator[str]:
-    """Within the context, all shards keep the checkpoint under the name that it yields, which nobody else uses."""
-    note = directory.with_name(f".{directory.name}.holds")
-    if note.exists():
-        _release(client, note.read_text())  # kept for a backup that was killed
-    name = BACKUP_PREFIX + secrets.token_hex(4)
-    atomic_write(note, lambda path: path.write_text(name))
+def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[str]:
+    """Makes all shards keep the checkpoint under the name that it yields; after an error only if they did before."""
+    name = backup_name(chosen)
+    is_new = name not in client.describe().checkpoint_names
+    client.copy_checkpoint(chosen, name)  # by its identity: another may take its name meanwhile
     try:
-        client.copy_checkpoint(chosen, name)  # by its identity: another may take its name meanwhile
         yield name
-    finally:
-        _release(client, name)
-        note.unlink()
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(WeightServerError):  # the next backup releases it
+                client.release(name)
+        raise
 
 
-def _release(client: WeightClient, name: str) -> None:
-    """Releases a checkpoint if a shard keeps it."""
-    if name in client.describe().checkpoint_names:
-        client.release(name)
+def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
+    """Releases what the shards keep for backups of earlier checkpoints, those that were killed among them."""
+    client.join_newest_session()  # another than at the beginning if the trainer was started again
+    kept = {one.name: one.step for shard in client.describe().shards for one in shard.checkpoints}
+    for name, step in kept.items():
+        if name.startswith(BACKUP_PREFIX) and step <= backed_up.step and name != backup_name(backed_up):
+            client.release(name)
 
 
-def _copy_shard(client: WeightClient, shard: int, checkpoint: str, info: TableInfo, directory: Path) -> dict[str, Any]:
-    """Writes a shard's files; returns the shard's entry in `Backup.shards`."""
+def _copy_shards(client: WeightClient, checkpoint: str, info: TableInfo, directory: Path) -> tuple[dict[str, Any], ...]:
+    """Writes the files of all shards, several at once; returns `Backup.shards`."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(_SHARDS_AT_ONCE) as threads:
+        copies = [
+            threads.submit(_copy_shard, client, shard, checkpoint, info, directory / f"shard-{shard}", stop)
+            for shard in range(len(info.shards))
+        ]
+        try:
+            for copy in as_completed(copies):
+                copy.result()
+        finally:
+            stop.set()
+    return tuple(copy.result() for copy in copies)
+
+
+def _copy_shard(
+    client: WeightClient, shard: int, checkpoint: str, info: TableInfo, directory: Path, stop: threading.Event
+) -> dict[str, Any]:
+    """Writes a shard's files, unless told to stop; returns the shard's entry in `Backup.shards`."""
     directory.mkdir(PRIVATE_DIRECTORY)
     codec, files = BlockCodec(info.spec), dict[str, dict[str, Any]]()
     described = client.call_shard(shard, "Describe", pb.DescribeRequest())
@@ -116,6 +138,8 @@ def _copy_shard(client: WeightClient, shard: int, checkpoint: str, info: TableIn
         raise NoTableError(f"shard {shard} no longer keeps the checkpoint: repeat the command")
 
     def write(name: str, columns: dict[str, Any]) -> None:
+        if stop.is_set():  # another shard's copy has failed
+            raise CancelledError
         path = directory / name
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}

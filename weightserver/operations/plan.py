@@ -278,7 +278,7 @@ def _time(load: Workload) -> list[Figure]:
         Figure("steps of a pass over all rows", load.pass_steps, "steps", "N/S · W/B: each row W/S times"),
         Figure("a pass", load.pass_steps / rate, "s", f"/ {rate:g} steps/s"),
         Figure("the run", load.run_steps / rate, "s", "a pass, or --steps"),
-        Figure("a backup of all N rows", backup_bytes / copied, "s", "its bytes / MB/s: one shard after another"),
+        Figure("a backup of all N rows", backup_bytes / copied, "s", "its bytes / MB/s of one stream, on one machine"),
         Figure("restoring all shards", backup_bytes / per_shard, "s", "its bytes / shards / MB/s: all at once"),
     ]
 

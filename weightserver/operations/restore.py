@@ -19,8 +19,8 @@ from weightserver.storage.shard_builder import ShardBuilder, TableState
 def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> Backup:
     """Creates the new directory `data_dir` of shard `shard` from a backup; an interrupted call may be repeated.
 
-    The shard also keeps the rows as a checkpoint of the backed-up name, so that `rollback` can return other shards of
-    its cluster to them. It fences off all former writers until a new session is opened.
+    The shard keeps the rows as a checkpoint of the backed-up name, and as the other shards keep them for the backup, so
+    that `rollback` can return these to them. It fences off all former writers until a new session is opened.
 
     Raises:
         ValueError: the directory holds no backup of that many shards, or `data_dir` is not empty.
@@ -60,6 +60,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         identity=bytes.fromhex(made.table_identity),
         timeline=made.identity,
         lineage=Lineage().joined(copied["lineage"]),
+        is_backed_up=True,
     )
 
 

@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import argparse
 
+from weightserver.client.client import WeightClient
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
+
+
+def _kept_by_all(client: WeightClient, name: str) -> Checkpoint:
+    """The checkpoint of that name, under any name that all shards have for it, such as that of its backup.
+
+    Raises:
+        ValueError: not all shards keep it.
+    """
+    known = {
+        shard.shard: kept.checkpoint_id
+        for shard in client.describe().shards
+        for kept in shard.checkpoints
+        if kept.name == name
+    }
+    common = client.checkpoints()
+    for kept in sorted(common, key=lambda kept: kept.name != name):
+        if kept.name == name or kept.checkpoint_id in known.values():
+            return kept
+    if not known:
+        raise ValueError(f"no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")
+    together = f"those of steps {sorted({kept.step for kept in common})}" if common else "no checkpoint"
+    raise ValueError(
+        f"only shards {sorted(known)} keep checkpoint {name!r}, as after restoring them from a newer backup than the "
+        f"others; together all keep {together}: roll back to one of those, or restore all shards from one backup"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     name = arguments.name
     with connect(arguments) as client:
-        steps = {checkpoint.name: checkpoint.step for checkpoint in client.checkpoints()}
-        if name not in steps:
-            raise ValueError(f"no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")
-        step, info = steps[name], client.describe()
+        kept, info = _kept_by_all(client, name), client.describe()
         if not arguments.yes:
-            raise ValueError(f"this would undo run {info.run!r} from step {info.clock} to {step}: give --yes to do it")
+            raise ValueError(
+                f"this would undo run {info.run!r} from step {info.clock} to {kept.step}: give --yes to do it"
+            )
         client.open_session(f"rollback to {name}"[:MAX_NAME_CHARACTERS], force=True, take_over=True)
-        client.rollback(name)
-    print(f"rolled back to step {step}")
+        client.rollback(kept.name)
+        client.copy_checkpoint(kept, name)  # some may have it for its backup only
+    print(f"rolled back to step {kept.step}")

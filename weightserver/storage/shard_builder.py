@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint
+from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint, backup_name
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
@@ -56,6 +56,8 @@ class TableState:
     timeline: str
     lineage: Lineage = field(default_factory=Lineage)
     """Lineage of the source shards, up to the state that the rows hold completely."""
+    is_backed_up: bool = False
+    """Whether the new shards keep the checkpoint for its backup too, as the other shards do."""
 
 
 def checked_blocks(
@@ -180,12 +182,14 @@ def _first_state(table: TableState, rows_stored: int) -> State:
             num_rows=table.spec.num_rows,
         )
         checkpoints = (copied,)
+        if table.is_backed_up and kept.name != backup_name(kept):
+            checkpoints = (copied, replace(copied, name=backup_name(kept)))
     return State(
         epoch=table.epoch,
         run=table.run,
         clock=table.clock,
         rows_stored=rows_stored,
-        generation=len(checkpoints),
+        generation=1 if checkpoints else 0,
         incarnation=incarnation,
         timeline=table.timeline,
         checkpoints=checkpoints,

@@ -23,6 +23,7 @@ from tests.helpers.operations import (
     targets_in,
 )
 from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, TableSpec, WeightClient
+from weightserver.common.atomic_files import atomic_write
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
@@ -65,7 +66,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
             done.set()
             training.join()
         assert made.rows_stored == NUM_STORED
-        assert client.checkpoints() == [Checkpoint("two", 3)], "still held"
+        held = f"backup-{made.identity[:16]}"
+        assert client.checkpoints() == [Checkpoint(held, 2), Checkpoint("two", 3)]
         push(client, STEPS - 1, ROWS[:5])  # no session was fenced
         epoch = client.describe().epoch
         assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
@@ -83,7 +85,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, 2)
         assert info.rows_stored == NUM_STORED
         assert [(known, known.checkpoint_id.hex()) for known in client.checkpoints()] == [
-            (Checkpoint("one", 2), made.identity)
+            (Checkpoint(held, 2), made.identity),
+            (Checkpoint("one", 2), made.identity),
         ]
         assert same(client.fetch_state(ROWS), kept)
         with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
@@ -145,57 +148,81 @@ def test_a_backup_with_missing_rows_is_refused(
     make_table(client)
     batches = backups._batches
     monkeypatch.setattr(backups, "_batches", lambda *arguments: (blocks[1:] for blocks in batches(*arguments)))
-    with pytest.raises(ClusterError, match=r"shard 0 sent \d+ of the \d+ rows of the checkpoint: check its directory"):
+    with pytest.raises(ClusterError, match=r"shard \d sent \d+ of the \d+ rows of the checkpoint: check its directory"):
         backup(client, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
     assert [known.name for known in client.checkpoints()] == ["one", "two"], "nothing is kept for it"
+    monkeypatch.setattr(backups, "_batches", batches)
+    backup(client, tmp_path / "backup", checkpoint="one")
+    kept = client.checkpoints()
+    monkeypatch.setattr(backups, "_copy_shard", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backup(client, tmp_path / "another", checkpoint="one")
+    with pytest.raises(ZeroDivisionError):
+        backup(client, tmp_path / "another", checkpoint="two")
+    assert client.checkpoints() == kept, "what a failed backup needed goes, what an earlier one needs stays"
 
 
-def test_two_machines_of_one_name_back_up_to_the_same_path_at_once(
+def test_two_backups_of_one_checkpoint_at_once(
     cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers have the same host name and path, and disks of their own: none releases what the other still reads."""
-    kept, copy_shard = make_table(client), backups._copy_shard
-    monkeypatch.chdir(tmp_path)
-    made = []
+    """The first to end releases nothing that the other still reads, although the run has released its own."""
+    kept, copy_shards = make_table(client), backups._copy_shards
 
-    def copy_while_another_begins(*arguments: Any) -> Any:
-        monkeypatch.setattr(backups, "_copy_shard", copy_shard)
-        monkeypatch.setattr(Path, "resolve", lambda path: path)
-        (tmp_path / "other").mkdir()
-        monkeypatch.chdir(tmp_path / "other")
+    def copy_while_another_backs_up(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
         with WeightClient(cluster.addresses) as another:
-            made.append(backup(another, Path("backup"), checkpoint="one"))
-        monkeypatch.chdir(tmp_path)
-        return copy_shard(*arguments)
+            backup(another, tmp_path / "other", checkpoint="one")
+        client.release("one")
+        push(client, 50, ROWS)
+        return copy_shards(*arguments)
 
-    monkeypatch.setattr(backups, "_copy_shard", copy_while_another_begins)
-    made.append(backup(client, Path("backup"), checkpoint="one"))
-    assert made[0].shards == made[1].shards
-    assert client.describe().checkpoint_names == {"one", "two"}
+    monkeypatch.setattr(backups, "_copy_shards", copy_while_another_backs_up)
+    with WeightClient(cluster.addresses) as operator:
+        backup(operator, tmp_path / "backup", checkpoint="one")
+    assert read_backup(tmp_path / "backup").shards == read_backup(tmp_path / "other").shards
     restore(tmp_path / "backup", tmp_path / "new/shard-0", shard=0)
-    restore(tmp_path / "other/backup", tmp_path / "new/shard-1", shard=1)
+    restore(tmp_path / "other", tmp_path / "new/shard-1", shard=1)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+
+
+def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is started again meanwhile, and opens a session, does not fail the backup."""
+    make_table(client)
+    first = backup(client, tmp_path / "first", checkpoint="one")
+    client.release("one")
+    seen = list[str]()
+
+    def watch(path: Path, *arguments: Any, **options: Any) -> None:
+        atomic_write(path, *arguments, **options)
+        if path.name == "manifest.json":
+            seen.extend(known.name for known in client.checkpoints())
+            client.open_session("run")
+
+    monkeypatch.setattr(backups, "atomic_write", watch)
+    second = backup(client, tmp_path / "second")
+    names = [f"backup-{made.identity[:16]}" for made in (first, second)]
+    assert set(seen) == {*names, "two"}, "the second is not yet complete"
+    assert {known.name for known in client.checkpoints()} == {names[1], "two"}
+    backup(client, tmp_path / "again", checkpoint="two")
+    assert {known.name for known in client.checkpoints()} == {names[1], "two"}
 
 
 @pytest.mark.parametrize(
     ("place", "number"),
     [
         ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
-        ("weightserver.operations.backup:atomic_write", 3),  # after the first shard's rows
-        ("weightserver.operations.backup:_release", 1),  # when it is released
-        pytest.param(
-            "weightserver.operations.backup:atomic_write", 1, marks=pytest.mark.slow
-        ),  # once its name is noted
-        pytest.param("weightserver.operations.backup:atomic_write", 4, marks=pytest.mark.slow),  # in the second shard
-        pytest.param("weightserver.operations.backup:atomic_write", 6, marks=pytest.mark.slow),  # after its manifest
+        ("weightserver.operations.backup:atomic_write", 3),  # after files of both shards
+        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # after its manifest
     ],
 )
 @pytest.mark.guard
 def test_a_killed_backup_can_be_repeated(
     place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    """The second name under which the shards kept its checkpoint is gone afterwards."""
+    """What the shards kept for it goes when a later backup has ended."""
     kept = make_table(client)
     arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", "one"]
     dies(place, number, *arguments)
@@ -208,8 +235,9 @@ def test_a_killed_backup_can_be_repeated(
     assert "of checkpoint one (step 2) of 2 shards" in said
     assert_one_line(weightserver(*arguments), "is not empty: give another directory")
     assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
-    assert client.describe().checkpoint_names == {"one", "two"}
-    assert not [*tmp_path.rglob("*.partial"), *tmp_path.rglob("*.holds")]
+    assert not [*tmp_path.rglob("*.partial")]
+    later = backup(client, tmp_path / "later", checkpoint="two")
+    assert client.describe().checkpoint_names == {"one", "two", f"backup-{later.identity[:16]}"}
     for shard in range(2):
         restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
@@ -219,6 +247,9 @@ def test_backup_rejects_invalid_arguments(
     weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
     output = ["--output", tmp_path / "backup"]
+    remote = weightserver("backup", *cluster.addresses, "--output", "s3://bucket/backup")
+    assert remote[0] == 2
+    assert "s3://bucket/backup is a URL: copy or mount what is there" in remote[2]
     assert_one_line(weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards")
     make_table(client)
     message = "there is no checkpoint 'three' on all shards, only ['one', 'two']"
