@@ -1,17 +1,15 @@
 """Imports encoders that other trainers wrote: finds a model's weights among the tensors of a file.
 
 A model's keys may stand under any prefix, such as state_dict.module.encoder_q. in a checkpoint of MoCo. The prefix is
-the one under which the file has all of them. A file with several such prefixes, because it also has a moving average
-of the encoder, is read as the method's own evaluation does (`_rank`).
+the one under which the file has all of them; of several, as where it also has a moving average of the encoder, one is
+to be chosen.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,7 @@ from torch import Tensor, nn
 from trainer.data.pixels import IMAGENET
 from trainer.export.weights_file import WeightsFile, read_weights
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, library_model, measure_feature_dim
-from trainer.torchvision_schemas import import_module
 
-_TAKEN_FIRST = {"teacher", "ema"}
-_TAKEN_LAST = {"student", "momentum", "target", "k", "m"}
-"""Words of a prefix. DINO and timm evaluate the moving average; MoCo (encoder_k) and BYOL (target) do not."""
 _COUNTER = "num_batches_tracked"
 """BatchNorm's number of batches, which changes no feature; old files do not have it."""
 _NOT_WEIGHTS = {_COUNTER, "relative_position_index", "attn_mask", "total_ops", "total_params"}
@@ -69,8 +63,7 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
     encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
     model = library_model(encoder)
     initial = model.state_dict()
-    file, positions = _with_positions(file, model, initial)
-    match, others = _choose(_matches(file, config.name, model, prefix), file, config.name)
+    match = _choose(_matches(file, config.name, model, prefix), file, config.name)
     left_out = sorted(file.tensors.keys() - match.paths.values())
     _refuse_larger_model(match, left_out, _heads(encoder), file, config.name)
     weights, converted = _weights(file, match, initial)
@@ -79,8 +72,6 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
     notes = [
         f"took {len(match.paths)} tensors of {config.name} under {match.prefix or 'no prefix'}",
         f"left out {_groups(left_out, match.prefix) or 'nothing'}",
-        *(f"{other.prefix or 'no prefix'} has all of them too: --prefix chooses it" for other in others),
-        *positions,
         *(f"converted {count} tensors from {dtype} to float32" for dtype, count in converted.items()),
         f"{num_features} features; {config.image_size} px images, pixel mean {_spaced(config.pixels.mean)}, standard "
         f"deviation {_spaced(config.pixels.std)}",
@@ -168,26 +159,19 @@ def _problems(file: WeightsFile, wanted: dict[str, Tensor], paths: dict[str, str
     return problems
 
 
-def _choose(matches: list[_Match], file: WeightsFile, model: str) -> tuple[_Match, list[_Match]]:
-    """The match to take, and the others that are complete too. Raises ValueError if none or no single one is best."""
-    ranked = sorted(matches, key=lambda match: (bool(match.problems), _rank(match.prefix)))
-    best = ranked[0]
-    if best.problems:
+def _choose(matches: list[_Match], file: WeightsFile, model: str) -> _Match:
+    """The match that is complete. Raises ValueError if none or several are."""
+    complete = [match for match in matches if not match.problems]
+    if not complete:
+        best = matches[0]
         where = f"under {best.prefix} " if best.prefix else ""
-        raise ValueError(f"{file.path} does not hold {model}: {where}{' and '.join(best.problems)}: give its --model")
-    others = [match for match in ranked[1:] if not match.problems]
-    equal = [match.prefix for match in [best, *others] if _rank(match.prefix) == _rank(best.prefix)]
-    if len(equal) > 1:
-        raise ValueError(f"{file.path} holds {model} under {_first(equal)}: choose by --prefix")
-    return best, others
-
-
-def _rank(prefix: str) -> int:
-    """Order in which complete prefixes are taken."""
-    words = set(re.split(r"[._]", prefix))
-    if words & _TAKEN_FIRST:
-        return 0
-    return 2 if words & _TAKEN_LAST else 1
+        raise ValueError(
+            f"{file.path} does not hold {model}: {where}{' and '.join(best.problems)}: give its --model and --image-size"
+        )
+    if len(complete) > 1:
+        prefixes = [match.prefix or "no prefix" for match in complete]
+        raise ValueError(f"{file.path} holds {model} under {_first(prefixes)}: choose by --prefix")
+    return complete[0]
 
 
 def _refuse_larger_model(
@@ -215,24 +199,6 @@ def _heads(encoder: nn.Module) -> tuple[str, ...]:
 
 
 # ---- values
-
-
-def _with_positions(file: WeightsFile, model: nn.Module, wanted: dict[str, Tensor]) -> tuple[WeightsFile, list[str]]:
-    """The file with a transformer's positions interpolated to the model's grid of patches, and a line that says so."""
-    tensors, notes, to = dict(file.tensors), [], wanted.get("pos_embed")
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-    if to is None or to.ndim != 3 or grid is None:
-        return file, []
-    others = to.shape[1] - math.prod(grid)  # those of no patch
-    for path, tensor in file.tensors.items():
-        side = math.isqrt(max(0, tensor.shape[1] - others)) if tensor.ndim == 3 else 0
-        is_theirs = path.rpartition(".")[2] == "pos_embed" and tensor.shape[2:] == to.shape[2:]
-        if not is_theirs or tensor.shape == to.shape or side * side + others != tensor.shape[1]:
-            continue
-        resample = import_module("timm.layers").resample_abs_pos_embed
-        tensors[path] = resample(tensor, list(grid), num_prefix_tokens=others)
-        notes.append(f"interpolated {path} from {side}×{side} to {grid[0]}×{grid[1]} patches")
-    return replace(file, tensors=tensors), notes
 
 
 def _weights(
