@@ -14,12 +14,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
+from trainer.batch_norm import BatchNormOfRanks
 from trainer.encoder_config import OF_SMALL
 from trainer.encoder_config import EncoderConfig as EncoderConfig
 from trainer.small_resnet import SmallResNet
@@ -51,7 +50,7 @@ class PICModel(nn.Module):
         self.encoder = build_encoder(config)
         self.feature_dim = measure_feature_dim(self.encoder, config)
         hidden = [nn.Linear(self.feature_dim, self.feature_dim), nn.ReLU()] if head_layers == 2 else []
-        norm = [EmbeddingNorm(dim, affine=False)] if embedding_norm == "batch" else []
+        norm = [BatchNormOfRanks(dim, affine=False)] if embedding_norm == "batch" else []
         self.head = nn.Sequential(*hidden, nn.Linear(self.feature_dim, dim), *norm)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -59,32 +58,6 @@ class PICModel(nn.Module):
             features = self.encoder(images)  # (B, feature_dim)
         embeddings: Tensor = self.head(features.float())  # (B, dim), not normalised: the loss does that
         return embeddings
-
-
-class EmbeddingNorm(nn.BatchNorm1d):
-    """BatchNorm of embeddings [b, D] whose batch is that of all ranks: torch's SyncBatchNorm is for GPUs alone."""
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
-            return super().forward(embeddings)
-        count = _sum_over_ranks(embeddings.new_tensor(float(len(embeddings))))
-        mean = _sum_over_ranks(embeddings.sum(dim=0)) / count
-        variance = _sum_over_ranks((embeddings - mean).square().sum(dim=0)) / count
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
-            self.num_batches_tracked.add_(1)
-        return (embeddings - mean) * torch.rsqrt(variance + self.eps)
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum, whose gradient is summed over ranks too."""
-    total: Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
-    return total
 
 
 def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = None, **head: Any) -> PICModel:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import numerics
+from trainer.batch_norm import BatchNormOfRanks
 from trainer.distributed import process_group
-from trainer.model import EmbeddingNorm
 from weightserver.torch import Ranks, cosine_softmax_loss, padded, padded_rows
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def normed(ranks: Ranks) -> dict[str, Tensor]:
     """This rank's part of seven embeddings and of their gradient, by a loss of all ranks, and the statistics."""
     generator, share = torch.Generator().manual_seed(0), ranks.share(7)
     embeddings, pull = torch.randn(2, 7, DIM, generator=generator, dtype=torch.float64) + 3
-    mine, norm = embeddings[share].clone().requires_grad_(), EmbeddingNorm(DIM, affine=False).double()
+    mine, norm = embeddings[share].clone().requires_grad_(), BatchNormOfRanks(DIM, affine=False).double()
     found = norm(mine)
     (found * pull[share]).sum().backward()
     assert mine.grad is not None

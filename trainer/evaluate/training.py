@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.batch_norm import synchronise_batch_norm
 from trainer.cores import decode_threads
 from trainer.distributed import averaged_over_ranks
-from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.evaluation import Evaluation
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.background import computed_ahead

@@ -165,9 +165,8 @@ def _choose(matches: list[_Match], file: WeightsFile, model: str) -> _Match:
     if not complete:
         best = matches[0]
         where = f"under {best.prefix} " if best.prefix else ""
-        raise ValueError(
-            f"{file.path} does not hold {model}: {where}{' and '.join(best.problems)}: give its --model and --image-size"
-        )
+        problems = " and ".join(best.problems)
+        raise ValueError(f"{file.path} does not hold {model}: {where}{problems}: give its --model and --image-size")
     if len(complete) > 1:
         prefixes = [match.prefix or "no prefix" for match in complete]
         raise ValueError(f"{file.path} holds {model} under {_first(prefixes)}: choose by --prefix")

@@ -31,8 +31,8 @@ from tests.helpers.evaluations import (
     write_outcome,
 )
 from tests.helpers.made_cityscapes import make_cityscapes
+from trainer.batch_norm import synchronise_batch_norm
 from trainer.distributed import process_group
-from trainer.evaluate.batch_norm import synchronise_batch_norm
 from trainer.evaluate.classification import fine_tune, linear, semi_supervised
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn

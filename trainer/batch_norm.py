@@ -29,23 +29,23 @@ def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         return converted
     for norm in norms:
-        norm.__class__ = _CpuSyncBatchNorm  # the same state, computed otherwise
+        norm.__class__ = BatchNormOfRanks  # the same state, computed otherwise
     return network
 
 
-class _CpuSyncBatchNorm(_BatchNorm):
-    """BatchNorm of inputs [B, C, ...] of all ranks."""
+class BatchNormOfRanks(_BatchNorm):
+    """BatchNorm of inputs [B, C, ...] whose batch is that of all ranks, if there are several; at least in float32."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Accepts any number of axes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [-1] + [1] * (input.ndim - 2)
-        values = input.float()
-        count = torch.tensor(float(values.numel() // values.shape[1]))
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        count = values.new_tensor(float(values.numel() // values.shape[1]))
         dist.all_reduce(count)
         mean = _summed(values.sum(axes)) / count  # (C,)
         centred = values - mean.view(shape)
