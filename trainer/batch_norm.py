@@ -4,33 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.nn.functional import all_reduce as _all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from weightserver.torch import Ranks
-
-
-def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:
-    """Makes BatchNorm use the statistics of the batches of all ranks, so that their number changes no result.
-
-    On GPUs by torch's SyncBatchNorm, which does not support CPUs.
-
-    Raises:
-        ValueError: a BatchNorm of another class than torch's, such as timm's with an activation, which would be lost.
-    """
-    if ranks.world_size == 1:
-        return network
-    norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
-    for norm in norms:
-        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
-            raise ValueError(f"{type(norm).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
-    if ranks.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-        return converted
-    for norm in norms:
-        norm.__class__ = BatchNormOfRanks  # the same state, computed otherwise
-    return network
 
 
 class BatchNormOfRanks(_BatchNorm):

@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.batch_norm import synchronise_batch_norm
+from trainer.batch_norm import BatchNormOfRanks
 from trainer.cores import decode_threads
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.evaluation import Evaluation
@@ -88,6 +89,28 @@ class Training:
             raise ValueError(f"the loss is {total} after {num_done} steps: give a lower learning rate")
         if self._ranks.is_first:
             save_state(file, self._network, self._optimizer, num_done)
+
+
+def synchronise_batch_norm(network: nn.Module, ranks: Ranks) -> nn.Module:
+    """Makes BatchNorm use the statistics of the batches of all ranks, so that their number changes no result.
+
+    On GPUs by torch's SyncBatchNorm, which does not support CPUs.
+
+    Raises:
+        ValueError: a BatchNorm of another class than torch's, such as timm's with an activation, which would be lost.
+    """
+    if ranks.world_size == 1:
+        return network
+    norms = [module for module in network.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d):
+            raise ValueError(f"{type(norm).__name__} of the encoder cannot be synchronised: evaluate on a single rank")
+    if ranks.device.type == "cuda":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+        return converted
+    for norm in norms:
+        norm.__class__ = BatchNormOfRanks  # the same state, computed otherwise
+    return network
 
 
 def check_batch(num_images: int, batch_size: int, ranks: Ranks) -> None:

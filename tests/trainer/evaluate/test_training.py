@@ -31,12 +31,12 @@ from tests.helpers.evaluations import (
     write_outcome,
 )
 from tests.helpers.made_cityscapes import make_cityscapes
-from trainer.batch_norm import synchronise_batch_norm
 from trainer.distributed import process_group
 from trainer.evaluate.classification import fine_tune, linear, semi_supervised
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
 from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
+from trainer.evaluate.training import synchronise_batch_norm
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
