@@ -22,8 +22,8 @@ class ComputeConfig(Settings):
     """Precision of the encoder; head, loss and rows are float32. tf32: float32 whose mantissa is cut from 23 to 10 bits
     in a GPU's matrix products, including those of the head."""
     compile: bool = resumable(False)
-    """Whether to compile encoder and augmentation with torch.compile, which takes a minute or more and needs a C
-    compiler."""
+    """Whether to compile encoder and augmentation with torch.compile, which takes half a minute or more and needs a C
+    compiler; on a GPU the encoder is then launched as a graph, which counts most for small images."""
     deterministic: bool = False
     """Whether to replace or refuse nondeterministic operations; on a CPU all operations are deterministic."""
     rank_timeout_seconds: float = resumable(600.0)
