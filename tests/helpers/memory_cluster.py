@@ -542,9 +542,7 @@ class MemoryCluster:
         return Known(max(history, default=0), max(self._changes.intersection(history), default=0))
 
     def _tell(self, message: Message, newest: Known) -> None:
-        """A client receives an answer that was given when `newest` was the shard's state."""
-        if self.lacks(message.shard, message.known.change):
-            message.run.unnoticed.append(message)
+        """A client has read an answer that was given when `newest` was the shard's state."""
         key = message.run.client, message.shard
         self.known[key] = max(newest, self.known.get(key, Known()))
 
@@ -552,7 +550,7 @@ class MemoryCluster:
         self.threads.wait()
         self._now += max(seconds, 1e-6)  # a shorter pause could be lost in rounding, and a real one takes longer
 
-    def attempt(self, message: Message) -> tuple[list[bytes], Sequence[tuple[str, str]]]:
+    def attempt(self, message: Message) -> _Replies:
         """The outcome of an attempt for the client: the answer, or `CallFailed`."""
         fate = message.run.next_fate()
         if message.method not in READS:
@@ -560,7 +558,7 @@ class MemoryCluster:
         self.threads.wait()
         try:
             if fate not in (Fate.LOST, Fate.LATE):
-                answer = self.arrive(message, fate)
+                answers, trailing = self.arrive(message, fate)
                 newest = self._newest(message.shard)
         except CallFailed as refused:
             if refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC delivers a request once
@@ -569,8 +567,9 @@ class MemoryCluster:
         finally:
             self.threads.wait()
         if fate not in SILENT:
-            self._tell(message, newest)
-            return answer
+            if self.lacks(message.shard, message.known.change):
+                message.run.unnoticed.append(message)
+            return _Replies(answers, trailing, when_read=lambda: self._tell(message, newest))
         if not message.run.patient:
             self._now += RETRY_SECONDS
         raise CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "")
@@ -714,8 +713,7 @@ class _Channel:
         requests, run = map(parse, sent), _run.get()
         known = self._cluster.known.get((run.client, self._shard), Known())
         message = Message(self._shard, method, tuple(requests), run, tuple(options["metadata"]), known)
-        answers, trailing = self._cluster.attempt(message)
-        return _Replies(answers, trailing)
+        return self._cluster.attempt(message)
 
     def _only(self, answers: _Replies) -> tuple[Any, _Replies]:
         (answer,) = answers
@@ -726,17 +724,23 @@ class _Replies(list[Any]):
     """A call whose answers have arrived."""
 
     def __init__(
-        self, answers: Iterable[Any], trailing: Sequence[tuple[str, str]], failure: grpc.RpcError | None = None
+        self,
+        answers: Iterable[Any],
+        trailing: Sequence[tuple[str, str]],
+        failure: grpc.RpcError | None = None,
+        when_read: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(answers)
         self._trailing = trailing
         self._failure = failure
+        self._when_read = when_read
 
     def __iter__(self) -> Iterator[Any]:
         """Raises the call's error when its answers are read."""
         if self._failure is not None:
             raise self._failure
-        return super().__iter__()
+        yield from super().__iter__()
+        self._when_read()
 
     def trailing_metadata(self) -> Sequence[tuple[str, str]]:
         return self._trailing

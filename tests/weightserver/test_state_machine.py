@@ -1084,6 +1084,20 @@ def test_marks_seen_by_two_threads_in_reverse_order(machine: Machine) -> None:
     assert writer.name in machine.cluster.told_of_loss
 
 
+def test_a_refused_fetch_remembers_what_the_other_shards_have_shown(machine: Machine) -> None:
+    """Its caller sees no row of theirs; still a shard that loses this state later is not believed."""
+    (writer,) = machine.writers
+    other = machine.new_writer()
+    machine.copy_a_directory(1)
+    machine.perform(writer, Action("push", (0,), 1))
+    machine.perform(writer, Action("push", (2,), 0))
+    machine.perform(other, Action("fetch", (0, 2), 1))  # shard 0 refuses it
+    assert isinstance(machine.told, StepError)
+    machine.put_a_copy_back(0)
+    machine.perform(other, Action("describe"))
+    assert isinstance(machine.told, DataLossError)
+
+
 def test_a_write_given_up_by_a_rollback_has_no_late_effect(machine: Machine) -> None:
     (writer,) = machine.writers
     machine.perform(writer, Action("checkpoint", name="a"))

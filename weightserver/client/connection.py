@@ -193,6 +193,13 @@ class ShardConnection:
             call.request_id = begun.request_id if begun else call.request_id
             self._attempts(call, attempt, rates)
 
+    def drop(self, begun: BegunFetch) -> None:
+        """Reads the answer to its end, and of it takes the shard's mark only."""
+        with contextlib.suppress(grpc.RpcError, AnswerOfAnotherError, DataLossError):
+            for _ in begun.answer:
+                pass
+            self._note_mark(begun.answer, begun.options)
+
     def _next_request(
         self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, options: dict[str, Any]
     ) -> pb.FetchRequest:
@@ -324,17 +331,15 @@ class BegunFetch(NamedTuple):
     options: dict[str, Any]
 
 
-def drop_answers(begun: Sequence[BegunFetch]) -> None:
+def drop_answers(begun: Sequence[tuple[ShardConnection, BegunFetch]]) -> None:
     """Reads the answers to their end, since gRPC keeps for ever what nobody has read; cancels what takes longer than
     `_DROP_SECONDS` in all, as that of a shard that stands still."""
-    late = threading.Timer(_DROP_SECONDS, lambda: [one.answer.cancel() for one in begun])
+    late = threading.Timer(_DROP_SECONDS, lambda: [one.answer.cancel() for _, one in begun])
     late.daemon = True
     late.start()
     try:
-        for one in begun:
-            with contextlib.suppress(grpc.RpcError):
-                for _ in one.answer:
-                    pass
+        for connection, one in begun:
+            connection.drop(one)
     finally:
         late.cancel()
 

@@ -60,7 +60,8 @@ def fetch_rows(
                 for (connection, part), first in zip(parts, [None, *begun], strict=False):
                     connection.fetch(request, rates, part, first)
             except WeightServerError:
-                drop_answers([first for first in begun if first is not None])
+                sent = zip((connection for connection, _ in parts[1:]), begun, strict=False)
+                drop_answers([(connection, first) for connection, first in sent if first is not None])
                 raise
             finally:
                 for first in filter(None, begun):
