@@ -1098,6 +1098,28 @@ def test_a_refused_fetch_remembers_what_the_other_shards_have_shown(machine: Mac
     assert isinstance(machine.told, DataLossError)
 
 
+def test_a_write_that_another_has_settled_is_not_done_once_a_shard_has_lost_it(machine: Machine) -> None:
+    (writer,) = machine.writers
+    machine.copy_a_directory(0)
+    machine.perform(writer, PUSH, UNHEARD)
+    machine.perform(writer, Action("push", (4,), 0))  # settles it
+    machine.put_a_copy_back(0)
+    machine.perform(writer, Action("repeat"))
+    assert isinstance(machine.told, DataLossError)
+
+
+def test_a_write_settled_by_another_is_not_done_after_another_writers_rollback(machine: Machine) -> None:
+    (writer,) = machine.writers
+    machine.perform(writer, Action("checkpoint", name="a"))
+    machine.perform(writer, PUSH, UNHEARD)
+    machine.perform(writer, Action("push", (4,), 0))  # settles it
+    other = machine.new_writer()
+    machine.perform(other, Action("join_session"))
+    machine.perform(other, Action("rollback"))
+    machine.perform(writer, Action("repeat"))
+    assert "another client has rolled back, restored or resharded the rows since" in str(machine.told)
+
+
 def test_a_write_given_up_by_a_rollback_has_no_late_effect(machine: Machine) -> None:
     (writer,) = machine.writers
     machine.perform(writer, Action("checkpoint", name="a"))

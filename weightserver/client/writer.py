@@ -97,7 +97,8 @@ class Writer:
         made.timeline = self._timeline
         self._settle(made.digest)
         if (known := self._untold.get(made.digest)) is not None:
-            if known.timeline != made.timeline:
+            answers = self._shards.describe()  # raises DataLossError if a shard does not hold it any more
+            if not known.timeline == made.timeline == answers[0].timeline:
                 raise ClusterError(_OF_ANOTHER_TIME)
             made.is_applied = True
             del self._untold[made.digest]
