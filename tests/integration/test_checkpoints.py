@@ -88,9 +88,11 @@ def test_bad_names_and_steps(writer: WeightClient) -> None:
             writer.checkpoint(name, step=3)
     with pytest.raises(ValueError, match=r"step must lie in 0\.\."):
         writer.checkpoint("x", step=-1)
-    push(writer, 4)
+    push(writer, 4, ROWS[7:14])  # of shard 1, which is asked last
     with pytest.raises(StepError, match=r"of 5 steps, so the rows of checkpoint 'x' could not be read before"):
         writer.checkpoint("x", step=4)
+    kept = [[kept.name for kept in shard.checkpoints] for shard in writer.describe().shards]
+    assert kept == [["one"], ["one"]], "a shard keeps what the other one refused"
     writer.checkpoint("x", step=5)
     writer.fetch(ROWS, step=5, checkpoint="x")
     writer.drop_table()

@@ -655,8 +655,9 @@ class Machine(RuleBasedStateMachine):
                 return call.arguments.get("num_rows", MAX_ROWS) < max(shard.num_rows for shard in self.shards)
             case OverloadedError():
                 return beside
-            case StepError():  # which the client knows by itself
-                return num_steps(call) > len(writer.rates)
+            case StepError():  # which the client knows by itself, or from all shards' clocks before a new checkpoint
+                is_late = call.kind == "checkpoint" and num_steps(call) < self.most_used
+                return is_late or num_steps(call) > len(writer.rates)
             case TableMismatchError():
                 fixed = max(writer.most_carried, writer.most_used, self.most_used)
                 return call.kind == "extend_schedule" and (call.arguments["start_step"] < fixed or beside)

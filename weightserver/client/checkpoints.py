@@ -9,7 +9,7 @@ from weightserver.client.schedule import ClientSchedule
 from weightserver.client.sessions import require_one_timeline
 from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
-from weightserver.core.checkpoints import Checkpoint, common_checkpoints
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints, require_readable
 from weightserver.core.errors import NoTableError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -49,12 +49,14 @@ def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, na
 
     Raises:
         ClusterError: the shards' rows are of several times or rates.
-        StepError: `step` lies below a shard's clock. Another shard may keep the checkpoint until it is released.
+        StepError: `step` lies below a shard's clock. Nothing was sent: another shard would have kept it.
     """
 
     def send(number: int) -> None:
         answers = shards.describe()
         require_one_timeline(answers)
+        if all(kept.name != name for answer in answers for kept in answer.checkpoints):  # else a call is repeated
+            require_readable(name, step, max(answer.clock for answer in answers))
         schedule.learn(answers)
         rates = schedule.used(step)
         request = pb.CheckpointRequest(name=name, identity=os.urandom(16), peers=shards.marks())
