@@ -32,7 +32,7 @@ COMMANDS = {
     "release": ("weightserver.operations.release", "delete a checkpoint while training continues"),
     "backup": ("weightserver.operations.backup", "copy a checkpoint of all shards to files while training continues"),
     "restore": ("weightserver.operations.restore", "create one shard's directory from a backup"),
-    "reshard": ("weightserver.operations.reshard", "change the number of shards of a cluster that is not being served"),
+    "reshard": ("weightserver.operations.reshard", "fill new shards, in another number or with blocks of another size"),
     "plan": ("weightserver.operations.plan", "estimate the disk, memory and bandwidth that a run needs"),
     "extend": ("weightserver.operations.extend", "add rows to the table while training continues"),
     "export": ("weightserver.operations.export", "write current rows, or those of a checkpoint, to files"),

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from weightserver import RowState, TableSpec, WeightClient
+from weightserver.operations.checkpoint_blocks import CheckpointReader
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 
@@ -58,6 +61,18 @@ def assert_one_line(outcome: tuple[int | str | None, str, str], message: str) ->
     status, _, error = outcome
     assert (status, error.count("\n")) == (1, 1), error
     assert message in error, error
+
+
+def lose_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that shards send with blocks of a checkpoint lack the first."""
+    read = CheckpointReader._read
+
+    def without_first(reader: CheckpointReader, first_block: int) -> Any:
+        answer = read(reader, first_block)
+        del answer.blocks[:1]
+        return answer
+
+    monkeypatch.setattr(CheckpointReader, "_read", without_first)
 
 
 def targets_in(directory: Path, num_shards: int) -> list[Path]:

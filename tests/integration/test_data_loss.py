@@ -30,7 +30,8 @@ from weightserver import (
 from weightserver.client import transfer
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
-from weightserver.operations.reshard import Resharded, reshard
+from weightserver.operations.reshard import reshard
+from weightserver.operations.reshard_rows import Resharded
 from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub

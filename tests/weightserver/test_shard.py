@@ -313,11 +313,17 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
 def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
-    def read(checkpoint: str, first: int = 0) -> dict[int, bytes]:
+    def read_blocks(first: int, checkpoint: str, is_needed: Callable[[int], bool]) -> reading.CheckpointBlocks:
+        table = served.shard.require_table()
+        return reading.read_blocks(served.storage, table, first, checkpoint=checkpoint, is_needed=is_needed)
+
+    def read(
+        checkpoint: str, first: int = 0, is_needed: Callable[[int], bool] = lambda block: True
+    ) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         following: int | None = first
         while following is not None:
-            some = reading.read_blocks(served.storage, served.shard.require_table(), following, checkpoint=checkpoint)
+            some = read_blocks(following, checkpoint, is_needed)
             blocks, following = {version.block: content for version, content in some.blocks}, some.next_block
             assert not found or min(blocks, default=99) > max(found)
             found |= blocks
@@ -341,11 +347,13 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two")) == [0, 3, 8, 16]
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
+        assert sorted(read("two", is_needed=lambda block: block % 2 == 0)) == [0, 8, 16]
     served.do(lambda batch: batch.extend_table(200))
     far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
     served.do(lambda batch: batch.push_gradients(header(6, 2), far, gradient[:1]))
-    end = reading.read_blocks(served.storage, served.shard.require_table(), 16, checkpoint="two")
-    assert end.next_block is None
+    assert read_blocks(16, "two", lambda block: True).next_block is None
+    whole, part = (read_blocks(17, "two", is_needed).digest for is_needed in (lambda block: True, lambda block: False))
+    assert whole != part == bytes(16)
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:

@@ -29,6 +29,12 @@ class Sharding:
     def shard_of_block(self, block: int) -> int:
         return block % self.num_shards
 
+    def needs_block(self, shard: int, block: int, rows_per_block: int) -> bool:
+        """Whether `shard` holds a row of block `block` of another layout, with `rows_per_block` rows in a block."""
+        first = block * rows_per_block // self.rows_per_block
+        last = ((block + 1) * rows_per_block - 1) // self.rows_per_block
+        return (shard - first) % self.num_shards <= last - first
+
     def local(self, rows: Int64Array) -> Int64Array:
         """Each row's position among all the rows of its shard, int64 [n]."""
         positions: Int64Array = rows // (self.rows_per_block * self.num_shards) * self.rows_per_block

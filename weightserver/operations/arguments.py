@@ -14,9 +14,9 @@ _RETRY_SECONDS = 10
 _MAX_SECONDS = 3600
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the shards' addresses and the options for calling them securely."""
-    add_addresses(parser, "every shard")
+def add_cluster_arguments(parser: argparse.ArgumentParser, option: str | None = None) -> None:
+    """Adds the shards' addresses, as positional arguments or an option, and the options for calling them securely."""
+    add_addresses(parser, "every shard", option)
     parser.add_argument(
         "--wait-for-servers",
         type=positive_seconds,
@@ -27,10 +27,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ClientSecurity)
 
 
-def add_addresses(parser: argparse.ArgumentParser, of: str) -> None:
+def add_addresses(parser: argparse.ArgumentParser, of: str, option: str | None = None) -> None:
     """Adds one or several addresses; `of` says whose they are."""
     text = f"host:port of {of}, separated by commas or blanks; ws-{{0..63}}.ws:50051 for 64"
-    parser.add_argument("addresses", nargs="+", metavar="HOST:PORT,…", help=text)
+    if option is None:
+        parser.add_argument("addresses", nargs="+", metavar="HOST:PORT,…", help=text)
+    else:
+        parser.add_argument(option, dest="addresses", nargs="+", metavar="HOST:PORT,…", help=text)
 
 
 def given_addresses(arguments: argparse.Namespace) -> list[str]:

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,13 @@ from weightserver.common.atomic_files import (
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, backup_name, chosen_checkpoint
-from weightserver.core.errors import ClusterError, NoTableError, WeightServerError
-from weightserver.core.versions import digest
+from weightserver.core.errors import WeightServerError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
-from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import table_number
+from weightserver.operations.checkpoint_blocks import CheckpointReader
 
 _FILE_BYTES = 64 << 20
-"""Bytes of blocks after which a new file begins."""
+"""Bytes of blocks in a file, if that is at least one block."""
 _SHARDS_AT_ONCE = 8
 """Shards that are copied at the same time, each through a few times the memory of a file."""
 
@@ -61,12 +60,13 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
         ValueError: the directory holds something.
         NoTableError: the checkpoint does not exist or was released.
         StorageError: a block is damaged.
+        ClusterError: a shard sent other blocks than it keeps.
         OSError: the disk is full, or another process writes to the directory.
     """
     with atomic_directory(directory, mode=PRIVATE_DIRECTORY) as new:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
-        with _held(client, chosen) as held_as:
+        with _held(client, chosen) as held:
             info = client.describe()
             made = Backup(
                 checkpoint=chosen.name,
@@ -77,7 +77,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
                 spec=info.spec,
                 version=__version__,
                 created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                shards=_copy_shards(client, held_as, info, new),
+                shards=_copy_shards(client, held, info, new),
                 table_identity=info.identity.hex(),
             )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
@@ -87,13 +87,13 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
 
 
 @contextlib.contextmanager
-def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[str]:
-    """Makes all shards keep the checkpoint under the name that it yields; after an error only if they did before."""
+def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
+    """Makes all shards keep the checkpoint under the name that is yielded; after an error, only if they did before."""
     name = backup_name(chosen)
     is_new = name not in client.describe().checkpoint_names
     client.copy_checkpoint(chosen, name)  # by its identity: another may take its name meanwhile
     try:
-        yield name
+        yield replace(chosen, name=name)
     except BaseException:
         if is_new:
             with contextlib.suppress(WeightServerError):  # the next backup releases it
@@ -110,7 +110,9 @@ def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
             client.release(name)
 
 
-def _copy_shards(client: WeightClient, checkpoint: str, info: TableInfo, directory: Path) -> tuple[dict[str, Any], ...]:
+def _copy_shards(
+    client: WeightClient, checkpoint: Checkpoint, info: TableInfo, directory: Path
+) -> tuple[dict[str, Any], ...]:
     """Writes the files of all shards, several at once; returns `Backup.shards`."""
     stop = threading.Event()
     with ThreadPoolExecutor(_SHARDS_AT_ONCE) as threads:
@@ -127,15 +129,11 @@ def _copy_shards(client: WeightClient, checkpoint: str, info: TableInfo, directo
 
 
 def _copy_shard(
-    client: WeightClient, shard: int, checkpoint: str, info: TableInfo, directory: Path, stop: threading.Event
+    client: WeightClient, shard: int, checkpoint: Checkpoint, info: TableInfo, directory: Path, stop: threading.Event
 ) -> dict[str, Any]:
     """Writes a shard's files, unless told to stop; returns the shard's entry in `Backup.shards`."""
     directory.mkdir(PRIVATE_DIRECTORY)
-    codec, files = BlockCodec(info.spec), dict[str, dict[str, Any]]()
-    described = client.call_shard(shard, "Describe", pb.DescribeRequest())
-    kept = next((kept for kept in described.checkpoints if kept.name == checkpoint), None)
-    if kept is None:
-        raise NoTableError(f"shard {shard} no longer keeps the checkpoint: repeat the command")
+    files = dict[str, dict[str, Any]]()
 
     def write(name: str, columns: dict[str, Any]) -> None:
         if stop.is_set():  # another shard's copy has failed
@@ -144,56 +142,19 @@ def _copy_shard(
         atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: kept.step]})
-    rows_stored, named = 0, list[tuple[int, int]]()
-    for blocks in _batches(client, shard, checkpoint, info):
-        for block in blocks:
-            codec.check(block.number, block.write_id, block.content)
-            rows_stored += codec.num_written(block.content)
-            named.append((block.number, block.write_id))
+    reader = CheckpointReader(client, shard, checkpoint.name, info)
+    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: checkpoint.step]})
+    found, per_file = reader.blocks(), max(1, _FILE_BYTES // BlockCodec(info.spec).num_bytes)
+    while blocks := list(islice(found, per_file)):
         columns = {
             "number": np.array([block.number for block in blocks], np.int64),
             "write_id": np.array([block.write_id for block in blocks], np.uint64),
             "content": np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(len(blocks), -1),
         }
         write(f"blocks-{blocks[0].number:015d}.safetensors", columns)
-    end = _read_blocks(client, shard, checkpoint, info, info.spec.num_blocks)
-    problem = ""
-    if rows_stored != kept.rows_stored:
-        problem = f"{rows_stored} of the {kept.rows_stored} rows"
-    elif digest(named) != end.digest:
-        problem = "other versions of blocks than it keeps"
-    if problem:
-        raise ClusterError(
-            f"shard {shard} sent {problem} of the checkpoint: check its directory with 'weightserver verify'"
-        )
-    _log.info(
-        "shard %(shard)d: %(rows)d rows in %(files)d files", {"shard": shard, "rows": rows_stored, "files": len(files)}
-    )
-    return {"rows_stored": rows_stored, "lineage": list(end.lineage), "files": files}
-
-
-def _batches(client: WeightClient, shard: int, checkpoint: str, info: TableInfo) -> Iterator[list[pb.Block]]:
-    """A shard's blocks of the checkpoint in ascending order, enough for a file at a time."""
-    blocks, first, num_bytes = list[pb.Block](), 0, BlockCodec(info.spec).num_bytes
-    while first < info.spec.num_blocks:
-        answer = _read_blocks(client, shard, checkpoint, info, first)
-        blocks += answer.blocks
-        first = answer.next_block or info.spec.num_blocks
-        if blocks and (first >= info.spec.num_blocks or len(blocks) * num_bytes >= _FILE_BYTES):
-            yield blocks
-            blocks = []
-
-
-def _read_blocks(
-    client: WeightClient, shard: int, checkpoint: str, info: TableInfo, first_block: int
-) -> pb.ReadBlocksResponse:
-    """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
-    checkpoint."""
-    table = table_number(info.spec, info.identity)
-    request = pb.ReadBlocksRequest(checkpoint=checkpoint, table=table, first_block=first_block)
-    answer: pb.ReadBlocksResponse = client.call_shard(shard, "ReadBlocks", request)
-    return answer
+    counts = {"shard": shard, "rows": reader.rows_stored, "files": len(files)}
+    _log.info("shard %(shard)d: %(rows)d rows in %(files)d files", counts)
+    return {"rows_stored": reader.rows_stored, "lineage": reader.lineage, "files": files}
 
 
 # ---- the command

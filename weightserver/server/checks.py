@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from weightserver.core.errors import InvalidRequestError
+from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS, float32_from_bytes
 from weightserver.shard.rates import GivenRates
@@ -34,6 +37,17 @@ def given_rates(rates: pb.Rates) -> GivenRates:
     learning_rates = float32_from_bytes(rates.learning_rates, "learning_rates") + np.float32(0)  # no −0
     require((learning_rates >= 0).all(), "learning rates must be finite and not negative")
     return GivenRates(rates.start, rates.digest, learning_rates)
+
+
+def needed_blocks(request: pb.ReadBlocksRequest, rows_per_block: int) -> Callable[[int], bool]:
+    """Which blocks of a table with `rows_per_block` rows in each the request asks for, by their numbers."""
+    if not request.HasField("part"):
+        return lambda block: True
+    part = request.part
+    require(part.rows_per_block > 0, f"rows_per_block must be positive, got {part.rows_per_block}")
+    require(0 <= part.shard < part.num_shards, f"there is no shard {part.shard} of {part.num_shards}")
+    sharding = Sharding(part.rows_per_block, part.num_shards)
+    return lambda block: sharding.needs_block(part.shard, block, rows_per_block)
 
 
 def write_header(header: pb.WriteHeader) -> WriteHeader:

@@ -32,7 +32,7 @@ from weightserver.server.answers import (
     read_blocks_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_name, given_rates, require, require_id, write_header
+from weightserver.server.checks import check_name, given_rates, needed_blocks, require, require_id, write_header
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
@@ -259,7 +259,10 @@ class WeightServerService:
         require(request.first_block <= MAX_ROWS, f"there is no block {request.first_block}")
         num_bytes = max(READ_BYTES, table.codec.num_bytes)
         self._memory.reserve(answer_bytes(num_bytes), context)
-        found = read_blocks(self._shard.storage, table, request.first_block, checkpoint=request.checkpoint)
+        is_needed = needed_blocks(request, table.spec.rows_per_block)
+        found = read_blocks(
+            self._shard.storage, table, request.first_block, checkpoint=request.checkpoint, is_needed=is_needed
+        )
         return read_blocks_response(found)
 
     def ReadSchedule(self, request: pb.ReadScheduleRequest, context: grpc.ServicerContext) -> pb.ReadScheduleResponse:

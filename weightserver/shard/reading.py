@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,8 +164,13 @@ class CheckpointBlocks:
     """The marks that the checkpoint descends from, its own included; only there too."""
 
 
-def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) -> CheckpointBlocks:
+def read_blocks(
+    storage: Storage, table: Table, first: int, *, checkpoint: str, is_needed: Callable[[int], bool]
+) -> CheckpointBlocks:
     """A checkpoint's stored blocks from number `first` on, about 4 MiB of them.
+
+    Args:
+        is_needed: whether to read a block, by its number.
 
     Raises:
         NoTableError: there is no such checkpoint.
@@ -181,7 +186,8 @@ def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) 
             if len(wanted) == num_wanted or seen == _MAX_SEEN_BLOCKS:
                 next_block = block
                 break
-            wanted += newest(versions, kept.generation)  # none if all are newer
+            if is_needed(block):
+                wanted += newest(versions, kept.generation)  # none if all are newer
         blocks = txn.newest_blocks(np.array([version.block for version in wanted], np.int64), up_to=kept.generation)
         found = list[tuple[Version, bytes]]()
         for version, content in zip(wanted, blocks.contents, strict=True):
@@ -192,5 +198,5 @@ def read_blocks(storage: Storage, table: Table, first: int, *, checkpoint: str) 
             return CheckpointBlocks(found, next_block)
         txn.check_contents()
         known = itertools.takewhile(lambda version: version.block < end, newest(txn.versions(), kept.generation))
-        named = digest((version.block, version.write_id) for version in known)
+        named = digest((version.block, version.write_id) for version in known if is_needed(version.block))
         return CheckpointBlocks(found, None, named, read_lineage(txn).up_to(kept.mark).marks)

@@ -163,8 +163,9 @@ def test_a_run_resumes_on_other_shards(
     output = tmp_path / "run"
     with LocalCluster(2, tmp_path / "old") as cluster:
         train(run_on(cluster, output))
-    command = ["reshard", "--source", *sorted((tmp_path / "old").glob("shard-*/")), "--rows-per-block", 8]
-    assert weightserver(*command, "--target", *targets_in(tmp_path / "new", 3))[0] == 0
+        command = ["reshard", "--from", *cluster.addresses, "--rows-per-block", 8]
+        for shard, target in enumerate(targets_in(tmp_path / "new", 3)):
+            assert weightserver(*command, "--shard", f"{shard}/3", "--target", target)[0] == 0
     with LocalCluster(3, tmp_path / "new") as cluster:
         with pytest.raises(TableMismatchError, match="holds another table"):
             train(run_on(cluster, output, resume=True))

@@ -137,14 +137,26 @@ class CopyCheckpointRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., source: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("checkpoint", "first_block", "table")
+    __slots__ = ("checkpoint", "first_block", "table", "part")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     first_block: int
     table: int
-    def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+    part: Part
+    def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("shard", "num_shards", "rows_per_block")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    num_shards: int
+    rows_per_block: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., rows_per_block: _Optional[int] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
     __slots__ = ("blocks", "next_block", "lineage", "digest")

@@ -217,8 +217,8 @@ class WeightServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """ReadBlocks reads about 4 MiB of a checkpoint's stored blocks, from a given block on. Backups use it. Rows that were
-        never written are in no block, or are marked as such.
+        """ReadBlocks reads about 4 MiB of a checkpoint's stored blocks, from a given block on. Backups and reshards use it. Rows
+        that were never written are in no block, or are marked as such.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
