@@ -1,7 +1,7 @@
 """Breaks clusters in the ways that happen, beside real Prometheus servers, and checks which alerts fire after how long.
 
     python -m deploy.game_day                    # twenty minutes, as root; writes docs/game-day.md
-    python -m deploy.game_day --short            # three faults in a minute, with alerts that wait less long
+    python -m deploy.game_day --short            # four faults in a minute, with alerts that wait less long
 
 Each fault has a cluster of its own: two shards and a client or a trainer. Prometheus scrapes all of them, once every 5
 and once every 60 s. Then the commands that the runbook has for these alerts are run. It needs Debian's package
@@ -25,7 +25,7 @@ from pathlib import Path
 from deploy.bring_up.report import say, title, wait_until
 from deploy.bring_up.settings import ROOT
 from deploy.game_day.faults import FAULTS
-from deploy.game_day.place import BROKEN, Place, place
+from deploy.game_day.place import BROKEN, WHOLE, Place, place
 from deploy.game_day.report import Outcome, differences, page
 from deploy.prometheus.local import LocalPrometheus, seconds_of
 from deploy.runbook import CHANGES_OR_NEEDS_MORE, COMMANDS, run
@@ -82,7 +82,7 @@ def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_s
             thread.join(120)
         title("what the shards say, and the runbook")
         for name, outcome in outcomes.items():
-            outcome.instance = places[name].cluster.metrics_addresses[BROKEN]
+            outcome.whole = places[name].cluster.metrics_addresses[WHOLE]
             outcome.ready = _readiness(places[name], outcome.fault.ready)
             if not is_short:
                 _run_commands(outcome, places[name], next(iter(servers.values())))
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="deploy.game_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="three faults in a minute")
+    parser.add_argument("--short", action="store_true", help="four faults in a minute")
     parser.add_argument("--only", nargs="+", choices=FAULTS, help="these faults alone; writes no page")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/game-day.md", help="the page of a whole day")
     arguments = parser.parse_args()

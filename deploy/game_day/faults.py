@@ -128,7 +128,7 @@ FAULTS = {
         "small",
         _fill,
         {"DiskFull": (120, 240)},
-        also=frozenset({"WritesFail"}),  # if a write needs new pages
+        also=frozenset({"CallsFail"}),  # if a write needs new pages
         ready="NOT_READY: .*(nearly full|No space left)",
     ),
     "slow": Fault(
@@ -151,8 +151,8 @@ FAULTS = {
         "an older directory is put back under a shard",
         "plain",
         _put_back,
-        {},
-        also=frozenset({"WritesFail"}),  # if a write is the first call that meets it: fetches alone count in no alert
+        {"CallsFail": (180, 300)},
+        is_short=True,
     ),
     "token": Fault(
         "a second client calls with a wrong token",

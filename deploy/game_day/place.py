@@ -19,8 +19,8 @@ from weightserver import LocalCluster
 from weightserver.common.processes import end_process
 from weightserver.operations.certificates import write_certificates
 
-BROKEN = 0
-"""The shard that breaks; the other one stays whole, so that an alert can name the wrong one."""
+BROKEN, WHOLE = 0, 1
+"""The shard that breaks, and the other one, which an alert could name instead."""
 TRAINER = (
     "synthetic --num-images 3000 --steps 1000000 --batch-size 16 --num-negatives 64 --window-size 96 --window-stride "
     "24 --dim 16 --rows-per-block 5 --log-every 5 --checkpoint-every 50 --encoder.name none --no-evaluate"

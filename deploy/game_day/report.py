@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from deploy.game_day.faults import Fault
+from deploy.game_day.place import WHOLE
 from deploy.runbook import Done
 
 _OF_WINDOWS = {"FetchSlow", "WritesUnavailable"}
@@ -22,8 +23,8 @@ class Outcome:
 
     name: str
     fault: Fault
-    instance: str = ""
-    """The metrics' address of the shard that broke."""
+    whole: str = ""
+    """The metrics' address of the shard that did not break."""
     fired: dict[tuple[str, str], tuple[float, dict[str, str]]] = field(default_factory=dict)
     """Seconds after which an alert fired first, and its labels, by scrape interval and alert."""
     ready: str = ""
@@ -62,8 +63,8 @@ def _differences(outcome: Outcome, scrapes: list[str]) -> Iterable[str]:
         if seconds is None or seconds > limit:
             after = "did not fire" if seconds is None else f"fired after {seconds:.0f} s"
             yield f"{alert} {after}, scraped every {scrape}: it must within {limit:.0f} s"
-        elif fault.names_shard and labels.get("job") == "weightserver" and labels["instance"] != outcome.instance:
-            yield f"{alert} names {labels['instance']}, not the shard that broke, {outcome.instance}"
+        elif fault.names_shard and (labels.get("instance") == outcome.whole or labels.get("shard") == str(WHOLE)):
+            yield f"{alert} names shard {WHOLE}, which did not break, scraped every {scrape}"
     for (scrape, alert), (seconds, labels) in outcome.fired.items():
         if labels["severity"] == "critical" and alert not in {
             *fault.alerts,

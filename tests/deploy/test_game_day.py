@@ -36,11 +36,11 @@ def test_the_whole_day(tmp_path: Path) -> None:
     held("--output", str(tmp_path / "game-day.md"))
 
 
-def outcome(alerts: dict[str, tuple[float, float]], fired: dict[str, float], instance: str = "a:1") -> Outcome:
+def outcome(alerts: dict[str, tuple[float, float]], fired: dict[str, float], **named: str) -> Outcome:
     fault = Fault("a fault", "plain", lambda *_: None, alerts)
-    found = Outcome("fault", fault, instance="a:1", ready="SERVING")
+    found = Outcome("fault", fault, whole="a:2", ready="SERVING")
     for alert, seconds in fired.items():
-        labels = {"alertname": alert, "severity": "critical", "job": "weightserver", "instance": instance}
+        labels = {"alertname": alert, "severity": "critical", "instance": "a:1", "shard": "0"} | named
         assert [found.note(scrape, labels, seconds) for scrape in ("5s", "60s", "60s")] == [True, True, False]
     return found
 
@@ -51,7 +51,8 @@ def outcome(alerts: dict[str, tuple[float, float]], fired: dict[str, float], ins
         (outcome({"ShardDown": (90, 180)}, {"ShardDown": 80}), None),
         (outcome({"ShardDown": (90, 180)}, {"ShardDown": 99}), "ShardDown fired after 99 s, scraped every 5s: it must"),
         (outcome({"ShardDown": (90, 180)}, {}), "ShardDown did not fire, scraped every 5s: it must within 90 s"),
-        (outcome({"ShardDown": (90, 180)}, {"ShardDown": 9}, "a:2"), "names a:2, not the shard that broke, a:1"),
+        (outcome({"ShardDown": (90, 180)}, {"ShardDown": 9}, instance="a:2"), "ShardDown names shard 1, which did not"),
+        (outcome({"FetchStuck": (90, 180)}, {"FetchStuck": 9}, shard="1"), "FetchStuck names shard 1, which did not"),
         (outcome({}, {"FetchSlow": 9}), "FetchSlow fired after 9 s, scraped every 5s: it must not"),
     ],
 )
