@@ -8,6 +8,8 @@ import re
 _ADDRESS = re.compile(r"(\[(?P<v6>[^\[\]{}]+)\]|(?P<host>[^\[\]{}:]+)):(?P<port>[0-9]{1,9})")
 
 _RANGE = re.compile(r"([^{}]*)\{([0-9]{1,9})\.\.([0-9]{1,9})\}([^{}]*)")
+_BETWEEN = re.compile(r"[,\s]+(?![^{}]*\})")
+"""What separates addresses; within braces it is part of a range, although of a wrong one."""
 _MOST_NAMES = 4096
 
 
@@ -27,7 +29,7 @@ def parse_addresses(*texts: str) -> list[str]:
     Raises:
         ValueError: one that is not an address.
     """
-    words = [word for text in texts for word in re.split(r"[,\s]+", text.strip()) if word]
+    words = [word for text in texts for word in _BETWEEN.split(text.strip()) if word]
     addresses = [address for word in words for address in expand_range(word)]
     for address in addresses:
         split_address(address)
