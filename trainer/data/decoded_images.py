@@ -76,12 +76,22 @@ def named(lines: Iterable[str]) -> None:
     _named.update(lines)
 
 
-class BrokenImages:
-    """Counts the broken images of a data set, names each once, and ends the process when there are too many."""
+def broken_line(path: str, error: Exception) -> Remark:
+    """A line about an image that cannot be read, with the values `path` and `why`."""
+    reason = why(error)
+    return Remark(f"{path} ({reason})", path=path, why=reason)
 
-    def __init__(self, options: SourceOptions) -> None:
-        self._options = options
-        self._found = set[int]()
+
+class BrokenImages:
+    """The broken ones of so many images, each read once only; an error when there are too many. Thread-safe.
+
+    Kept in memory: a number for each broken image, of which there are no more than may be broken.
+    """
+
+    def __init__(self, options: SourceOptions, num_images: int, known: Iterable[int] = ()) -> None:
+        self._options, self._num_images = options, num_images
+        self._limit = options.limit_of_broken(num_images)
+        self._next = {image: (image + 1) % num_images for image in known}  # for each broken image, one after it
         self._lock = threading.Lock()
 
     def list(self, lines: Iterable[Remark]) -> None:
@@ -93,33 +103,45 @@ class BrokenImages:
                 found = dict.fromkeys(f"{line.values['path']}\t{line.values['why']}\n" for line in lines)
                 file.writelines(line for line in found if line not in known)
 
-    def note(self, image: int, path: str, reason: str, num_images: int) -> None:
-        """Notes a broken image. Raises ValueError if there are too many."""
-        line = Remark(f"{path} ({reason})", path=path, why=reason)
+    def first_from(self, image: int) -> int:
+        """The first image from one on (after the last, the first) that is not known to be broken.
+
+        Raises:
+            ValueError: all are.
+        """
         with self._lock:
-            if image in self._found:
-                return
-            self._found.add(image)
-            number = len(self._found)
+            if len(self._next) == self._num_images:
+                raise ValueError(f"all {self._num_images:,} images are broken: check their disk")
+            passed = []
+            while image in self._next:
+                passed.append(image)
+                image = self._next[image]
+            self._next |= dict.fromkeys(passed, image)  # so that a long stretch is searched once
+        return image
+
+    def note(self, image: int, line: Remark) -> int:
+        """Notes a broken image by its line of `broken_line`; returns the number of those known, 0 if it was one. Raises
+        ValueError if there are too many."""
+        with self._lock:
+            if image in self._next:
+                return 0
+            self._next[image] = (image + 1) % self._num_images
+            number = len(self._next)
             self.list([line])
-        choice = ": the next intact one is shown in its place" if number == 1 else ""
-        if line not in _named:
-            _named.add(line)
-            fields = line.values | {"choice": choice, "image": image}
-            _log.warning("broken image: %(path)s (%(why)s)%(choice)s", fields)
-        if number > (limit := self._options.limit_of_broken(num_images)):
+        if number > self._limit:
             raise ValueError(
-                f"more than {limit} of {num_images} images are broken, the last of them {line}: "
+                f"more than {self._limit} of {self._num_images} images are broken, the last of them {line}: "
                 "repair or remove them, or give a higher --max-broken"
             )
+        return number
 
 
 class DecodedImages:
     """Encoded images, decoded by threads for each batch: centre squares for evaluation, crops for training.
 
-    Only the batch is kept in memory. An image that is broken or cannot be read is logged once and replaced by the next
-    intact one by id (after the last, the first), with the same limit on their number as in packing; if `strict`, it is
-    an error.
+    Only the batch is kept in memory. An image that is broken or cannot be read is read and logged once, and replaced by
+    the next intact one by id (after the last, the first), with the same limit on their number as in packing; if
+    `strict`, it is an error.
 
     Args:
         options: how pixels become colours, and how many images may be broken.
@@ -144,7 +166,7 @@ class DecodedImages:
         self._images, self._side, self._num_images = images, side, len(images)
         self.options = options or SourceOptions()
         self._rendering = self.options.rendering(background)
-        self.broken = BrokenImages(self.options)
+        self.broken = BrokenImages(self.options, len(images))
         self._device, self._strict = torch.device("cpu"), False
         self._pool = ThreadPoolExecutor(threads or decode_threads(), thread_name_prefix="decode")
 
@@ -208,13 +230,11 @@ class DecodedImages:
 
     def first(self, num_images: int) -> DecodedImages:
         """The first of these images."""
-        return self._with(_num_images=num_images)
+        return self._with(_num_images=num_images, broken=BrokenImages(self.options, num_images))
 
     def chosen(self, images: Int64Array) -> DecodedImages:
         """Those of these images, int64 [n], under the ids 0..n-1."""
-        return self._with(
-            _images=Chosen(self._images, images), _num_images=len(images), broken=BrokenImages(self.options)
-        )
+        return self._with(_images=Chosen(self._images, images)).first(len(images))
 
     def strict(self) -> DecodedImages:
         """The same images, all of which count: a broken one is an error. Raises ValueError if packing replaced one."""
@@ -258,8 +278,7 @@ class DecodedImages:
                     raise BrokenImageError("broken when it was packed")
                 return of(self._images.read(image))
             except (BrokenImageError, OSError) as error:
-                path, reason = self._images.path(image), why(error)
-                return Remark(f"{path} ({reason})", path=path, why=reason)
+                return broken_line(self._images.path(image), error)
 
         return list(self._pool.map(one, images.tolist()))
 
@@ -278,10 +297,14 @@ class DecodedImages:
                     f"broken image: {self._images.path(image)} ({why(error)}): an evaluation counts every test image; "
                     "repair it, or remove it from the data set"
                 ) from None
-        for distance in range(len(self)):
-            shown = (image + distance) % len(self)
+        while True:
+            image = self.broken.first_from(image)
             try:
-                return decode(self._images.read(shown), crops, self._rendering)
+                return decode(self._images.read(image), crops, self._rendering)
             except (BrokenImageError, OSError) as error:
-                self.broken.note(shown, self._images.path(shown), why(error), len(self))
-        raise ValueError(f"{self._images.path(image)} and all other {len(self):,} images are broken: check their disk")
+                line = broken_line(self._images.path(image), error)
+                if (number := self.broken.note(image, line)) and line not in _named:
+                    _named.add(line)
+                    choice = ": the next intact one is shown in its place" if number == 1 else ""
+                    fields = line.values | {"choice": choice, "image": image}
+                    _log.warning("broken image: %(path)s (%(why)s)%(choice)s", fields)

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.decode import BrokenImageError, facts, why
-from trainer.data.decoded_images import BrokenImages
+from trainer.data.decoded_images import BrokenImages, broken_line
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import (
@@ -171,13 +171,13 @@ class _Packer:
                 f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
             )
         self._rendering = options.source.rendering("none")
-        self._broken, self._max_broken = BrokenImages(options.source), options.source.limit_of_broken(self._part.count)
-        self._num_broken = sum(shard.num_broken for shard in self._part.shards)
+        self._options = options.source
 
     def run(self) -> Manifest:
         """Packs shard after shard, each named in the manifest when its files are in place."""
         if self._part.rows_packed < self._part.count:
             self._truncate_to_manifest()
+            self._broken = BrokenImages(self._options, self._part.count, self._known_broken())
         made = self._samples(self._part.rows_packed)
         samples: Iterator[_Sample] = made
         try:
@@ -196,13 +196,23 @@ class _Packer:
         self._manifest.save(self._output)
         cut_index(index_path(self._output, self._part.first), self._part.rows_packed)
 
+    def _known_broken(self) -> Iterator[int]:
+        """The images, numbered in the range, that are broken in the rows that are packed already."""
+        first = self._part.first
+        for shard in self._part.shards:
+            start = shard.first - first
+            content = read_records(index_path(self._output, first), start, start + shard.count)
+            records = np.frombuffer(content, INDEX)
+            yield from (records["image"][records["image"] != records["shown"]] - first).tolist()
+
     def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
         """Writes the shard that starts at row `first`; returns it and the remaining samples."""
         index: list[tuple[int, int, int, int, int]] = []
         left: list[_Sample] = []
-        broken_before = self._num_broken
+        num_broken = 0
 
         def write(path: Path) -> None:
+            nonlocal num_broken
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
                 for sample in samples:
                     if index and _end_of_tar(tar.offset, sample) > self._shard_bytes:
@@ -215,7 +225,8 @@ class _Packer:
                         _add(tar, f"{key}.cls", str(sample.label).encode())
                     index.append((offset, len(sample.content), sample.image, sample.shown, sample.label))
                     if sample.broken:
-                        self._note_broken(sample)
+                        self._name_broken(sample)
+                        num_broken += 1
                     self._progress.update(first - self._part.first + len(index), self._part.count)
 
         tar = tar_path(self._output, first)
@@ -226,23 +237,15 @@ class _Packer:
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
             index_sha256=add_records(index_path(self._output, self._part.first), np.array(index, INDEX)),
-            num_broken=self._num_broken - broken_before,
+            num_broken=num_broken,
         )
         return shard, chain(left, samples)
 
-    def _note_broken(self, sample: _Sample) -> None:
+    def _name_broken(self, sample: _Sample) -> None:
         path = self._listing.path(sample.image - self._part.first)
         shown = self._listing.path(sample.shown - self._part.first)
         sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
-        line = Remark(sentence, path=path, why=sample.broken, replaced_by=shown)
-        say(line, logging.WARNING)
-        self._broken.list([line])
-        self._num_broken += 1
-        if self._num_broken > self._max_broken:
-            raise ValueError(
-                f"more than {self._max_broken} of {self._part.count} images are broken, the last of them {path}: "
-                "repair or remove them, or give a higher --max-broken; then repeat the command to continue"
-            )
+        say(Remark(sentence, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
 
     def _samples(self, start: int) -> Generator[_Sample, None, None]:
         """The samples of the range's rows from `start` on, some of them computed ahead."""
@@ -263,21 +266,19 @@ class _Packer:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _sample(self, image: int) -> _Sample:
-        first, count = self._part.first, self._part.count
+        own = shown = image - self._part.first
         broken = ""
-        for distance in range(count):
-            shown = (image - first + distance) % count
+        while True:
             try:
                 content = self._listing.read(shown)
                 suffix = facts(content, self._rendering).suffix
             except (BrokenImageError, OSError) as error:
                 broken = broken or why(error)
+                self._broken.note(shown, broken_line(self._listing.path(shown), error))
+                shown = self._broken.first_from(shown)
                 continue
-            return _Sample(image, first + shown, self._listing[image - first].label, suffix, content, broken)
-        raise ValueError(
-            f"{self._listing.path(image - first)} and all other {count:,} images that are being packed cannot be read "
-            f"({broken}): check their disk, or pack into a new directory"
-        )
+            label = self._listing[own].label
+            return _Sample(image, self._part.first + shown, label, suffix, content, broken)
 
 
 def _end_of_tar(offset: int, sample: _Sample) -> int:

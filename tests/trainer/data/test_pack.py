@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,37 @@ def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"none of 1 images of .*nothing can be read, first a.jpg: repair"):
         pack(nothing, tmp_path / "other", options())
     assert not list((tmp_path / "other").iterdir()), "once they are repaired, they are packed"
+
+
+def test_a_stretch_of_broken_images_is_not_searched_for_each_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is read for its reason, and once at most when another is sought; also by a pack that is continued."""
+    tree, packed, reads = plain_tree(tmp_path / "tree", 20), tmp_path / "packed", Counter[int]()
+    for number in range(30):
+        (tree / f"b/x{number:02d}.jpg").write_bytes(b"no image")
+    read = Listing.read
+
+    def counted(listing: Listing, image: int) -> bytes:
+        reads[image] += 1
+        return read(listing, image)
+
+    monkeypatch.setattr(Listing, "read", counted)
+    pack(tree, tmp_path / "whole", options(threads=1))
+    assert sum(reads.values()) <= 50 + 30 + 30, "the first intact one is read for each"
+    listing = read_source(tree).train.listing
+    assert all(reads[image] <= 2 for image in range(50) if listing[image].path.startswith("b/x"))
+
+    exactly = options(source=SourceOptions(max_broken=30))
+    end_after(25, monkeypatch)
+    with pytest.raises(Killed):
+        pack(tree, packed, exactly)
+    monkeypatch.undo()
+    assert 0 < sum(shard.num_broken for shard in Manifest.load(packed).shards) < 30
+    with pytest.raises(ValueError, match="more than 29 of 50 images are broken"):
+        pack(tree, packed, options(source=SourceOptions(max_broken=29)))
+    pack(tree, packed, exactly)
+    assert contents(packed) == contents(tmp_path / "whole")
 
 
 def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:

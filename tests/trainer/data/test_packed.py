@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
 from trainer.data import load_dataset, packed
 from trainer.data.augment import Augmentation, AugmentationConfig
@@ -30,6 +31,7 @@ from trainer.evaluate.table import PROTOCOLS
 from trainer.export.__main__ import main as export_rows
 from trainer.loop import train
 from trainer.schedule import visit_uniforms
+from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
 NUM_IMAGES = 290
@@ -256,6 +258,43 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
     message = r"broken image: .*/train/.* \(it broke\): the next intact one is shown in its place"
     assert re.fullmatch(message, record.getMessage())
     assert record.getMessage().count(str(fields["path"])) == 1
+
+
+class _Counted:
+    """Encoded images that are broken from the sixth to the 25th; counts how often each is read."""
+
+    replaced = np.empty(0, np.int64)
+
+    def __init__(self) -> None:
+        self.reads, self._content = Counter[int](), encoded(piece(0))
+
+    def __len__(self) -> int:
+        return 30
+
+    def read(self, image: int) -> bytes:
+        self.reads[image] += 1
+        return b"no image" if 5 <= image < 25 else self._content
+
+    def path(self, image: int) -> str:
+        return str(image)
+
+    def positions(self, images: Int64Array) -> Int64Array:
+        return images
+
+
+def test_broken_images_are_read_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However often they are visited, and however many of them there are between a visited one and an intact one."""
+    source = _Counted()
+    images = DecodedImages(source, SIDE, threads=1)
+    for _ in range(3):
+        assert torch.equal(images[5:25], images[torch.tensor([25] * 20)])
+    assert {image: count for image, count in source.reads.items() if image < 25} == dict.fromkeys(range(5, 25), 1)
+    assert len(caplog.records) == 20
+    for ids in (range(5, 9), range(24, 4, -1)):
+        some = images.chosen(np.array(ids))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"all {len(ids)} images are broken: check their disk"):
+                some[:]
 
 
 @pytest.mark.guard
