@@ -29,6 +29,7 @@ from weightserver import (
 )
 from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
+from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage import lmdb_storage
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
@@ -262,3 +263,23 @@ def test_the_command_line_lists_and_rolls_back(
     assert same(writer.fetch_state(ROWS), kept)
     with pytest.raises(FencedError):
         push(writer, 8)
+
+
+def test_a_checkpoint_of_some_shards_only_is_told_and_can_be_forgotten(
+    writer: WeightClient, cluster: LocalCluster, weightserver: Weightserver
+) -> None:
+    """As one is left by a checkpoint() that a shard refused or never heard of: here it has forgotten it."""
+    writer.checkpoint("half", step=0)
+    forget = pb.CheckpointRequest(name="half", header=writer._writer.header(2))
+    writer.call_shard(0, "Release", forget)
+
+    status, listed, remark = weightserver("checkpoints", *cluster.addresses)
+    assert (status, listed) == (0, "")
+    assert "only shards [1] keep 'half': 'weightserver release' forgets it if a checkpoint() failed\n" in remark
+    status, _, error = weightserver("rollback", "half", *cluster.addresses, "--yes")
+    assert (status, error.count("\n")) == (1, 1)
+    assert "only shards [1] keep checkpoint 'half', as after a checkpoint() that failed on others" in error
+    with pytest.raises(NoTableError, match="shard 0 has no checkpoint 'half'"):
+        writer.rollback("half")
+    assert weightserver("release", "half", *cluster.addresses) == (0, "released half\n", "")
+    assert weightserver("checkpoints", *cluster.addresses) == (0, "", "none yet\n")

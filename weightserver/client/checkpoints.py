@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from weightserver.client.fan_out import Answers, Shards
+from weightserver.client.fan_out import Shards
 from weightserver.client.schedule import ClientSchedule
 from weightserver.client.sessions import require_one_timeline
 from weightserver.client.threads import raise_first
@@ -19,11 +19,6 @@ def checkpoints_of(answer: pb.DescribeResponse) -> tuple[Checkpoint, ...]:
     return tuple(Checkpoint(kept.name, kept.step, kept.identity, (kept.mark,)) for kept in answer.checkpoints)
 
 
-def checkpoints_of_all(answers: Answers) -> list[Checkpoint]:
-    """The checkpoints that every shard retains, in the order of their steps."""
-    return common_checkpoints([checkpoints_of(answer) for answer in answers])
-
-
 def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
     """The checkpoint of that name which every shard retains; a checkpoint itself is not looked for.
 
@@ -33,7 +28,7 @@ def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
     if isinstance(name, Checkpoint):
         return name
     answers = shards.describe()
-    for kept in checkpoints_of_all(answers):
+    for kept in common_checkpoints([checkpoints_of(answer) for answer in answers]):
         if kept.name == name:
             return kept
     for answer in answers:

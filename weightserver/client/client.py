@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import arguments, metrics, sessions
 from weightserver.client.channels import Credentials
-from weightserver.client.checkpoints import checkpoints_of_all, find_checkpoint, take_checkpoint
+from weightserver.client.checkpoints import checkpoints_of, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
@@ -41,7 +41,7 @@ from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.client.writer import Session, Writer
 from weightserver.common.closing import Closing
 from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, checked_integer
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.correction import checked_rates
 from weightserver.core.errors import DataLossError, FencedError, NoTableError, SessionInUseError
 from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
@@ -420,7 +420,11 @@ class WeightClient(Closing):
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that every shard retains, in the order of their steps."""
-        return checkpoints_of_all(self._shards.describe())
+        return common_checkpoints(self.checkpoints_by_shard())
+
+    def checkpoints_by_shard(self) -> list[tuple[Checkpoint, ...]]:
+        """All checkpoints that each shard retains, oldest first, whether or not other shards do."""
+        return [checkpoints_of(answer) for answer in self._shards.describe()]
 
     def rollback(self, name: str) -> None:
         """Returns all rows and the clock to a checkpoint; later checkpoints are forgotten.
@@ -441,7 +445,7 @@ class WeightClient(Closing):
     def release(self, name: str) -> None:
         """Forgets a checkpoint: the disk space that only it needed is used again. Raises NoTableError if no shard has
         it."""
-        if all(kept.name != name for answer in self._shards.describe() for kept in answer.checkpoints):
+        if all(kept.name != name for shard in self.checkpoints_by_shard() for kept in shard):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
         self._require_session().change("Release", pb.CheckpointRequest(name=name))
 

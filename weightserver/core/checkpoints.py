@@ -65,6 +65,16 @@ def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoin
     return sorted(common, key=lambda kept: (kept.step, kept.name))
 
 
+def partly_kept(shards: Sequence[Iterable[Checkpoint]]) -> dict[str, list[int]]:
+    """The names under which not all shards retain one checkpoint, and the numbers of those that retain any."""
+    common, found = {kept.name for kept in common_checkpoints(shards)}, dict[str, list[int]]()
+    for shard, checkpoints in enumerate(shards):
+        for kept in checkpoints:
+            if kept.name not in common:
+                found.setdefault(kept.name, []).append(shard)
+    return found
+
+
 def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoint:
     """The checkpoint of that name, or the newest that is no backup's, among those that all shards retain.
 

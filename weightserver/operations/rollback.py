@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from weightserver.client.client import WeightClient
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
@@ -16,13 +16,9 @@ def _kept_by_all(client: WeightClient, name: str) -> Checkpoint:
     Raises:
         ValueError: not all shards keep it.
     """
-    known = {
-        shard.shard: kept.checkpoint_id
-        for shard in client.describe().shards
-        for kept in shard.checkpoints
-        if kept.name == name
-    }
-    common = client.checkpoints()
+    by_shard = client.checkpoints_by_shard()
+    known = {shard: kept.checkpoint_id for shard, those in enumerate(by_shard) for kept in those if kept.name == name}
+    common = common_checkpoints(by_shard)
     for kept in sorted(common, key=lambda kept: kept.name != name):
         if kept.name == name or kept.checkpoint_id in known.values():
             return kept
@@ -30,8 +26,9 @@ def _kept_by_all(client: WeightClient, name: str) -> Checkpoint:
         raise ValueError(f"no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")
     together = f"those of steps {sorted({kept.step for kept in common})}" if common else "no checkpoint"
     raise ValueError(
-        f"only shards {sorted(known)} keep checkpoint {name!r}, as after restoring them from a newer backup than the "
-        f"others; together all keep {together}: roll back to one of those, or restore all shards from one backup"
+        f"only shards {sorted(known)} keep checkpoint {name!r}, as after a checkpoint() that failed on others or "
+        f"restoring them from a newer backup; together all keep {together}: roll back to one of those, or restore all "
+        "shards from one backup"
     )
 
 
@@ -44,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     name = arguments.name
     with connect(arguments) as client:
-        kept, info = _kept_by_all(client, name), client.describe()
+        kept = _kept_by_all(client, name)
         if not arguments.yes:
+            info = client.describe()
             raise ValueError(
                 f"this would undo run {info.run!r} from step {info.clock} to {kept.step}: give --yes to do it"
             )

@@ -124,7 +124,10 @@ def test_a_shard_restored_from_a_newer_backup_than_the_others_is_told(
         restore(tmp_path / name, tmp_path / f"new/shard-{shard}", shard=shard)
     with LocalCluster(2, tmp_path / "new") as cluster:
         for shard, name in enumerate(("one", "two")):
-            message = f"only shards [{shard}] keep checkpoint {name!r}, as after restoring them from a newer backup"
+            message = (
+                f"only shards [{shard}] keep checkpoint {name!r}, as after a checkpoint() that failed on others or "
+            )
+            message += "restoring them from a newer backup"
             assert_one_line(weightserver("rollback", name, *cluster.addresses, "--yes"), message)
     shutil.rmtree(tmp_path / "new/shard-1")
     restore(tmp_path / "one", tmp_path / "new/shard-1", shard=1)
