@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages, EncodedImages
 from trainer.data.idx import find_idx, read_idx
-from trainer.data.labels import LabelsField, StoredLabels
+from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.packed import PackedImages
@@ -77,12 +77,12 @@ class Dataset:
 
     train_images: TrainImages
     """uint8 [N, C, H, W]; for decoded images, their centre squares."""
-    train_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
-    """int64 [N], or [0] without labels, and then without test images. Stored labels are read when needed."""
+    train_labels: Tensor
+    """int64 [N], or [0] without labels, and then without test images."""
     test_images: TrainImages
     """uint8 [M, C, H, W]; no setting is ever chosen on these."""
-    test_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
-    """int64 [M]."""
+    test_labels: Tensor
+    """int64 [M]; `NO_LABEL` for images that evaluation leaves out."""
     range_sizes: tuple[int, ...] = ()
     """Numbers of images in the ranges in which they were added; empty if all were added at once."""
     digests: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class Dataset:
 
     @property
     def labelled(self) -> bool:
-        return len(vars(self)["train_labels"]) > 0  # without reading stored ones
+        return len(self.train_labels) > 0
 
     @property
     def can_hold_out(self) -> bool:
@@ -164,8 +164,7 @@ class Dataset:
         """
         if not isinstance(self.test_images, DecodedImages) or not len(self.test_images):
             return self
-        labels = {name: vars(self)[name] for name in ("train_labels", "test_labels")}  # without reading them
-        return replace(self, test_images=self.test_images.strict(), **labels)
+        return replace(self, test_images=self.test_images.strict())
 
     def first(self, num_images: int) -> "Dataset":
         """The images of the first ranges, as before others were added; all images if no ranges have that many."""
@@ -175,8 +174,7 @@ class Dataset:
         return replace(
             self,
             train_images=self.train_images.first(num_images),
-            train_labels=StoredLabels(num_images if self.labelled else 0, lambda: self.train_labels[:num_images]),
-            test_labels=vars(self)["test_labels"],  # without reading them
+            train_labels=self.train_labels[:num_images],
             range_sizes=self.range_sizes[: ends.index(num_images) + 1],
             digests=self.digests[: ends.index(num_images) + 1],
         )
@@ -226,8 +224,8 @@ def load_dataset(
 
     Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
     evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
-    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images are
-    omitted if any has a class, by name, that the training images lack.
+    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images of classes
+    that no training image has are omitted.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
@@ -318,13 +316,13 @@ def _load_folder(directory: Path, image_size: int, decoded: _Decoded, options: S
     return _dataset(_read(reading.train, decoded), test, where, evaluated_side=image_size, reading=reading)
 
 
-_NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
+_NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class _Stored(NamedTuple):
     images: DecodedImages
-    labels: StoredLabels
-    """One for each image, or none."""
+    labels: Tensor
+    """int64, one for each image, or none."""
     classes: tuple[str, ...]
     digests: tuple[str, ...]
     """One for each range of images."""
@@ -355,50 +353,51 @@ def _packed(images: PackedImages, decoded: _Decoded) -> _Stored:
     return _Stored(decoded(images), labels, images.manifest.classes, digests)
 
 
-def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
-    return StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
+def _labels_of(images: Listing | PackedImages, labelled: bool) -> Tensor:
+    return torch.from_numpy(images.labels()) if labelled else _NO_LABELS
 
 
 def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
-    A single class is no label: every classifier would be right. Test images without labels are omitted, and all if
-    any has a class by name that the training images lack. Classes have the training images' numbers.
+    A single class is no label: every classifier would be right. Test images without labels are omitted, as are, with a
+    line, those of a class that no training image has. Classes have the training images' numbers.
     """
-    if test and not test.labels:
-        test = None
-    if test and (not set(test.classes) <= set(train.classes) or bool(train.classes) != bool(test.classes)):
-        stored["untested"] = f"the classes of the test images in {test_directory} are not those of the training images"
-        test = None
-    if _are_of_one_class(train):
-        stored["untested"], train = "all images are of one class, which is no label", train._replace(labels=_NO_LABELS)
-    if not train.labels:
-        test = None
+    if len(train.labels) and len(torch.unique(train.labels[train.labels != NO_LABEL])) < 2:
+        stored["untested"] = "all images are of one class, which is no label"
+        train = train._replace(labels=_NO_LABELS)
+    labels = _NO_LABELS
+    if test and test_directory and len(test.labels) and len(train.labels):
+        labels = _as_in_training(test, train)
+        others = torch.nonzero((labels == NO_LABEL) & (test.labels != NO_LABEL))[:, 0].numpy()
+        if not (labels != NO_LABEL).any():
+            stored["untested"] = f"no training image is of a class of the test images in {test_directory}"
+            labels = _NO_LABELS
+        elif len(others):
+            left_out = LeftOut()
+            left_out.add(Reason.OTHER_CLASS, test.images.paths(others[:1])[0], len(others))
+            left_out.log(test_directory)
     return Dataset(
         train_images=train.images,
         train_labels=train.labels,
-        test_images=test.images if test else train.images[:0],
-        test_labels=_renumbered(test.labels, test.classes, train.classes) if test else _NO_LABELS,
+        test_images=test.images if test and len(labels) else train.images[:0],
+        test_labels=labels,
         digests=train.digests,
-        test_digests=test.digests if test else (),
+        test_digests=test.digests if test and len(labels) else (),
         class_names=train.classes,
         **stored,
     )
 
 
-def _renumbered(labels: StoredLabels, classes: Sequence[str], wanted: Sequence[str]) -> StoredLabels:
-    """Labels by the numbers that their classes have among those that are wanted."""
-    if not classes or tuple(classes) == tuple(wanted):
-        return labels
-    numbers = torch.tensor([*map(wanted.index, classes), NO_LABEL])
-    return StoredLabels(len(labels), lambda: numbers[labels.read()])  # no label is the last one
-
-
-def _are_of_one_class(train: _Stored) -> bool:
-    if train.classes or not train.labels:
-        return len(train.classes) == 1
-    labels = train.labels.read()
-    return len(torch.unique(labels[labels != NO_LABEL])) < 2
+def _as_in_training(test: _Stored, train: _Stored) -> Tensor:
+    """The labels of test images by the numbers that their classes have among the training images, int64 [M];
+    `NO_LABEL` for a class that these lack."""
+    labels = test.labels
+    if train.classes or test.classes:
+        number_of = {name: number for number, name in enumerate(train.classes)}
+        numbers = torch.tensor([*(number_of.get(name, NO_LABEL) for name in test.classes), NO_LABEL])
+        labels = numbers[labels] if train.classes and test.classes else torch.full_like(labels, NO_LABEL)
+    return torch.where(torch.isin(labels, train.labels), labels, NO_LABEL)
 
 
 def _load_idx(directory: Path | None) -> Dataset:

@@ -56,6 +56,10 @@ class Reason(Enum):
     STRAY = "image beside the class folders (--stray use keeps it)", "images beside the class folders (--stray use)"
     BESIDE_SPLITS = "image beside the splits (--stray use keeps it)", "images beside the splits (--stray use)"
     NO_PATH = "line without a path", "lines without a path"
+    OTHER_CLASS = (
+        "test image of a class that no training image has",
+        "test images of classes that no training image has",
+    )
     OTHER_SPLIT = "image of another split", "images of other splits"
 
 

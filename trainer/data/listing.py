@@ -120,7 +120,8 @@ class Listing:
 
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""
-        return np.fromiter((entry.label for entry in self.entries()), np.int64, len(self))
+        lines = bytes(self.content).split(b"\n")[:-1]
+        return np.fromiter((int(line.partition(b"\t")[0]) for line in lines), np.int64, len(self))
 
 
 def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import torch
 from trainer.data.datasets import Dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import pixel_warnings, spread_evenly
+from trainer.data.listing import NO_LABEL
 
 _SAMPLE = 256
 
@@ -77,7 +78,7 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
         pixels=round(statistics.median(one.width * one.height for one in intact)),
         image_bytes=round(statistics.mean(one.num_bytes for one in intact)),
         num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
-        num_tests=len(dataset.test_images),
+        num_tests=int((dataset.test_labels != NO_LABEL).sum()),
         can_hold_out=dataset.can_hold_out,
         packed=packed,
         unreadable=tuple(map(str, broken)),

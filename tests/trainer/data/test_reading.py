@@ -28,6 +28,7 @@ from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
+from trainer.data.survey import survey
 
 
 def listed(source: Path, **options: Any) -> tuple[Listing, Split]:
@@ -545,6 +546,40 @@ def test_numbers_of_one_class_are_no_labels(tmp_path: Path) -> None:
         dataset = load_dataset(name, tmp_path / source)
         assert (dataset.labelled, dataset.can_hold_out) == (False, False)
         assert "one class" in dataset.untested
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_test_images_of_unknown_classes_are_omitted_with_a_line(
+    named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those only, whether classes have names or numbers; all if no training image is of any of the classes."""
+    classes = ["cat", "dog", "eel", "fox"] if named else ["3", "5", "4", "8"]
+
+    def write(split: str, numbers: Sequence[int]) -> None:
+        with tarfile.open(tmp_path / f"{split}-000000.tar", "w") as tar:
+            for number in numbers:
+                for suffix, content in (("jpg", jpeg(number)), ("cls", classes[number % 4].encode())):
+                    info = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+
+    known = [number for number in range(12) if number % 4 < 2]
+    write("train", known)
+    write("test", range(12))
+    pack(tmp_path, tmp_path / "packed", PackOptions())
+    for kind, source in (("folder", tmp_path), ("packed", tmp_path / "packed")):
+        caplog.clear()
+        dataset = load_dataset(kind, source, image_size=8)
+        (line,) = [record.getMessage() for record in caplog.records if "no training image" in record.getMessage()]
+        assert "6 test images of classes that no training image has (first " in line
+        assert line.endswith("test-000000.tar:0002.jpg)")
+        assert dataset.evaluated.test_labels.tolist() == dataset.train_labels.tolist()
+        assert torch.equal(dataset.evaluated.test_images[:], dataset.train_images[:])
+        assert survey(dataset, packed=kind == "packed").num_tests == 6
+    write("test", [number for number in range(12) if number not in known])
+    without = load_dataset("folder", tmp_path, image_size=8)
+    assert (len(without.test_images), without.can_hold_out) == (0, False)
+    assert "no training image is of a class of the test images" in without.untested
 
 
 def test_few_labels_hold_nothing_out_of_a_folder_or_its_pack(tmp_path: Path) -> None:
