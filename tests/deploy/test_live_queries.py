@@ -187,7 +187,7 @@ def test_each_panel_tells_two_clusters_apart(tmp_path: Path) -> None:
             assert set(shown("Is every shard up").values()) == {1}
             assert shown("How much space is left") == pytest.approx(truth("volume_free_bytes"), rel=0.05)
             assert shown("How large are the files") == truth("disk_bytes")
-            assert set(shown("Does any shard refuse writes").values()) == {0}
+            assert set(shown("Does any shard fail calls").values()) == {0}
             assert set(shown("Does any shard fall behind").values()) <= {0}
             sizes = shown("How large are the messages")
             assert sizes == pytest.approx({("a", "0"): 200 * 32, ("a", "1"): 200 * 32, ("b", "0"): 90 * 32}, rel=0.01)

@@ -26,7 +26,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=180)
+    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 @needs_promtool
