@@ -10,7 +10,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,9 +138,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
             print(
                 f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
             )
-        references = {name: row for name, row in compared.items() if name not in others}
-        for line in (*_left_out(result, references), _verdict(references)):
-            print(line)
+        if (number := _num_of_pixels(evaluated)) < (every := len(evaluated.train_images)):
+            print(f"Raw pixels: of {number:,} of the {every:,} training images, to save minutes.")
+        print(_verdict({name: row for name, row in compared.items() if name not in others}))
     for name, other in others.items():
         print(_difference(name, other, output, compared))
     if summary.get("corrected_rows"):
@@ -245,8 +245,6 @@ def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
 
 def _verdict(compared: Results) -> str:
     """Whether training was worth it: the gain in kNN."""
-    if compared.keys() == {_TRAINED}:
-        return f"kNN of the trained encoder: {compared[_TRAINED]['knn'].top1:.1f} %."
     trained = compared[_TRAINED]["knn"].top1
     gains = {name: trained - row["knn"].top1 for name, row in compared.items() if name != _TRAINED}
     text = " and ".join(f"{gain:+.1f} points over {name}" for name, gain in gains.items())
@@ -268,18 +266,11 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
         begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
         _PIXELS: lambda: _evaluated(_PIXELS, lambda: _some_pixels(dataset)),
     }
-    references = (begun, _PIXELS)
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
     known |= {name: _read_comparison(run)[_TRAINED] for name, run in others.items()}
     compared: Results = {}
-    for name in (_TRAINED, *others, *references):
-        try:
-            with stage("references, which Ctrl-C leaves out") if name in references else nullcontext():
-                compared[name] = known.get(name) or evaluations[name]()
-        except KeyboardInterrupt:
-            if name not in references:
-                raise
-            break
+    for name in (_TRAINED, *others, begun, _PIXELS):
+        compared[name] = known.get(name) or evaluations[name]()
     _write_comparison(config.run.output, compared)
     return compared
 
@@ -298,16 +289,6 @@ def _some_pixels(dataset: Dataset) -> FeatureSet:
         return found
     chosen = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(0))[:number].sort().values
     return replace(found, train=found.train[chosen], train_labels=found.train_labels[chosen])
-
-
-def _left_out(result: TrainResult, compared: Results) -> Iterator[str]:
-    """A line for each reference that was left out, or in part."""
-    dataset = result.dataset.evaluated
-    if _PIXELS not in compared:
-        later = f"{pic()} train --resume --output {shlex.quote(str(result.config.run.output))}"
-        yield f"References were left out, at Ctrl-C: {later} makes them."
-    elif (number := _num_of_pixels(dataset)) < len(dataset.train_images):
-        yield f"Raw pixels: of {number:,} of the {len(dataset.train_images):,} training images, to save minutes."
 
 
 def _initial_encoder(result: TrainResult, name: str) -> nn.Module:

@@ -20,7 +20,6 @@ from tests.helpers.own_loop import (
     Encoder,
     Images,
     Result,
-    learning_rate,
     loaded,
     shuffled,
     trained,
@@ -84,26 +83,6 @@ def test_settings_of_rows_and_loss(make_head: MakeHead, settings: dict[str, Any]
     trained(make_head(**settings), [batches]).assert_close(dense)
 
 
-@STORES
-def test_a_temperature_of_each_step(make_head: MakeHead, rows: str) -> None:
-    head, encoder = make_head(rows), Encoder()
-    dense = Dense(head)
-    for step, (ids, batch) in enumerate(loaded(shuffled(6, STEPS))):
-        dense.visits += ids.tolist()
-        dense.temperature = 0.3 / (1 + step)
-        embeddings = encoder.module(batch).detach().requires_grad_()
-        loss = head(embeddings, ids, temperature=dense.temperature)
-        expected = dense.loss(embeddings.detach(), ids.tolist())
-        torch.testing.assert_close(loss, expected, rtol=2e-5, atol=0)
-        loss.backward()
-        expected.backward()
-        head.step(learning_rate(step))
-        dense.update(learning_rate(step))
-    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), dense.weight.detach(), rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        head(embeddings, ids, temperature=0.0)
-
-
 def test_under_autocast_the_loss_is_that_of_the_rounded_embeddings(make_head: MakeHead) -> None:
     head, encoder = make_head("dense"), Encoder()
     ids = torch.arange(BATCH_SIZE)
@@ -133,18 +112,3 @@ def test_ids_of_many_types(make_head: MakeHead, embeddings: torch.Tensor) -> Non
         head(embeddings, ids, view=view).backward()
     head.step(0.1)
     assert head.num_steps == 1
-
-
-def test_steps_that_grow(make_head: MakeHead) -> None:
-    """The first step, of one image as in a dry run, does not limit later ones, whether a sampler draws them or not."""
-    settings = {"num_negatives": 20, "negatives": "both"}
-    rows = []
-    for store in ("dense", "resident"):
-        head, encoder = make_head(store, **settings), Encoder()
-        trained(head, [loaded([[3]])], steps=1, encoder=encoder)
-        large = shuffled(1, 5, batch_size=9)
-        trained(head, [head.announced(loaded(large))], steps=6, encoder=encoder)
-        loader = DataLoader(Images(), batch_sampler=head.sampler(batch_size=10))
-        trained(head, [head.announced(loader)] * 2, steps=12, encoder=encoder)
-        rows.append(head.rows(range(NUM_CLASSES)))
-    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2e-5)

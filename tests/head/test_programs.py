@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.helpers.failing_steps import Failure
-from tests.helpers.own_loop import INPUTS, NUM_CLASSES, Dense, Encoder, Images, Result, loaded
+from tests.helpers.own_loop import INPUTS, NUM_CLASSES, TEMPERATURE, Dense, Encoder, Images, Result, loaded
 from weightserver.torch import ClassifierHead, WindowSampler
 from weightserver.torch.step import Step
 
@@ -85,6 +85,7 @@ class Program:
         self.window: dict[str, Any] = {"batch_size": int(self.random.integers(1, 5)), "batches_per_step": self.parts}
         if self.chance(0.8):
             self.window |= {"window_size": int(self.random.integers(8, NUM_CLASSES)), "window_stride": 3}
+        self.temperature: float | None = None
         self.states: list[Any] = []
         self.loads = 3
         self.begin()
@@ -139,7 +140,7 @@ class Program:
         for ids in batches:
             with self.head.step_of(ids) if in_blocks else nullcontext():
                 for view, embeddings in enumerate(self.encoder.views(INPUTS[ids], self.views)):
-                    loss = self.head(embeddings, ids, view=view) / self.views
+                    loss = self.head(embeddings, ids, view=view, temperature=self.temperature) / self.views
                     self.look()
                     self.scaler.scale(loss).backward()
                     self.losses[-1] += loss.item()
@@ -183,6 +184,8 @@ class Program:
             at_the_end()
             return
         rate, max_norm = self.rate(), MAX_NORM if self.chance(0.3) else None
+        self.temperature = 0.4 if self.chance(0.3) else None
+        self.oracle.dense.temperature = self.temperature or TEMPERATURE
         needs_block = not is_announced and len(batches) > 1
         block: AbstractContextManager[object] = nullcontext()
         if needs_block or self.chance(0.3):

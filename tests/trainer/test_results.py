@@ -252,29 +252,6 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
         assert ran.returncode == 0, f"{command}: {ran.stderr}"
 
 
-@pytest.mark.guard
-def test_ctrl_c_leaves_the_references_out(
-    labelled: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is the run's own stays; the next ending makes them."""
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    output = labelled.config.run.output
-    found = output / "comparison.json"
-    found.unlink(missing_ok=True)
-    monkeypatch.setattr(trainer.results, "untrained_encoder", interrupted)
-    finish(labelled)
-    printed = capsys.readouterr().out
-    assert f"train --resume --output {output} makes them" in printed
-    assert json.loads(found.read_text()).keys() == {"trained encoder"}
-    monkeypatch.undo()
-    finish(labelled)
-    assert "makes them" not in capsys.readouterr().out
-    assert json.loads(found.read_text()).keys() == {"trained encoder", "untrained encoder", "raw pixels"}
-
-
 def test_raw_pixels_are_compared_of_a_bounded_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = torch.arange(1500 * 4).reshape(1500, 1, 2, 2).to(torch.uint8), torch.arange(1500)
     dataset = Dataset(train_images=images, train_labels=labels, test_images=images[:7], test_labels=labels[:7])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 import torch
 
 from tests.helpers.numerics import Rounded, sgd_update
@@ -75,15 +74,3 @@ def test_without_correction_each_row_is_a_parameter_that_rests() -> None:
         momentum_buffer.assert_near(state.momentum_buffer[row], f"row {row}'s momentum buffer")
         momentum_buffer.assert_near(optimizer.state[weights[row]]["momentum_buffer"], f"parameter {row}'s")
         assert (weight.error < 1e-4 * np.abs(weight.value).max()).all(), "a missing term would show"
-
-
-@pytest.mark.parametrize("correction", [True, False])
-def test_weights_are_a_copy(correction: bool) -> None:
-    """The loop differentiates with respect to them after the store has moved on."""
-    spec = table(correction=correction)
-    store = DenseRows(spec, LearningRates(spec, RATES))
-    weight = store.weights(np.array([3]), step=0)
-    before = weight.clone()
-    store.apply_gradients(np.array([3]), torch.ones(1, DIM), step=0)
-    assert torch.equal(weight, before)
-    assert not torch.equal(store.weights(np.array([3]), step=1), before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from tests.helpers.evaluations import (
     SeesNothing,
     SeesRows,
-    interrupted_evaluation,
     made_dataset,
     made_evaluation,
 )
@@ -75,17 +73,6 @@ def test_each_given_setting_has_a_result(tmp_path: Path) -> None:
     assert found.chosen == {}
     assert [each["k"] for each in found.details["by_setting"]] == [10, 320], "there are only 320"
     assert found.results["top1"] == found.details["by_setting"][0]["top1"]
-
-
-def test_continues_where_it_was_interrupted(tmp_path: Path) -> None:
-    config = KnnConfig(k=(5,))
-    whole = knn(made_evaluation(SeesRows(), tmp_path / "whole"), config)
-    evaluation = made_evaluation(SeesRows(), tmp_path / "interrupted")
-    outcome, _ = interrupted_evaluation(partial(knn, config=config), evaluation, fails_at=8)
-    assert outcome == whole
-    before = {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.npy")}
-    assert knn(evaluation, config) == whole
-    assert {path: path.stat().st_mtime_ns for path in evaluation.state.rglob("*.npy")} == before
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
