@@ -18,7 +18,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
 from weightserver.torch import ResidentRows, Rows
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows.slots import SlotMap
+from weightserver.torch.rows.slots import NoRoomError, SlotMap
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
 RATES = np.full(200, 0.1, np.float32)
@@ -153,6 +153,18 @@ def test_a_row_that_a_prefetch_wants_does_not_leave(watched: WatchedClient, make
     assert sorted(np.concatenate(watched.fetched).tolist()) == [1, 2, 3, 4]
     store.flush()
     assert watched.written[0].tolist() == [2]
+
+
+def test_a_step_that_is_repeated_lets_no_row_of_the_next_one_leave(make_store: Any) -> None:
+    store = make_store(capacity=4)
+    store.prefetch(rows(1, 2), step=0)
+    store.prefetch(rows(1, 3), step=1)
+    store.weights(rows(1, 2), step=0)
+    step_with(store, 0, rows(1, 2))
+    expected = store.weights(rows(1, 3), step=1)
+    with pytest.raises(NoRoomError, match="step 1 needs 1 more"):
+        store.prefetch(rows(4, 5, 6), step=2)
+    assert torch.equal(store.weights(rows(1, 3), step=1), expected)
 
 
 def test_leaving_rows_wait_for_room_in_the_queue(watched: WatchedClient, make_store: Any) -> None:

@@ -93,7 +93,8 @@ class ResidentRows(RowStore):
         self._client.require_session()
         slots = self._slots.find(rows)
         entering = slots < 0
-        self._slots.last_announced[slots[~entering]] = step
+        held = slots[~entering]  # a step that is repeated is announced anew: the rows are needed by later ones too
+        self._slots.last_announced[held] = np.maximum(self._slots.last_announced[held], step)
         if entering.any():
             slots[entering] = self._enter(rows[entering], step)
         self._announced[step] = slots
