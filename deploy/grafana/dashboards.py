@@ -64,7 +64,6 @@ UNSHOWN = {
     "process_virtual_memory_bytes": "has the map of a shard, 1 TiB",
     "process_open_fds": "connections, which the shard limits itself",
     "process_max_fds": "never changes",
-    "weightserver_client_calls": "attempts, errors and times of calls are shown",
 }
 """Families that no panel shows, and why."""
 

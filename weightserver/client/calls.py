@@ -21,7 +21,7 @@ from weightserver.client import metrics
 from weightserver.common.logs import OncePerSecond, new_request_id
 from weightserver.common.metrics import LATE_SECONDS, size_class
 from weightserver.core.errors import WeightServerError, WrongShardError
-from weightserver.protocol.status import OUTCOMES, outcome_of, status_of
+from weightserver.protocol.status import outcome_of, status_of
 
 if TYPE_CHECKING:
     from weightserver.client.fetched_rows import FetchedRows
@@ -118,9 +118,7 @@ class CallWatch:
             self.waiting[call] = None
             self._known.add(call.labels)
         if is_new:
-            metrics.late(*call.labels)
-            for outcome in OUTCOMES:  # a rate misses the step from a missing series to 1
-                metrics.calls(*call.labels, outcome)
+            metrics.late(*call.labels)  # so that the first one is an increase
             metrics.waiting(*call.labels).set_function(lambda: float(len(self._ages(call.labels))))
             metrics.oldest(*call.labels).set_function(lambda: max(self._ages(call.labels), default=0.0))
         if is_first:
@@ -130,7 +128,6 @@ class CallWatch:
         """No thread waits for the call any more."""
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
-        metrics.calls(*call.labels, call.outcome).inc()
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
         if seconds >= SLOW_SECONDS and call.num_attempts == 1 and self._may_log(call.labels):
             _log.warning(

@@ -42,16 +42,12 @@ waiting = cache(_gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited f
 oldest = cache(
     _gauge(f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL).labels
 )
-calls = cache(
-    _counter(
-        f"{_NAME}_calls",
-        "Calls of one shard that have ended, retries included: ok, refused for a mistake of the caller's, failed, or "
-        "cancelled by the caller.",
-        (*_CALL, "outcome"),
-    ).labels
-)
 call_seconds = Histograms(
-    f"{_NAME}_call_seconds", "Time of these calls.", (*_CALL, "size_class", "outcome"), registry
+    f"{_NAME}_call_seconds",
+    "Time of the calls of one shard that have ended, retries included: ok, refused for a mistake of the caller's, "
+    "failed, or cancelled by the caller.",
+    (*_CALL, "size_class", "outcome"),
+    registry,
 ).labels
 fetch_seconds = Histograms(
     f"{_NAME}_fetch_seconds", "Time of fetches from all shards together.", ("size_class",), registry

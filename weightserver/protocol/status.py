@@ -38,8 +38,6 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[WeightServerError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: StorageError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
 }
-OUTCOMES = ("ok", "refused", "failed", "cancelled")
-"""How a call ends: with an answer, with an error that is its caller's, or with the service's, or its caller leaves."""
 _OUTCOMES = {
     grpc.StatusCode.OK: "ok",
     grpc.StatusCode.CANCELLED: "cancelled",
@@ -72,7 +70,9 @@ def error_fields(metadata: Iterable[tuple[str, str]] | None) -> dict[str, int]:
 
 
 def outcome_of(status: grpc.StatusCode) -> str:
-    """Which of OUTCOMES a call with this status has."""
+    """How a call with this status ends: ok, refused with an error that is its caller's, failed with one that is the
+    service's, or cancelled, when its caller leaves.
+    """
     return _OUTCOMES.get(status, "refused")
 
 
