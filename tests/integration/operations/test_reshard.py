@@ -65,13 +65,7 @@ def identity(directory: Path, checkpoint: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "rows_per_block"),
-    [
-        (2, 3, 7),
-        *(pytest.param(*case, marks=pytest.mark.guard) for case in [(2, 2, 4), (3, 2, 1)]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 1, 7), (2, 1, 63)]),
-    ],
-    ids=str,
+    ("old", "new", "rows_per_block"), [(2, 3, 7), pytest.param(3, 2, 1, marks=pytest.mark.guard)], ids=str
 )
 def test_resharded_rows_are_the_same(
     old: int,
@@ -193,12 +187,6 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
     [
         ("weightserver.storage.shard_builder:ShardBuilder.flush", 10),  # halfway
         ("weightserver.storage.shard_builder:ShardBuilder.finish", 2),  # when two of three are finished
-        pytest.param("weightserver.storage.shard_builder:ShardBuilder._begin", 2, marks=pytest.mark.slow),
-        pytest.param(
-            "weightserver.storage.shard_builder:ShardBuilder.flush", 4, marks=pytest.mark.slow
-        ),  # between two directories
-        pytest.param("weightserver.operations.reshard:_fill", 1, marks=pytest.mark.slow),
-        pytest.param("weightserver.storage.shard_builder:ShardBuilder.finish", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_reshard_can_be_repeated(
@@ -208,7 +196,7 @@ def test_a_killed_reshard_can_be_repeated(
     targets = targets_in(tmp_path / "new", 3)
     command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
     dies(place, number, *command, "--checkpoint", "one")
-    if place.endswith(("flush", "fill")):
+    if place.endswith("flush"):
         assert all(inspect_directory(target)["unfinished"] for target in targets)
         assert "it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
     if place.endswith("finish"):  # one of those that are finished is used already
@@ -236,7 +224,7 @@ def test_another_checkpoint_after_a_killed_reshard(
     sources, kept, _ = tables(2)
     targets = targets_in(tmp_path / "new", 3)
     command = ["reshard", "--source", *sources, "--target", *targets]
-    dies("weightserver.operations.reshard:_fill", 1, *command, "--checkpoint", "two")
+    dies("weightserver.operations.reshard:fill", 1, *command, "--checkpoint", "two")
     assert weightserver(*command, "--checkpoint", "one")[0] == 0
     assert same(rows_in(targets), kept)
 
