@@ -21,10 +21,10 @@ import numpy as np
 from defusedxml import DefusedXmlException
 from defusedxml.ElementTree import ParseError, parse
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from experiments.paper.average_precision import Objects
 from trainer.cores import decode_threads
-from trainer.data.decode import BrokenImageError, decode_whole, upright_size
 from trainer.torchvision_schemas import import_module
 
 CLASSES = (
@@ -71,8 +71,9 @@ def read_split(root: Path, split: str) -> list[VocImage]:
 
 def load_pixels(image: VocImage) -> NDArray[np.uint8]:
     """The pixels of an image: uint8 [3, height, width]. Raises ValueError."""
-    with _restored(image.path):
-        return decode_whole(image.path.read_bytes(), (image.height, image.width))
+    with _restored(image.path), Image.open(image.path) as picture:
+        ImageOps.exif_transpose(picture, in_place=True)
+        return np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1))
 
 
 @contextmanager
@@ -80,14 +81,15 @@ def _restored(path: Path) -> Iterator[None]:
     """Raises ValueError, which names a file of VOC, for whatever is wrong with it."""
     try:
         yield
-    except (OSError, BrokenImageError, ParseError, DefusedXmlException, ValueError, TypeError) as error:
+    except (OSError, SyntaxError, ParseError, DefusedXmlException, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is missing or damaged ({reason}): restore it from VOC's archive") from None
 
 
 def _read_image(path: Path, annotation: Path) -> VocImage:
-    with _restored(path):
-        width, height = upright_size(path)
+    with _restored(path), Image.open(path) as picture:
+        ImageOps.exif_transpose(picture, in_place=True)  # which decodes a turned one only
+        width, height = picture.size
     with _restored(annotation):
         found = [_read_object(element) for element in parse(annotation).getroot().findall("object")]
         boxes = np.array([box for box, _, _ in found]).reshape(-1, 4).clip(0, [width, height, width, height])

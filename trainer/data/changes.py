@@ -87,7 +87,19 @@ def split_changes(split: Split, packed: Path) -> Changes:
         ValueError: a damaged pack.
     """
     listing, changes = split.listing, Changes()
-    images = _PackedFiles(packed)
+    images = PackedImages(packed)
+    classes, options = images.manifest.classes, images.manifest.options
+    broken, lengths, written_at = frozenset(images.replaced.tolist()), images.lengths(), images.written_at()
+
+    def differs(number: int, entry: Entry) -> bool:
+        """Whether the file of a packed image has other bytes now, or is no longer broken."""
+        if number in broken:
+            return any_intact([entry], listing, options)
+        if listing.length(entry) != lengths[number]:
+            return True
+        is_newer = (listing.root / entry.path).stat().st_mtime_ns >= written_at[number]
+        return bool(is_newer) and listing.read_entry(entry) != images.read(number)
+
     now = {_key(listing.root, entry): entry for entry in listing.entries()}
     gone: dict[int, list[tuple[int, Entry]]] = {}
     for source, number, key, entry in _packed_entries(packed):
@@ -95,13 +107,13 @@ def split_changes(split: Split, packed: Path) -> Changes:
         if source != split.source:
             continue
         if found is None:
-            gone.setdefault(images.length(number), []).append((number, entry))
-        elif images.is_intact(number) and not (listing.root / found.path).exists():
+            gone.setdefault(-1 if number in broken else int(lengths[number]), []).append((number, entry))
+        elif number not in broken and not (listing.root / found.path).exists():
             changes.removed.append(entry.name)
         else:
-            if images.differ(number, listing, found):
+            if differs(number, found):
                 changes.changed.append(entry.name)
-            if _class(entry, images.classes) != _class(found, split.classes):
+            if _class(entry, classes) != _class(found, split.classes):
                 changes.relabelled.append(entry.name)
     for entry in now.values():
         if not (listing.root / entry.path).exists():
@@ -114,10 +126,10 @@ def split_changes(split: Split, packed: Path) -> Changes:
             continue
         like.remove(same)
         changes.renamed.append(entry.name)
-        if _class(same[1], images.classes) != _class(entry, split.classes):
+        if _class(same[1], classes) != _class(entry, split.classes):
             changes.relabelled.append(entry.name)
     changes.removed += [entry.name for _, entry in sorted(one for like in gone.values() for one in like)]
-    if not any_intact(changes.added, listing, images.options):
+    if not any_intact(changes.added, listing, options):
         changes.added, changes.unreadable = [], [entry.name for entry in changes.added]
     return changes
 
@@ -130,33 +142,6 @@ def any_intact(entries: Iterable[Entry], listing: Listing, options: SourceOption
             facts(listing.read_entry(entry), rendering)
             return True
     return False
-
-
-class _PackedFiles:
-    """The files that a pack was made of, as far as it has them."""
-
-    def __init__(self, packed: Path) -> None:
-        images = PackedImages(packed)
-        self.read, self.classes = images.read, images.manifest.classes
-        self.options = images.manifest.options
-        self._lengths, self._written_at, self._shown = images.lengths(), images.written_at(), images.shown()
-
-    def is_intact(self, image: int) -> bool:
-        """Whether the image itself is in the pack: no other one stands for it."""
-        return bool(self._shown[image] == image)
-
-    def length(self, image: int) -> int:
-        """Number of its file's bytes; -1 for a broken one."""
-        return int(self._lengths[image]) if self.is_intact(image) else -1
-
-    def differ(self, image: int, listing: Listing, entry: Entry) -> bool:
-        """Whether an image's file is another one now: it has other bytes, or is no longer broken."""
-        if not self.is_intact(image):
-            return any_intact([entry], listing, self.options)
-        if listing.length(entry) != self._lengths[image]:
-            return True
-        is_newer = (listing.root / entry.path).stat().st_mtime_ns >= self._written_at[image]
-        return bool(is_newer) and listing.read_entry(entry) != self.read(image)
 
 
 def _class(entry: Entry, classes: Sequence[str]) -> str:

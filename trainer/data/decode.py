@@ -204,42 +204,18 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
         return ImageFacts(image.format or "", image.mode, *size, len(content), largest, fourth_band)
 
 
-def upright_size(path: Path) -> tuple[int, int]:
-    """Width and height of an image file once it is upright; only its header is read.
-
-    Raises:
-        BrokenImageError: not an image.
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file, _foreign():
-        return _upright_size(Image.open(file, formats=_OPENED))
-
-
-def decode_whole(content: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Decodes an upright RGB image as `decode` does, and resizes it to a height and width: uint8 [3, height, width].
-
-    Raises:
-        BrokenImageError: not an image, or an incomplete one.
-    """
-    with _foreign():
-        image = _open(content)
-        ImageOps.exif_transpose(image, in_place=True)
-        pixels = np.asarray(_rgb(image, DEFAULT_RENDERING).resize(size[::-1], Image.Resampling.BILINEAR))
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
 def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:
     left, top, right, bottom = (edge / reduction for edge in box[:4])
     square = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
     return (square[:, ::-1] if box.flipped else square).transpose(2, 0, 1)
 
 
-def _open(content: bytes, rendering: Rendering | None = None) -> Image.Image:
-    """Opens an image; with a rendering, refuses pixels that it has no range for."""
+def _open(content: bytes, rendering: Rendering) -> Image.Image:
+    """Opens an image; refuses pixels that the rendering has no range for."""
     if not content:
         raise BrokenImageError("the file is empty")
     image = Image.open(io.BytesIO(content), formats=_OPENED)
-    if rendering and not rendering.pixel_range and _unknown_range(image):
+    if not rendering.pixel_range and _unknown_range(image):
         raise BrokenImageError(
             f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel, or give --pixel-range"
         )

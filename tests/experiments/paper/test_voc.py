@@ -85,7 +85,7 @@ def boxed(*box: float) -> Damage:
     [
         (lambda xml, jpeg: xml.unlink(), r"te000001\.xml is missing or damaged \("),
         (lambda xml, jpeg: jpeg.unlink(), r"te000001\.jpg is missing or damaged \("),
-        (lambda xml, jpeg: jpeg.write_text("no picture"), r"te000001\.jpg is missing or damaged \(not an image"),
+        (lambda xml, jpeg: jpeg.write_text("no picture"), r"te000001\.jpg is missing or damaged \(cannot identify"),
         (lambda xml, jpeg: xml.write_text("<annotation>"), r"te000001\.xml is missing or damaged \(no element"),
         (
             lambda xml, jpeg: xml.write_text('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'),
