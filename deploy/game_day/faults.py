@@ -152,6 +152,7 @@ FAULTS = {
         "plain",
         _put_back,
         {"CallsFail": (180, 300)},
+        also=frozenset({"FetchSlow", "WritesUnavailable"}),  # each call fails
         is_short=True,
     ),
     "token": Fault(
