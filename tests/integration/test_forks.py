@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.watching import wait_until
-from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
+from weightserver import LocalCluster, StepError, TableSpec, WeightClient, WeightServerError
+from weightserver.client import channels, transfer
 from weightserver.client.calls import WATCH
 
 SPEC = TableSpec(num_rows=100, dim=8)
@@ -109,6 +110,22 @@ def test_a_process_forked_while_others_call_makes_no_channel(cluster: LocalClust
         cluster.processes[0].send_signal(signal.SIGCONT)
         assert line.startswith("ValueError: this process was forked while other threads called weight servers"), line
         assert fetched.result(60).shape == (100, 8)
+
+
+def test_a_refused_fetch_calls_until_its_other_answers_are_dropped(
+    client: WeightClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is forked meanwhile makes no channel either, although no shard is waited for any more."""
+    client.create_table(SPEC)
+    client.extend_schedule(0, [0.1])
+    client.open_session("fork")
+    client.push_gradients(ROWS, ONES, step=0)
+    called = list[set[channels.Channel]]()
+    monkeypatch.setattr(transfer, "drop_answers", lambda begun: called.append(channels._called.copy()))
+    with pytest.raises(StepError):
+        client.fetch(ROWS, step=0)
+    assert not WATCH.waiting
+    assert called[0] - channels._called, "that of the shard which was not asked first"
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

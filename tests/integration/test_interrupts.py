@@ -46,7 +46,7 @@ def test_interrupts_do_not_affect_later_calls(tmp_path: Path, num_shards: int) -
 def test_no_other_thread_drops_a_channel_that_an_interrupt_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """To collect it as garbage takes gRPC's locks, which a second interrupt, in the clean-up, leaves taken."""
     kept = set[Channel]()
-    monkeypatch.setattr("weightserver.client.channels._called_by_main", kept)
+    monkeypatch.setattr("weightserver.client.channels._called", kept)
     channels = Channels("127.0.0.1:1", None)
     channel = channels.take()
     close = channel.close

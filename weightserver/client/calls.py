@@ -95,14 +95,9 @@ class Call:
 
 
 class CallWatch:
-    """Those that threads wait for. Thread-safe.
+    """Those that threads wait for. Thread-safe."""
 
-    Args:
-        is_cut_off: this process is a fork of one whose threads were calling, and has none of them.
-    """
-
-    def __init__(self, *, is_cut_off: bool = False) -> None:
-        self.is_cut_off = is_cut_off
+    def __init__(self) -> None:
         self.waiting: dict[Call, None] = {}
         self._known: set[tuple[str, str]] = set()
         self._silences: dict[str, tuple[float, float, Call]] = {}
@@ -205,6 +200,4 @@ class CallWatch:
 
 
 WATCH = CallWatch()
-os.register_at_fork(
-    after_in_child=lambda: WATCH.__init__(is_cut_off=WATCH.is_cut_off or bool(WATCH.waiting))  # type: ignore[misc]
-)
+os.register_at_fork(after_in_child=lambda: WATCH.__init__())  # type: ignore[misc]

@@ -24,7 +24,6 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
-from weightserver.client.calls import WATCH
 from weightserver.client.threads import outcomes
 from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -48,8 +47,18 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # one that the environment names would read the token of a call without TLS
 ]
 CLOSED = "the client is closed: make a new one"
-_called_by_main: set[Channel] = set()
-"""Those with a call that has not returned to the main thread, or was interrupted."""
+_called: set[Channel] = set()
+"""Those with a call that has not returned; of the main thread, also those whose call was interrupted."""
+_is_cut_off = False
+"""Whether this process is a fork of one whose threads were calling, and has none of them."""
+
+
+def _after_fork() -> None:
+    global _is_cut_off
+    _is_cut_off = _is_cut_off or bool(_called)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def require_process(process: int) -> None:
@@ -68,7 +77,7 @@ def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
     Raises:
         ValueError: this process was forked while a thread was within gRPC, whose locks nobody gives back.
     """
-    if WATCH.is_cut_off:
+    if _is_cut_off:
         raise ValueError(
             "this process was forked while other threads called weight servers, so gRPC could hang or end it: start it "
             "by 'forkserver' or 'spawn', such as multiprocessing_context='forkserver' of a DataLoader"
@@ -169,8 +178,7 @@ class Channels:
                 self._all.add(channel)
                 self._newest[is_main] = channel
             channel.num_calls += 1
-            if is_main:
-                _called_by_main.add(channel)
+            _called.add(channel)
             return channel
 
     def leave(self, channel: Channel, *, has_returned: bool) -> None:
@@ -181,11 +189,13 @@ class Channels:
         with self._lock:
             channel.num_calls -= 1
             channel.is_useless |= not has_returned
-            if not channel.is_useless or (channel.num_calls and not channel.is_main):
-                _called_by_main.discard(channel)
+            is_called = channel.num_calls > 0 and not channel.is_main
+            if not channel.is_useless and not is_called:
+                _called.discard(channel)
+            if not channel.is_useless or is_called:
                 return
         channel.close()
-        _called_by_main.discard(channel)
+        _called.discard(channel)
         self._all.discard(channel)
 
     def require_open(self) -> None:
@@ -199,11 +209,11 @@ class Channels:
         is_main = threading.current_thread() is threading.main_thread()
         every = list(self._all)
         for channel in every:
-            if channel in _called_by_main and not is_main:
+            if channel.is_main and channel in _called and not is_main:
                 start_new_thread(channel.close, ())  # which waits for ever if a lock was left taken
             elif channel.is_main:
                 channel.close()
-                _called_by_main.discard(channel)
+                _called.discard(channel)
         # An interrupt of the main thread in there would leave a lock taken that a call of another thread waits for.
         others = [(channel,) for channel in every if not channel.is_main]
         outcomes(lambda channel: channel.close(), others, not_main=True)

@@ -141,19 +141,26 @@ class ShardConnection:
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
-    def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch | None:
+    def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch:
         """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
-        time. Returns None if the client is closed meanwhile."""
+        time. It ends with `end_fetch`."""
         started, request_id, has_returned = time.monotonic(), new_request_id(), False
         options, channel = self._options(request_id), self._channels.take()
         try:
             answer = channel.fetch(self._next_request(like, rates, rows, options), options)
             has_returned = True
+            return BegunFetch(started, request_id, answer, options, channel)
         except ValueError:
-            return None
+            self._channels.require_open()
+            raise
         finally:
-            self._channels.leave(channel, has_returned=has_returned)
-        return BegunFetch(started, request_id, answer, options)
+            if not has_returned:
+                self._channels.leave(channel, has_returned=False)
+
+    def end_fetch(self, begun: BegunFetch) -> None:
+        """Cancels a fetch that has begun, unless its answer has been read."""
+        begun.answer.cancel()
+        self._channels.leave(begun.channel, has_returned=True)
 
     def fetch(
         self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, begun: BegunFetch | None = None
@@ -175,8 +182,6 @@ class ShardConnection:
                     return
                 except grpc.RpcError:
                     pass
-                finally:
-                    first.answer.cancel()
             request = self._next_request(like, rates, rows, options)
             if rows.fit_one_message:
                 message, one = channel.call("Fetch", request, options)
@@ -329,6 +334,7 @@ class BegunFetch(NamedTuple):
     request_id: str
     answer: Any
     options: dict[str, Any]
+    channel: Channel
 
 
 def drop_answers(begun: Sequence[tuple[ShardConnection, BegunFetch]]) -> None:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
-from weightserver.client.connection import BegunFetch, drop_answers
+from weightserver.client.connection import BegunFetch, ShardConnection, drop_answers
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
@@ -53,19 +53,18 @@ def fetch_rows(
         if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) > CHUNK_BYTES:
             shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
         else:
-            begun: list[BegunFetch | None] = []
+            begun: list[tuple[ShardConnection, BegunFetch]] = []
             try:
                 for connection, part in parts[1:]:
-                    begun.append(connection.begin_fetch(request, rates, part))
-                for (connection, part), first in zip(parts, [None, *begun], strict=False):
+                    begun.append((connection, connection.begin_fetch(request, rates, part)))
+                for (connection, part), first in zip(parts, [None, *(first for _, first in begun)], strict=False):
                     connection.fetch(request, rates, part, first)
             except WeightServerError:
-                sent = zip((connection for connection, _ in parts[1:]), begun, strict=False)
-                drop_answers([(connection, first) for connection, first in sent if first is not None])
+                drop_answers(begun)
                 raise
             finally:
-                for first in filter(None, begun):
-                    first.answer.cancel()
+                for connection, first in begun:
+                    connection.end_fetch(first)
     if not in_order:
         for whole, values in zip(out, fetched, strict=True):
             if whole is not None and values is not None:
