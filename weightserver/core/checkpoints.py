@@ -87,6 +87,6 @@ def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoi
         _, name = max(of_runs)
     if name is None or name not in by_name:
         what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
-        others = f", only {sorted(by_name)}" if by_name else ""
+        others = f", only {sorted(by_name)}" if by_name else ": WeightClient.checkpoint() and every trainer take them"
         raise NoTableError(f"there is {what} on all shards{others}")
     return by_name[name]

@@ -251,7 +251,9 @@ def test_backup_rejects_invalid_arguments(
     remote = weightserver("backup", *cluster.addresses, "--output", "s3://bucket/backup")
     assert remote[0] == 2
     assert "s3://bucket/backup is a URL: copy or mount what is there" in remote[2]
-    assert_one_line(weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards")
+    assert_one_line(
+        weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards: WeightClient."
+    )
     make_table(client)
     message = "there is no checkpoint 'three' on all shards, only ['one', 'two']"
     assert_one_line(weightserver("backup", *cluster.addresses, *output, "--checkpoint", "three"), message)
