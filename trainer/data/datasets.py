@@ -73,7 +73,7 @@ _FEWEST_TO_HOLD_OUT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Images and, except for generated ones, their labels. Training never reads a label; evaluation does."""
+    """Images and, except for generated ones, their labels. Training never uses a label; evaluation does."""
 
     train_images: TrainImages
     """uint8 [N, C, H, W]; for decoded images, their centre squares."""

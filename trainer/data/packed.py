@@ -57,7 +57,9 @@ class PackedImages:
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._firsts = np.array([shard.first for shard in self.manifest.shards])
         self._ends = np.append(self._firsts[1:], len(self))
-        self._indexes = _Indexes(directory, self.manifest)
+        for part in self.manifest.ranges:
+            check_index(index_path(directory, part.first), part.count)
+        self._index = functools.lru_cache(_share_of_files(16, _OPEN_INDEXES))(map_index)
         self._open = functools.lru_cache(_share_of_files(8, _OPEN_FILES))(_Descriptor)
         self._read_ahead = _ReadAhead()
         self._range_firsts = np.array([part.first for part in self.manifest.ranges])
@@ -73,7 +75,7 @@ class PackedImages:
     def read_row(self, row: int) -> bytes:
         """The encoded bytes of row 0..N-1. Raises OSError if they cannot be read."""
         shard = self._shard(row)
-        (record,) = self._indexes.records(row, row + 1)
+        (record,) = self._records(row, row + 1)
         path = tar_path(self.directory, int(self._firsts[shard]))
         file = self._open(path)
         offset, length = int(record["offset"]), int(record["length"])
@@ -86,9 +88,8 @@ class PackedImages:
 
     def path(self, image: int) -> str:
         """Path of an image's file when it was packed; in a tar, followed by a colon and the member's name."""
-        number = int(np.searchsorted(self._range_firsts, image, side="right")) - 1
-        part = self.manifest.ranges[number]
-        return self._listing(number).path(image - part.first)
+        number = self._range(image)
+        return self._listing(number).path(image - self.manifest.ranges[number].first)
 
     def _open_listing(self, number: int) -> Listing:
         part = self.manifest.ranges[number]
@@ -121,7 +122,7 @@ class PackedImages:
         """A field of the index, int64 [N], by image; its values must be less than `limit`."""
         values, found = np.empty(len(self), np.int64), np.zeros(len(self), bool)
         for shard in self.manifest.shards:
-            records = self._indexes.records(shard.first, shard.first + shard.count)
+            records = self._records(shard.first, shard.first + shard.count)
             images, of_images = records["image"], records[field]
             if (images.astype(np.uint64) >= len(self)).any() or (of_images < -1).any() or (of_images >= limit).any():
                 raise self._damaged(shard.first)
@@ -130,6 +131,16 @@ class PackedImages:
         if not found.all():
             raise self._damaged(self.manifest.shards[0].first)
         return values
+
+    def _records(self, start: int, stop: int) -> NDArray[np.void]:
+        """The records of rows start … stop−1, all of one tar."""
+        part = self.manifest.ranges[self._range(start)]
+        index = self._index(index_path(self.directory, part.first), part.count)
+        return index[start - part.first : stop - part.first]
+
+    def _range(self, number: int) -> int:
+        """The number of the range that contains a row or an image."""
+        return int(np.searchsorted(self._range_firsts, number, side="right")) - 1
 
     def _damaged(self, row: int) -> ValueError:
         return ValueError(
@@ -145,29 +156,6 @@ class PackedImages:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is not in 0..{len(self) - 1}")
         return int(np.searchsorted(self._firsts, row, side="right")) - 1
-
-
-class _Indexes:
-    """Maps the records of rows from the indexes of a packed directory. Thread-safe.
-
-    Raises:
-        ValueError: an index whose size does not match the manifest.
-    """
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory = directory
-        self._firsts = np.array([part.first for part in manifest.ranges])
-        self._counts = [part.count for part in manifest.ranges]
-        self._map = functools.lru_cache(_share_of_files(16, _OPEN_INDEXES))(map_index)
-        for first, count in zip(self._firsts.tolist(), self._counts, strict=True):
-            check_index(index_path(directory, first), count)
-
-    def records(self, start: int, stop: int) -> NDArray[np.void]:
-        """The records of rows start … stop−1, all of one tar."""
-        number = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        first = int(self._firsts[number])
-        index = self._map(index_path(self._directory, first), self._counts[number])
-        return index[start - first : stop - first]
 
 
 class _ReadAhead:
