@@ -1089,7 +1089,7 @@ def test_a_refused_fetch_remembers_what_the_other_shards_have_shown(machine: Mac
     """Its caller sees no row of theirs; still a shard that loses this state later is not believed."""
     (writer,) = machine.writers
     other = machine.new_writer()
-    machine.perform(other, Action("describe"))
+    machine.perform(other, GIVE_ALL)
     machine.copy_a_directory(1)
     machine.perform(writer, Action("push", (0,), 1))
     machine.perform(writer, Action("push", (2,), 0))
