@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages, EncodedImages
 from trainer.data.idx import find_idx, read_idx
+from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import Manifest, is_packed
@@ -73,12 +74,12 @@ _FEWEST_TO_HOLD_OUT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Images and, except for generated ones, their labels. Training never uses a label; evaluation does."""
+    """Images and, except for generated ones, their labels. Training never reads a label; evaluation does."""
 
     train_images: TrainImages
     """uint8 [N, C, H, W]; for decoded images, their centre squares."""
-    train_labels: Tensor
-    """int64 [N], or [0] without labels, and then without test images."""
+    train_labels: LabelsField = LabelsField()  # noqa: RUF009 - a descriptor
+    """int64 [N], or [0] without labels, and then without test images. Stored labels are read when needed."""
     test_images: TrainImages
     """uint8 [M, C, H, W]; no setting is ever chosen on these."""
     test_labels: Tensor
@@ -131,7 +132,7 @@ class Dataset:
 
     @property
     def labelled(self) -> bool:
-        return len(self.train_labels) > 0
+        return len(vars(self)["train_labels"]) > 0  # without reading stored ones
 
     @property
     def can_hold_out(self) -> bool:
@@ -164,7 +165,8 @@ class Dataset:
         """
         if not isinstance(self.test_images, DecodedImages) or not len(self.test_images):
             return self
-        return replace(self, test_images=self.test_images.strict())
+        stored = vars(self)["train_labels"]  # without reading them
+        return replace(self, test_images=self.test_images.strict(), train_labels=stored)
 
     def first(self, num_images: int) -> "Dataset":
         """The images of the first ranges, as before others were added; all images if no ranges have that many."""
@@ -174,7 +176,7 @@ class Dataset:
         return replace(
             self,
             train_images=self.train_images.first(num_images),
-            train_labels=self.train_labels[:num_images],
+            train_labels=StoredLabels(num_images if self.labelled else 0, lambda: self.train_labels[:num_images]),
             range_sizes=self.range_sizes[: ends.index(num_images) + 1],
             digests=self.digests[: ends.index(num_images) + 1],
         )
@@ -316,13 +318,13 @@ def _load_folder(directory: Path, image_size: int, decoded: _Decoded, options: S
     return _dataset(_read(reading.train, decoded), test, where, evaluated_side=image_size, reading=reading)
 
 
-_NO_LABELS = torch.empty(0, dtype=torch.int64)
+_NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
 
 
 class _Stored(NamedTuple):
     images: DecodedImages
-    labels: Tensor
-    """int64, one for each image, or none."""
+    labels: StoredLabels
+    """One for each image, or none."""
     classes: tuple[str, ...]
     digests: tuple[str, ...]
     """One for each range of images."""
@@ -353,8 +355,8 @@ def _packed(images: PackedImages, decoded: _Decoded) -> _Stored:
     return _Stored(decoded(images), labels, images.manifest.classes, digests)
 
 
-def _labels_of(images: Listing | PackedImages, labelled: bool) -> Tensor:
-    return torch.from_numpy(images.labels()) if labelled else _NO_LABELS
+def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
+    return StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
 
 
 def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
@@ -363,16 +365,17 @@ def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, 
     A single class is no label: every classifier would be right. Test images without labels are omitted, as are, with a
     line, those of a class that no training image has. Classes have the training images' numbers.
     """
-    if len(train.labels) and len(torch.unique(train.labels[train.labels != NO_LABEL])) < 2:
+    if _are_of_one_class(train):
         stored["untested"] = "all images are of one class, which is no label"
         train = train._replace(labels=_NO_LABELS)
-    labels = _NO_LABELS
+    labels = torch.empty(0, dtype=torch.int64)
     if test and test_directory and len(test.labels) and len(train.labels):
-        labels = _as_in_training(test, train)
-        others = torch.nonzero((labels == NO_LABEL) & (test.labels != NO_LABEL))[:, 0].numpy()
+        own = test.labels.read()
+        labels = _as_in_training(own, test.classes, train)
+        others = torch.nonzero((labels == NO_LABEL) & (own != NO_LABEL))[:, 0].numpy()
         if not (labels != NO_LABEL).any():
             stored["untested"] = f"no training image is of a class of the test images in {test_directory}"
-            labels = _NO_LABELS
+            labels = labels[:0]
         elif len(others):
             left_out = LeftOut()
             left_out.add(Reason.OTHER_CLASS, test.images.paths(others[:1])[0], len(others))
@@ -389,15 +392,22 @@ def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, 
     )
 
 
-def _as_in_training(test: _Stored, train: _Stored) -> Tensor:
+def _as_in_training(labels: Tensor, classes: Sequence[str], train: _Stored) -> Tensor:
     """The labels of test images by the numbers that their classes have among the training images, int64 [M];
-    `NO_LABEL` for a class that these lack."""
-    labels = test.labels
-    if train.classes or test.classes:
-        number_of = {name: number for number, name in enumerate(train.classes)}
-        numbers = torch.tensor([*(number_of.get(name, NO_LABEL) for name in test.classes), NO_LABEL])
-        labels = numbers[labels] if train.classes and test.classes else torch.full_like(labels, NO_LABEL)
-    return torch.where(torch.isin(labels, train.labels), labels, NO_LABEL)
+    `NO_LABEL` for a class that these lack. Only numbers without names are compared with the training images' labels."""
+    if bool(classes) != bool(train.classes):
+        return torch.full_like(labels, NO_LABEL)
+    if not classes:
+        return torch.where(torch.isin(labels, train.labels.read()), labels, NO_LABEL)
+    number_of = {name: number for number, name in enumerate(train.classes)}
+    return torch.tensor([*(number_of.get(name, NO_LABEL) for name in classes), NO_LABEL])[labels]
+
+
+def _are_of_one_class(train: _Stored) -> bool:
+    if train.classes or not len(train.labels):
+        return len(train.classes) == 1
+    labels = train.labels.read()
+    return len(torch.unique(labels[labels != NO_LABEL])) < 2
 
 
 def _load_idx(directory: Path | None) -> Dataset:

@@ -22,6 +22,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.index import INDEX
+from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
@@ -121,6 +122,26 @@ def test_packed_and_plain_images_train_to_the_same_losses(folder: Path, director
     assert run(tmp_path / "a", "folder", folder, **several) == run(tmp_path / "b", "packed", directory, **several)
     with pytest.raises(ValueError, match="packed in the order of seed 0, not 3: give --order-seed 0"):
         run(tmp_path / "other", "packed", directory, order_seed=3)
+
+
+@pytest.mark.parametrize("name", ["folder", "packed"])
+def test_labels_are_read_when_they_are_asked_for(
+    folder: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Those of training images: training, and checking whether there are any, does not read them."""
+    read: list[int] = []
+    source: Any = {"folder": Listing, "packed": PackedImages}[name]
+    labels = source.labels
+    monkeypatch.setattr(source, "labels", lambda images: read.append(len(images)) or labels(images))
+    data_dir = {"folder": folder, "packed": directory}[name]
+    dataset = load_dataset(name, data_dir, image_size=16)
+    dataset.check_labelled(tested=True)
+    assert dataset.labelled
+    assert len(dataset.first(len(dataset.train_images)).test_images) == 30
+    assert len(run(tmp_path, name, data_dir, steps=2)) == 2
+    assert set(read) == {30}
+    assert dataset.train_labels is dataset.train_labels
+    assert read.count(len(dataset.train_images)) == 1
 
 
 def test_training_uses_no_label(folder: Path, tmp_path: Path) -> None:
