@@ -87,5 +87,5 @@ def test_a_run_with_the_papers_correction_can_be_resumed(tmp_path: Path) -> None
     assert losses(tmp_path / "resident") != losses(tmp_path / "exact")
     train(small_run(tmp_path / "resident", resume=True, **settings))
     assert losses(tmp_path / "resident") == losses(tmp_path / "remote")
-    with pytest.raises(ValueError, match="whose correction is paper, not exact: give the same settings"):
+    with pytest.raises(ValueError, match="whose --correction is paper, not exact: give the same settings"):
         train(small_run(tmp_path / "resident", resume=True, **settings | {"correction": "exact"}))
