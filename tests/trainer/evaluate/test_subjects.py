@@ -166,7 +166,7 @@ def test_an_export(tmp_path: Path) -> None:
         assert_equal(found, expected)
         assert found.directory == directory
         assert found.config is not None
-        assert (found.config.name, found.config.image_size) == ("torchvision:resnet18", 32)
+        assert (found.config.name, found.config.image_size) == (SMALL.name, 32)
         assert found.config.pixels == SMALL.pixels
 
 
