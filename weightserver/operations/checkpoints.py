@@ -23,4 +23,5 @@ def run(arguments: argparse.Namespace) -> None:
         name = checkpoint.name if checkpoint.name.isprintable() else repr(checkpoint.name)
         print(f"{name}\tstep {checkpoint.step}")
     for name, shards in partly_kept(by_shard).items():
-        say(Remark(f"only shards {shards} keep {name!r}: 'weightserver release' forgets it if a checkpoint() failed"))
+        line = f"only shards {shards} keep {name!r}: 'weightserver release' forgets it if a checkpoint() failed"
+        say(Remark(line, checkpoint=name, shards=shards))
