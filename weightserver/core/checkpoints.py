@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from weightserver.core.errors import NoTableError, StepError
 
-BACKUP_PREFIX = "backup-"
-"""Begins the second names under which the shards keep the checkpoints of backups."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -26,7 +23,7 @@ class Checkpoint:
 
 def backup_name(checkpoint: Checkpoint) -> str:
     """The name under which the shards keep a checkpoint for its backups, the same for all of them."""
-    return f"{BACKUP_PREFIX}{checkpoint.checkpoint_id.hex()[:16]}"
+    return f"backup-{checkpoint.checkpoint_id.hex()[:16]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoi
         NoTableError: there is none.
     """
     by_name = {kept.name: kept for kept in known}
-    of_runs = [(kept.step, kept.name) for kept in by_name.values() if not kept.name.startswith(BACKUP_PREFIX)]
+    of_runs = [(kept.step, kept.name) for kept in by_name.values() if kept.name != backup_name(kept)]
     if name is None and of_runs:
         _, name = max(of_runs)
     if name is None or name not in by_name:

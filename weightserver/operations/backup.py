@@ -36,7 +36,7 @@ from weightserver.common.atomic_files import (
 )
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import BACKUP_PREFIX, Checkpoint, backup_name, chosen_checkpoint
+from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint
 from weightserver.core.errors import WeightServerError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
@@ -104,9 +104,9 @@ def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
 def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
     """Releases what the shards keep for backups of earlier checkpoints, those that were killed among them."""
     client.join_newest_session()  # another than at the beginning if the trainer was started again
-    kept = {one.name: one.step for shard in client.describe().shards for one in shard.checkpoints}
-    for name, step in kept.items():
-        if name.startswith(BACKUP_PREFIX) and step <= backed_up.step and name != backup_name(backed_up):
+    kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if one.name == backup_name(one)}
+    for name, one in kept.items():
+        if one.step <= backed_up.step and name != backup_name(backed_up):
             client.release(name)
 
 

@@ -211,6 +211,19 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
     assert {known.name for known in client.checkpoints()} == {names[1], "two"}
 
 
+def test_a_backup_releases_no_checkpoint_of_the_users(client: WeightClient, tmp_path: Path) -> None:
+    """Only the second name of a checkpoint itself is a backup's, whatever a user's name looks like."""
+    make_table(client)
+    client.checkpoint("backup-0123456789abcdef", step=6)
+    newest = backup(client, tmp_path / "newest")
+    assert newest.checkpoint == "backup-0123456789abcdef"
+    push(client, 6, ROWS)
+    client.checkpoint("last", step=7)
+    last = backup(client, tmp_path / "last")
+    names = {"one", "two", "backup-0123456789abcdef", "last", f"backup-{last.identity[:16]}"}
+    assert client.describe().checkpoint_names == names
+
+
 @pytest.mark.parametrize(
     ("place", "number"),
     [
