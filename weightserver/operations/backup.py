@@ -2,18 +2,16 @@
 
 The shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the first.
 They keep it until a backup of a later checkpoint has ended: a shard that is lost until then can be restored from the
-backup, and the others rolled back to the same state. What a killed backup left is released at the same time.
+backup, and the others rolled back to the same state. What a failed or killed backup left is released at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,7 +35,6 @@ from weightserver.common.atomic_files import (
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint
-from weightserver.core.errors import WeightServerError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
 from weightserver.operations.checkpoint_blocks import CheckpointReader
@@ -66,43 +63,29 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
     with atomic_directory(directory, mode=PRIVATE_DIRECTORY) as new:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
-        with _held(client, chosen) as held:
-            info = client.describe()
-            made = Backup(
-                checkpoint=chosen.name,
-                step=chosen.step,
-                identity=chosen.checkpoint_id.hex(),
-                run=info.run,
-                epoch=info.epoch,
-                spec=info.spec,
-                version=__version__,
-                created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                shards=_copy_shards(client, held, info, new),
-                table_identity=info.identity.hex(),
-            )
+        held = replace(chosen, name=backup_name(chosen))
+        client.copy_checkpoint(chosen, held.name)  # by its identity: another may take its name meanwhile
+        info = client.describe()
+        made = Backup(
+            checkpoint=chosen.name,
+            step=chosen.step,
+            identity=chosen.checkpoint_id.hex(),
+            run=info.run,
+            epoch=info.epoch,
+            spec=info.spec,
+            version=__version__,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            shards=_copy_shards(client, held, info, new),
+            table_identity=info.identity.hex(),
+        )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
         atomic_write(new / MANIFEST, lambda path: path.write_text(text), mode=PRIVATE_FILE)
     _release_earlier(client, chosen)
     return made
 
 
-@contextlib.contextmanager
-def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
-    """Makes all shards keep the checkpoint under the name that is yielded; after an error, only if they did before."""
-    name = backup_name(chosen)
-    is_new = name not in client.describe().checkpoint_names
-    client.copy_checkpoint(chosen, name)  # by its identity: another may take its name meanwhile
-    try:
-        yield replace(chosen, name=name)
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(WeightServerError):  # the next backup releases it
-                client.release(name)
-        raise
-
-
 def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
-    """Releases what the shards keep for backups of earlier checkpoints, those that were killed among them."""
+    """Releases what the shards keep for backups of earlier checkpoints, failed and killed ones among them."""
     client.join_newest_session()  # another than at the beginning if the trainer was started again
     kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if one.name == backup_name(one)}
     for name, one in kept.items():

@@ -153,15 +153,30 @@ def test_a_backup_with_missing_rows_is_refused(
         with pytest.raises(ClusterError, match=message):
             backup(client, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
-    assert [known.name for known in client.checkpoints()] == ["one", "two"], "nothing is kept for it"
-    backup(client, tmp_path / "backup", checkpoint="one")
-    kept = client.checkpoints()
-    monkeypatch.setattr(backups, "_copy_shard", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backup(client, tmp_path / "another", checkpoint="one")
-    with pytest.raises(ZeroDivisionError):
-        backup(client, tmp_path / "another", checkpoint="two")
-    assert client.checkpoints() == kept, "what a failed backup needed goes, what an earlier one needs stays"
+    push(client, 4, ROWS)
+    client.checkpoint("three", step=5)
+    last = backup(client, tmp_path / "backup")
+    assert client.describe().checkpoint_names == {"one", "two", "three", f"backup-{last.identity[:16]}"}
+
+
+def test_a_failed_backup_takes_nothing_from_another_of_its_checkpoint(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other begins and completes while the failing one is at work."""
+    make_table(client)
+    copy_shards = backups._copy_shards
+
+    def fail_after_another(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+        with WeightClient(cluster.addresses) as operator:
+            made.append(backup(operator, tmp_path / "other"))
+        raise OSError(28, "No space left on device")
+
+    made: list[Any] = []
+    monkeypatch.setattr(backups, "_copy_shards", fail_after_another)
+    with pytest.raises(OSError, match="No space left"):
+        backup(client, tmp_path / "backup")
+    assert f"backup-{made[0].identity[:16]}" in client.describe().checkpoint_names
 
 
 def test_two_backups_of_one_checkpoint_at_once(
