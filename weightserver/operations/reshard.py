@@ -33,6 +33,9 @@ from weightserver.operations.reshard_sources import (
 )
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
+_MAX_SHARDS = 2**31 - 1
+"""Of `Part.num_shards`, an int32."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -129,8 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _shard(text: str) -> tuple[int, int]:
     """Parses I/N, a shard's number and the number of shards."""
     shard, _, num_shards = text.partition("/")
-    if not (shard.isdecimal() and num_shards.isdecimal() and int(shard) < int(num_shards)):
-        raise argparse.ArgumentTypeError(f"must be I/N with I from 0 to N - 1, such as 0/3, got {text}")
+    if not (shard.isdecimal() and num_shards.isdecimal() and int(shard) < int(num_shards) <= _MAX_SHARDS):
+        raise argparse.ArgumentTypeError(
+            f"must be I/N with I from 0 to N - 1 and N at most {_MAX_SHARDS}, such as 0/3, got {text}"
+        )
     return int(shard), int(num_shards)
 
 

@@ -126,10 +126,12 @@ def test_invalid_arguments_are_refused(
 
     fails("shard 0 holds no table", *addresses, "--shard", "0/1")
     make_table(client)
-    for shard in ("0/0", "3/3", "-1/3", "1", "a/b"):
+    for shard in ("0/0", "3/3", "-1/3", "1", "a/b", "0/2147483648"):
         status, _, error = weightserver("reshard", "--target", target, *addresses, f"--shard={shard}")
         assert status != 0
-        assert f"must be I/N with I from 0 to N - 1, such as 0/3, got {shard}" in error
+        assert (
+            f"--shard: must be I/N with I from 0 to N - 1 and N at most 2147483647, such as 0/3, got {shard}" in error
+        )
     fails("--from fills one shard with a checkpoint: give --shard I/N", *addresses)
     fails("--from fills one shard with a checkpoint", *addresses, "--shard", "0/1", "--current")
     fails("give either --from, the addresses of all old shards, or --source, their directories")
