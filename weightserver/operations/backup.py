@@ -35,6 +35,7 @@ from weightserver.common.atomic_files import (
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint
+from weightserver.core.errors import NoTableError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
 from weightserver.operations.checkpoint_blocks import CheckpointReader
@@ -55,7 +56,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
 
     Raises:
         ValueError: the directory holds something.
-        NoTableError: the checkpoint does not exist or was released.
+        NoTableError: the checkpoint does not exist or was released, by a backup of a later one too.
         StorageError: a block is damaged.
         ClusterError: a shard sent other blocks than it keeps.
         OSError: the disk is full, or another process writes to the directory.
@@ -66,6 +67,13 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
         held = replace(chosen, name=backup_name(chosen))
         client.copy_checkpoint(chosen, held.name)  # by its identity: another may take its name meanwhile
         info = client.describe()
+        try:
+            shards = _copy_shards(client, held, info, new)
+        except NoTableError as error:
+            raise NoTableError(
+                f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was copied, "
+                "by another backup, of a later one, that has ended, or by hand: repeat the command"
+            ) from error
         made = Backup(
             checkpoint=chosen.name,
             step=chosen.step,
@@ -75,7 +83,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
             spec=info.spec,
             version=__version__,
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            shards=_copy_shards(client, held, info, new),
+            shards=shards,
             table_identity=info.identity.hex(),
         )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"

@@ -23,7 +23,7 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
-from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, TableSpec, WeightClient
+from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, NoTableError, TableSpec, WeightClient
 from weightserver.common.atomic_files import atomic_write
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
@@ -200,6 +200,25 @@ def test_two_backups_of_one_checkpoint_at_once(
     restore(tmp_path / "backup", tmp_path / "new/shard-0", shard=0)
     restore(tmp_path / "other", tmp_path / "new/shard-1", shard=1)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+
+
+def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    copy_shards = backups._copy_shards
+
+    def copy_after_another(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+        with WeightClient(cluster.addresses) as another:
+            backup(another, tmp_path / "later", checkpoint="two")
+        return copy_shards(*arguments)
+
+    monkeypatch.setattr(backups, "_copy_shards", copy_after_another)
+    message = r"'one' for this backup was released .* by another backup, .*: repeat the command"
+    with pytest.raises(NoTableError, match=message):
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert backup(client, tmp_path / "backup", checkpoint="one").checkpoint == "one"
 
 
 def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
