@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +46,7 @@ class Steps:
         self._last = Visited()  # what is recent after the last one of them
         self._begun: Step | None = None
         self._attempt = 0  # number of those at a step that failed
-        self._requested = 0  # the last step whose rows were requested; others are when they begin, in their order
+        self._requested = -1  # the last step whose rows were requested, as were those of all before it
         self._announced_in_vain = False  # the store may hold rows ready for steps that were forgotten
 
     @property
@@ -70,7 +69,8 @@ class Steps:
     def reset(self, number: int | None = None, recent: Visited | None = None) -> None:
         """Forgets all steps and ends the iteration; the next one is `number`, after which these rows are recent."""
         self._forget_coming(recent)
-        self._first_step = self._requested = self.number if number is None else number
+        self._first_step = self.number if number is None else number
+        self._requested = self._first_step - 1
         self._begun = self.iteration = None
 
     def _forget_coming(self, recent: Visited | None = None) -> None:
@@ -85,7 +85,7 @@ class Steps:
         if self._announced_in_vain:
             in_progress = self.current is not None and self.current.weight is not None
             store.forget_announced(in_progress=in_progress)
-            self._requested, self._announced_in_vain = self.number, False
+            self._requested, self._announced_in_vain = self.number - 1, False
         return store
 
     # ---- announced steps
@@ -108,16 +108,31 @@ class Steps:
         """Adds a step with these classes of all ranks, which `is_drawn` if they are the sampler's."""
         store, step = self._open_store(ids.size), self._next_number
         coming = self._classes.after(self._last, step, ids, self.sampler, is_drawn=is_drawn)
+        self._coming.append(coming)
         try:
-            if step - self.number <= store.prefetch_steps and step <= max(self._requested, self.number) + 1:
-                with self._table.naming_classes(), contextlib.suppress(NoRoomError):
-                    store.prefetch(coming.rows, step=step)
-                    self._requested = step
-            self._coming.append(coming)
-            self._last = coming.after
+            self._request(store)
         except BaseException:
+            self._coming.pop()
             self._announced_in_vain = True
             raise
+        self._last = coming.after
+
+    def _request(self, store: RowStore) -> None:
+        """Requests the rows of the coming steps in their order, since a store fetches them in it: of as many as it has
+        room for. A step whose rows were not requested does so when it begins."""
+        current = self.current
+        if current is not None and current.weight is None and self._requested < self.number:
+            return
+        for step, coming in enumerate(self._coming, self.number + (current is not None)):
+            if step - self.number > store.prefetch_steps:
+                return
+            if step > self._requested:
+                try:
+                    with self._table.naming_classes():
+                        store.prefetch(coming.rows, step=step)
+                except NoRoomError:
+                    return
+                self._requested = step
 
     def announce_end(self) -> None:
         """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
