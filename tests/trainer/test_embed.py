@@ -167,7 +167,7 @@ def test_the_card_says_in_three_lines_how_its_library_alone_loads_the_encoder(li
     run, exported = run_with(config, tmp_path / "run", tree), tmp_path / "exported"
     export_encoder(run, library, exported)
     card = (exported / "README.md").read_text()
-    assert "It was trained on images, without" in card
+    assert "It was trained on images, without using\nlabels, by Parametric" in card
     settings = set(re.findall(r"^\| ([\w.]+) \|", card, re.MULTILINE))
     assert {"batch_size", "encoder.name", "temperature"} <= settings
 
