@@ -171,6 +171,33 @@ def test_a_prefix_is_any_part_of_the_path(tmp_path: Path, prefix: str) -> None:
     assert_is(imported(path, "--model", NAME, "--prefix", prefix), weights(2))
 
 
+@pytest.mark.parametrize(
+    ("content", "line", "chosen"),
+    [
+        (
+            lambda: {"model": weights(1), "ema": {"model": weights(2)}},
+            "model., ema.model.",
+            {"--prefix=model": 1, "--prefix=model.": 1, "--prefix=ema.model": 2, "--prefix=ema": 2},
+        ),
+        (lambda: weights(1) | {"ema": weights(2)}, "no prefix (--prefix=), ema.", {"--prefix=": 1, "--prefix=ema": 2}),
+    ],
+)
+def test_each_prefix_that_the_refusal_names_chooses(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: Callable[[], dict[str, Any]],
+    line: str,
+    chosen: dict[str, int],
+) -> None:
+    path = tmp_path / "ema.pt"
+    torch.save(content(), path)
+    assert run_import(path, "--model", NAME, "--output", tmp_path / "none") == 1
+    assert capsys.readouterr().err.endswith(f"holds {NAME} under {line}: choose by --prefix\n")
+    for option, seed in chosen.items():
+        assert_is(imported(path, "--model", NAME, option), weights(seed))
+        (tmp_path / "imported.safetensors").unlink()
+
+
 def test_old_files_do_not_count_batches(tmp_path: Path) -> None:
     path, tensors = tmp_path / "old.pth", weights()
     torch.save({key: tensor for key, tensor in tensors.items() if "num_batches" not in key}, path)
@@ -189,14 +216,44 @@ def test_a_vision_transformer_of_timm(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_vision_transformer_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is imported at the size that it was trained at."""
+    """Its own positions at the size that it was trained at; at another one, those that timm interpolates."""
     name, path = "timm:vit_tiny_patch16_224", tmp_path / "vit.pth"
     trained = _models(name, 1, img_size=96)
-    torch.save({"teacher": under("backbone.", dict(trained.state_dict()))}, path)
+    torch.save({"teacher": under("backbone.", dict(trained.state_dict())), "student": weights(1, name)}, path)
+    options = ["--model", name, "--prefix", "teacher", "--image-size"]
+    assert_is(imported(path, *options, "96"), dict(trained.state_dict()))
+    assert "interpolated" not in capsys.readouterr().out
+    (tmp_path / "imported.safetensors").unlink()
+    encoder = imported(path, *options, "160")
+    printed = capsys.readouterr().out
+    assert "interpolated teacher.backbone.pos_embed from 6×6 to 10×10 patches\n" in printed
+    assert "interpolated student" not in printed
+    theirs = _models(name, 2, img_size=160)
+    theirs.load_state_dict(
+        import_module("timm.models.vision_transformer").checkpoint_filter_fn(dict(trained.state_dict()), theirs)
+    )
+    assert_is(encoder, dict(theirs.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.ones(1, 36, 192),
+        torch.ones(1, 1, 192),
+        torch.ones(1, 37, 192).to_sparse(),
+        torch.ones(1, 37, 192, dtype=torch.complex64),
+    ],
+    ids=["no_square", "no_patch", "sparse", "complex"],
+)
+def test_refuses_positions_that_cannot_be_interpolated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], positions: Tensor
+) -> None:
+    name, path = "timm:vit_tiny_patch16_224", tmp_path / "vit.pth"
+    torch.save(weights(1, name) | {"pos_embed": positions}, path)
     assert run_import(path, "--model", name, "--output", tmp_path / "none") == 1
+    shape = list(positions.shape)
     error = capsys.readouterr().err
-    assert error.endswith("pos_embed is [1, 37, 192], not [1, 197, 192]): give its --model and --image-size\n")
-    assert_is(imported(path, "--model", name, "--image-size", "96"), dict(trained.state_dict()))
+    assert error.endswith(f"(pos_embed is {shape}, not [1, 197, 192]): give its --model and --image-size\n")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -81,7 +81,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         text = f"{what}: one number, or one for each channel (default: ImageNet's)"
         parser.add_argument(f"--pixel-{name}", type=float, nargs="+", metavar="NUMBER", help=text)
     parser.add_argument(
-        "--prefix", help="which encoder of several: a part of its keys' prefix, as encoder_k or teacher"
+        "--prefix", help="which encoder of several: its keys' prefix, or a part of it, as encoder_k or teacher"
     )
     parser.set_defaults(stage="importing the encoder", export=_import_encoder)
 

@@ -7,9 +7,10 @@ to be chosen.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from trainer.data.pixels import IMAGENET
 from trainer.export.weights_file import WeightsFile, read_weights
 from trainer.model import EncoderConfig, TorchvisionEncoder, build_model, library_model, measure_feature_dim
+from trainer.torchvision_schemas import import_module
 
 _COUNTER = "num_batches_tracked"
 """BatchNorm's number of batches, which changes no feature; old files do not have it."""
@@ -52,8 +54,8 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
     """Builds an encoder with the weights in `path`, a checkpoint of torch.save or a safetensors file.
 
     Args:
-        prefix: names that stand together in the path of the encoder's keys, to choose among several encoders in a file;
-            "" for keys without a prefix.
+        prefix: chooses among several encoders in a file: the whole path before the encoder's keys, or else names that
+            stand together in it; "" for keys without a prefix.
 
     Raises:
         ValueError: the file is not a weights file, or needs more than tensors; its weights are of another model,
@@ -63,6 +65,7 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
     encoder = build_model(config, seed=0).encoder  # with a seed, torch's generator does not change
     model = library_model(encoder)
     initial = model.state_dict()
+    file, interpolated = _with_positions(file, model, initial)
     match = _choose(_matches(file, config.name, model, prefix), file, config.name)
     left_out = sorted(file.tensors.keys() - match.paths.values())
     _refuse_larger_model(match, left_out, _heads(encoder), file, config.name)
@@ -72,6 +75,7 @@ def import_encoder(path: Path, config: EncoderConfig, *, prefix: str | None = No
     notes = [
         f"took {len(match.paths)} tensors of {config.name} under {match.prefix or 'no prefix'}",
         f"left out {_groups(left_out, match.prefix) or 'nothing'}",
+        *(interpolated[path] for path in match.paths.values() if path in interpolated),
         *(f"converted {count} tensors from {dtype} to float32" for dtype, count in converted.items()),
         f"{num_features} features; {config.image_size} px images, pixel mean {_spaced(config.pixels.mean)}, standard "
         f"deviation {_spaced(config.pixels.std)}",
@@ -128,7 +132,7 @@ def _matches(file: WeightsFile, name: str, model: nn.Module, prefix: str | None)
             if key := keys.get(".".join(parts[start:])):
                 found["".join(f"{part}." for part in parts[:start])][key] = path
     sizes = {candidate: sum(not key.endswith(_COUNTER) for key in paths) for candidate, paths in found.items()}
-    chosen = [candidate for candidate in found if _is_under(candidate, prefix)]
+    chosen = _under(found, prefix)
     most = max((sizes[candidate] for candidate in chosen), default=0)
     if not most:
         where = "" if prefix is None else f" under --prefix {prefix!r}"
@@ -137,10 +141,13 @@ def _matches(file: WeightsFile, name: str, model: nn.Module, prefix: str | None)
     return [_Match(candidate, found[candidate], _problems(file, wanted, found[candidate])) for candidate in best]
 
 
-def _is_under(candidate: str, prefix: str | None) -> bool:
-    if not prefix:
-        return prefix is None or not candidate
-    return f".{prefix.strip('.')}." in f".{candidate}"
+def _under(candidates: Collection[str], prefix: str | None) -> list[str]:
+    """The prefix that --prefix names in whole, or else those of which it is a part; all if it is not given."""
+    if prefix is None:
+        return list(candidates)
+    names = prefix.strip(".")
+    whole = [candidate for candidate in candidates if candidate.rstrip(".") == names]
+    return whole or [candidate for candidate in candidates if names and f".{names}." in f".{candidate}"]
 
 
 def _problems(file: WeightsFile, wanted: dict[str, Tensor], paths: dict[str, str]) -> list[str]:
@@ -168,7 +175,7 @@ def _choose(matches: list[_Match], file: WeightsFile, model: str) -> _Match:
         problems = " and ".join(best.problems)
         raise ValueError(f"{file.path} does not hold {model}: {where}{problems}: give its --model and --image-size")
     if len(complete) > 1:
-        prefixes = [match.prefix or "no prefix" for match in complete]
+        prefixes = [match.prefix or "no prefix (--prefix=)" for match in complete]
         raise ValueError(f"{file.path} holds {model} under {_first(prefixes)}: choose by --prefix")
     return complete[0]
 
@@ -200,6 +207,28 @@ def _heads(encoder: nn.Module) -> tuple[str, ...]:
 # ---- values
 
 
+def _with_positions(
+    file: WeightsFile, model: nn.Module, wanted: dict[str, Tensor]
+) -> tuple[WeightsFile, dict[str, str]]:
+    """The file with a transformer's positions interpolated to the model's grid of patches, and a line for each path."""
+    to, grid = wanted.get("pos_embed"), getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if to is None or to.ndim != 3 or grid is None:
+        return file, {}
+    tensors, notes = dict(file.tensors), dict[str, str]()
+    others = to.shape[1] - math.prod(grid)  # those of no patch
+    for path, tensor in file.tensors.items():
+        is_theirs = path.rpartition(".")[2] == "pos_embed" and tensor.ndim == 3 and tensor.shape[2] == to.shape[2]
+        if not is_theirs or tensor.shape == to.shape or not _is_plain(tensor):
+            continue
+        side = math.isqrt(max(0, tensor.shape[1] - others))
+        if side == 0 or tensor.shape != (1, side * side + others, to.shape[2]):
+            continue
+        resample = import_module("timm.layers").resample_abs_pos_embed
+        tensors[path] = resample(tensor, list(grid), num_prefix_tokens=others)
+        notes[path] = f"interpolated {path} from {side}×{side} to {grid[0]}×{grid[1]} patches"
+    return replace(file, tensors=tensors), notes
+
+
 def _weights(
     file: WeightsFile, match: _Match, wanted: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], Counter[torch.dtype]]:
@@ -211,7 +240,7 @@ def _weights(
     weights, converted, broken = dict[str, Tensor](), Counter[torch.dtype](), list[str]()
     for key, path in match.paths.items():
         tensor, dtype = file.tensors[path], wanted[key].dtype
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
+        if not _is_plain(tensor):
             raise ValueError(f"{file.path}: {path} is sparse, quantised or complex: give plain floating-point weights")
         if dtype.is_floating_point:
             if not tensor.is_floating_point():
@@ -227,6 +256,10 @@ def _weights(
             f"{file.path} has NaN or infinite numbers in {len(broken)} tensors ({_first(broken)}): give another"
         )
     return weights, converted
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_complex())
 
 
 # ---- notes
