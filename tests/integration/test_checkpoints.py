@@ -275,7 +275,9 @@ def test_a_checkpoint_of_some_shards_only_is_told_and_can_be_forgotten(
 
     status, listed, remark = weightserver("checkpoints", *cluster.addresses)
     assert (status, listed) == (0, "")
-    assert "only shards [1] keep 'half': 'weightserver release' forgets it if a checkpoint() failed\n" in remark
+    assert (
+        "only shards [1] keep checkpoint 'half': 'weightserver release' forgets it if a checkpoint() failed\n" in remark
+    )
     status, _, error = weightserver("rollback", "half", *cluster.addresses, "--yes")
     assert (status, error.count("\n")) == (1, 1)
     assert "only shards [1] keep checkpoint 'half', as after a checkpoint() that failed on others" in error

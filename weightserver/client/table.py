@@ -53,17 +53,15 @@ def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False)
         ClusterError: the shards hold different tables, or sizes of one table.
     """
     specs = [spec_of(answer) for answer in answers]
-    largest = max(specs, key=lambda spec: spec.num_rows)
+    largest, identity = max(specs, key=lambda spec: spec.num_rows), common_identity(answers, shards.names)
     for shard, spec in enumerate(specs):
-        if replace(spec, num_rows=largest.num_rows) != largest:
-            raise ClusterError(f"the shards hold different tables, {largest} and {spec}: {ONE_CLUSTER}")
         if spec != specs[0] and not is_extended:
             raise ClusterError(
                 f"the table of shard 0 has {specs[0].num_rows} rows, that of shard {shard} {spec.num_rows}, as after "
                 f"an extend_table() that failed halfway: repeat extend_table({largest.num_rows}), or 'weightserver "
                 "extend'"
             )
-    return KnownTable(largest, common_identity(answers, shards.names), len(answers))
+    return KnownTable(largest, identity, len(answers))
 
 
 def spec_of(answer: pb.DescribeResponse) -> TableSpec:
@@ -74,17 +72,22 @@ def spec_of(answer: pb.DescribeResponse) -> TableSpec:
 
 
 def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
-    """The identity of the table that all shards hold.
+    """The identity of the table that all shards hold, in one size or several.
 
     Raises:
         NoTableError: a shard holds no table.
-        ClusterError: the shards hold tables, or are in sessions, of several clusters.
+        ClusterError: the shards hold tables, or are in sessions, of several clusters, or blocks of different sizes.
     """
     first_of_epoch: dict[int, pb.DescribeResponse] = {}
     for answer, name in zip(answers, names, strict=True):
-        spec_of(answer)
+        spec, first_spec = spec_of(answer), spec_of(answers[0])
         if answer.table_identity != answers[0].table_identity:
             raise ClusterError(f"{name} holds the table of another cluster than {names[0]}: {ONE_CLUSTER}")
+        if replace(spec, num_rows=first_spec.num_rows) != first_spec:
+            raise ClusterError(
+                f"the shards hold different tables, {first_spec} and {spec}: {ONE_CLUSTER}, all of whose shards were "
+                "filled with the same 'weightserver reshard --rows-per-block'"
+            )
     for answer, name in zip(answers, names, strict=True):
         first = first_of_epoch.setdefault(answer.epoch, answer) if answer.session_id else answer
         if answer.session_id != first.session_id:  # shards of one cluster are never in two sessions of one epoch

@@ -62,14 +62,22 @@ def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoin
     return sorted(common, key=lambda kept: (kept.step, kept.name))
 
 
-def partly_kept(shards: Sequence[Iterable[Checkpoint]]) -> dict[str, list[int]]:
-    """The names under which not all shards retain one checkpoint, and the numbers of those that retain any."""
-    common, found = {kept.name for kept in common_checkpoints(shards)}, dict[str, list[int]]()
+def partly_kept(shards: Sequence[Iterable[Checkpoint]]) -> dict[str, list[list[int]]]:
+    """The names under which not all shards retain one checkpoint, and for each checkpoint of that name the numbers of
+    the shards that retain it."""
+    common, found = {kept.name for kept in common_checkpoints(shards)}, dict[str, dict[bytes, list[int]]]()
     for shard, checkpoints in enumerate(shards):
         for kept in checkpoints:
             if kept.name not in common:
-                found.setdefault(kept.name, []).append(shard)
-    return found
+                found.setdefault(kept.name, {}).setdefault(kept.checkpoint_id, []).append(shard)
+    return {name: list(by_identity.values()) for name, by_identity in found.items()}
+
+
+def who_keeps(name: str, groups: list[list[int]]) -> str:
+    """Says which shards retain a checkpoint of that name, as `partly_kept` returned them."""
+    if len(groups) == 1:
+        return f"only shards {groups[0]} keep checkpoint {name!r}"
+    return f"shards {' and '.join(map(str, groups))} keep different checkpoints {name!r}"
 
 
 def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoint:

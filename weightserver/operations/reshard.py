@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--checkpoint",
         type=non_empty_name,
-        help="the checkpoint whose rows to take and keep (default the newest of all shards)",
+        help="the checkpoint whose rows to take and keep, the same for all new shards (default the newest of all)",
     )
     rows.add_argument(
         "--current", action="store_true", help="with --source: take the current rows, and keep no checkpoint"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from weightserver.client.client import WeightClient
-from weightserver.core.checkpoints import Checkpoint, common_checkpoints
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints, partly_kept, who_keeps
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
@@ -17,18 +17,19 @@ def _kept_by_all(client: WeightClient, name: str) -> Checkpoint:
         ValueError: not all shards keep it.
     """
     by_shard = client.checkpoints_by_shard()
-    known = {shard: kept.checkpoint_id for shard, those in enumerate(by_shard) for kept in those if kept.name == name}
+    known = {kept.checkpoint_id for those in by_shard for kept in those if kept.name == name}
     common = common_checkpoints(by_shard)
     for kept in sorted(common, key=lambda kept: kept.name != name):
-        if kept.name == name or kept.checkpoint_id in known.values():
+        if kept.name == name or kept.checkpoint_id in known:
             return kept
     if not known:
         raise ValueError(f"no checkpoint {name!r} on all shards: 'weightserver checkpoints' lists them")
-    together = f"those of steps {sorted({kept.step for kept in common})}" if common else "no checkpoint"
+    remedy = "restore all shards from one backup, or fill all with the same 'weightserver reshard --checkpoint'"
+    if common:
+        remedy = f"roll back to one of steps {sorted({kept.step for kept in common})}, which all keep, or {remedy}"
     raise ValueError(
-        f"only shards {sorted(known)} keep checkpoint {name!r}, as after a checkpoint() that failed on others or "
-        f"restoring them from a newer backup; together all keep {together}: roll back to one of those, or restore all "
-        "shards from one backup"
+        f"{who_keeps(name, partly_kept(by_shard)[name])}, as after a checkpoint() that failed on others, or on shards "
+        f"restored from different backups or filled from different checkpoints: {remedy}"
     )
 
 

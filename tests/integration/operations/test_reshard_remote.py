@@ -105,6 +105,41 @@ def test_a_killed_shard_can_be_repeated(
     assert_one_line(weightserver(*other), "holds a shard's data: give another directory")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ["--checkpoint", "two"],
+            "or filled from different checkpoints: restore all shards from one backup, or fill all with the same "
+            "'weightserver reshard --checkpoint'",
+            id="checkpoint",
+        ),
+        pytest.param(
+            ["--checkpoint", "one", "--rows-per-block", 5],
+            "were filled with the same 'weightserver reshard --rows-per-block'",
+            id="blocks",
+        ),
+    ],
+)
+def test_new_shards_that_were_filled_differently_are_not_rolled_back(
+    options: list[Any],
+    message: str,
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+) -> None:
+    make_table(client)
+    targets = targets_in(tmp_path / "new", 2)
+    for shard, chosen in enumerate((["--checkpoint", "one"], options)):
+        command = ["reshard", "--from", *cluster.addresses, "--shard", f"{shard}/2", "--target", targets[shard]]
+        assert weightserver(*command, *chosen)[0] == 0
+    before = [inspect_directory(target)["epoch"] for target in targets]
+    with LocalCluster(2, tmp_path / "new") as filled:
+        assert_one_line(weightserver("rollback", "one", *filled.addresses, "--yes"), message)
+    assert [inspect_directory(target)["epoch"] for target in targets] == before, "no session was opened"
+
+
 def test_blocks_that_were_not_sent_are_noticed(
     client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,25 +112,37 @@ def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
         assert weightserver(*command)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("second", "who"),
+    [
+        pytest.param("two", "only shards [0] keep checkpoint 'one'", id="another name"),
+        pytest.param("one", "shards [0] and [1] keep different checkpoints 'one'", id="name used again"),
+    ],
+)
 @pytest.mark.guard
-def test_a_shard_restored_from_a_newer_backup_than_the_others_is_told(
-    weightserver: Weightserver, tmp_path: Path
+def test_shards_restored_from_different_backups_are_told(
+    second: str, who: str, weightserver: Weightserver, tmp_path: Path
 ) -> None:
+    """They keep no checkpoint in common, so there is none to return to, and none is to be released."""
     with LocalCluster(2, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
         kept = make_table(client)
-        for name in ("one", "two"):
-            backup(client, tmp_path / name, checkpoint=name)
-    for shard, name in enumerate(("one", "two")):
-        restore(tmp_path / name, tmp_path / f"new/shard-{shard}", shard=shard)
+        backup(client, tmp_path / "earlier", checkpoint="one")
+        if second == "one":
+            client.release("one")
+            client.checkpoint("one", step=4)
+        backup(client, tmp_path / "later", checkpoint=second)
+    for shard, source in enumerate(("earlier", "later")):
+        restore(tmp_path / source, tmp_path / f"new/shard-{shard}", shard=shard)
     with LocalCluster(2, tmp_path / "new") as cluster:
-        for shard, name in enumerate(("one", "two")):
-            message = (
-                f"only shards [{shard}] keep checkpoint {name!r}, as after a checkpoint() that failed on others or "
-            )
-            message += "restoring them from a newer backup"
-            assert_one_line(weightserver("rollback", name, *cluster.addresses, "--yes"), message)
+        status, listed, remarks = weightserver("checkpoints", *cluster.addresses)
+        assert (status, listed) == (0, "")
+        assert f"{who}: shard 1 was not rolled back or restored together with shard 0" in remarks
+        assert "release" not in remarks, "it would be refused"
+        message = f"{who}, as after a checkpoint() that failed on others, or on shards restored from different backups "
+        message += "or filled from different checkpoints: restore all shards from one backup, or fill all with the same"
+        assert_one_line(weightserver("rollback", "one", *cluster.addresses, "--yes"), message)
     shutil.rmtree(tmp_path / "new/shard-1")
-    restore(tmp_path / "one", tmp_path / "new/shard-1", shard=1)
+    restore(tmp_path / "earlier", tmp_path / "new/shard-1", shard=1)
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
         assert same(client.fetch_state(ROWS), kept)
 
