@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weightserver import LocalCluster
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
@@ -41,3 +46,16 @@ def metric(metrics_address: str, name: str) -> float:
     values = [float(value) for found, has, value in samples if found == wanted and labels <= set(has.split(","))]
     assert values, f"no metric {name}"
     return sum(values)
+
+
+@contextmanager
+def frozen(cluster: LocalCluster, shard: int) -> Iterator[None]:
+    """Pauses a shard, which then does not answer but stays alive."""
+    process = cluster.processes[shard]
+    process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{process.pid}/task")
+    wait_until(lambda: all(" T " in (thread / "stat").read_text() for thread in threads.iterdir()))
+    try:
+        yield
+    finally:
+        cluster.processes[shard].send_signal(signal.SIGCONT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -16,11 +15,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.helpers.watching import metric, wait_until
+from tests.helpers.watching import frozen, metric, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, StepError, TableSpec, WeightClient
 from weightserver.client import calls
 from weightserver.common.logs import REQUEST_ID
@@ -42,17 +40,6 @@ def fill(client: WeightClient) -> None:
     client.extend_schedule(0, np.full(100, 0.1, np.float32))
     client.open_session("run")
     client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=0)
-
-
-@contextmanager
-def frozen(cluster: LocalCluster, shard: int) -> Iterator[None]:
-    process = psutil.Process(cluster.processes[shard].pid)
-    process.suspend()
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-    try:
-        yield
-    finally:
-        cluster.processes[shard].send_signal(signal.SIGCONT)
 
 
 @contextmanager

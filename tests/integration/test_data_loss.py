@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from tests.helpers.comparing import same
 from tests.helpers.raw_calls import raw_channel
+from tests.helpers.watching import frozen
 from weightserver import (
     ClusterError,
     DataLossError,
@@ -89,20 +90,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path / "cluster")
     yield place
     place.close()
-
-
-@contextmanager
-def stopped(place: Place, shard: int) -> Iterator[None]:
-    """Pauses the shard, which then does not answer but stays alive."""
-    process = place.cluster.processes[shard]
-    process.send_signal(signal.SIGSTOP)
-    threads = Path(f"/proc/{process.pid}/task")
-    while any(" T " not in (thread / "stat").read_text() for thread in threads.iterdir()):
-        time.sleep(0.01)
-    try:
-        yield
-    finally:
-        place.cluster.processes[shard].send_signal(signal.SIGCONT)
 
 
 # ---- older copies
@@ -264,7 +251,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 def test_an_interrupted_push_leaves_its_array_alone(place: Place) -> None:
     """The client's threads no longer read it, and the push counts once when it is repeated."""
     gradients = ONES.copy()
-    with stopped(place, 1):
+    with frozen(place.cluster, 1):
         with pytest.raises(Interrupted), interrupted_after(0.3):
             place.client.push_gradients(ROWS, gradients, step=0)
         gradients[:] = 100.0
@@ -278,7 +265,7 @@ def test_an_interrupted_fetch_leaves_its_array_alone(place: Place, monkeypatch: 
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
     place.push()
     out = np.zeros((SPEC.num_rows, SPEC.dim), np.float32)
-    with stopped(place, 1):
+    with frozen(place.cluster, 1):
         with pytest.raises(Interrupted), interrupted_after(0.3):
             place.client.fetch(ROWS, step=1, out=out)
         out[:] = 7.0

@@ -52,7 +52,7 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
     """Copies a checkpoint that all shards keep, by default the newest, to a new or empty `directory`.
 
     The directory appears once it is complete. From then on the shards keep this checkpoint for backups, and no earlier
-    one.
+    one. Ctrl-C while it copies closes the client.
 
     Raises:
         ValueError: the directory holds something.
@@ -107,13 +107,16 @@ def _copy_shards(
     """Writes the files of all shards, several at once; returns `Backup.shards`."""
     stop = threading.Event()
     with ThreadPoolExecutor(_SHARDS_AT_ONCE) as threads:
-        copies = [
-            threads.submit(_copy_shard, client, shard, checkpoint, info, directory / f"shard-{shard}", stop)
-            for shard in range(len(info.shards))
-        ]
         try:
+            copies = [
+                threads.submit(_copy_shard, client, shard, checkpoint, info, directory / f"shard-{shard}", stop)
+                for shard in range(len(info.shards))
+            ]
             for copy in as_completed(copies):
                 copy.result()
+        except KeyboardInterrupt:
+            client.close()  # ends the threads' calls, also of a shard that stands still
+            raise
         finally:
             stop.set()
     return tuple(copy.result() for copy in copies)

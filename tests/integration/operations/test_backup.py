@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
+from tests.helpers.watching import frozen, wait_until
 from weightserver import Checkpoint, ClusterError, FencedError, LocalCluster, NoTableError, TableSpec, WeightClient
+from weightserver.client.calls import WATCH
 from weightserver.common.atomic_files import atomic_write
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
@@ -219,6 +225,40 @@ def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
     with pytest.raises(NoTableError, match=message):
         backup(client, tmp_path / "backup", checkpoint="one")
     assert backup(client, tmp_path / "backup", checkpoint="one").checkpoint == "one"
+
+
+def test_an_interrupt_ends_a_backup_whose_shard_stands_still(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, although a thread of it waits for the shard's answer: the shard's calls may take 30 s."""
+    make_table(client)
+    copy_shards, interrupted = backups._copy_shards, list[float]()
+
+    def interrupt() -> None:
+        wait_until(lambda: any(call.shard == "1" for call in list(WATCH.waiting)))
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def copy_of_a_frozen_shard(*arguments: Any) -> Any:
+        threading.Thread(target=interrupt).start()
+        return copy_shards(*arguments)
+
+    def copy_shard(client: WeightClient, shard: int, *arguments: Any) -> Any:
+        with frozen(cluster, 1) if shard == 1 else contextlib.nullcontext():
+            return original(client, shard, *arguments)
+
+    original = backups._copy_shard
+    monkeypatch.setattr(backups, "_copy_shards", copy_of_a_frozen_shard)
+    monkeypatch.setattr(backups, "_copy_shard", copy_shard)
+    outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path / "backup")
+    assert time.monotonic() - interrupted[0] < 15
+    assert outcome[0] == 130
+    assert outcome[2].endswith("weightserver backup: interrupted\n")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
