@@ -8,6 +8,7 @@ backup, and the others rolled back to the same state. What a failed or killed ba
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import threading
@@ -98,7 +99,8 @@ def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
     kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if one.name == backup_name(one)}
     for name, one in kept.items():
         if one.step <= backed_up.step and name != backup_name(backed_up):
-            client.release(name)
+            with contextlib.suppress(NoTableError):  # another backup that ends now has released it
+                client.release(name)
 
 
 def _copy_shards(

@@ -1,0 +1,173 @@
+"""Backups that fail, are killed or interrupted, or meet others: what they leave, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.operations import (
+    ROWS,
+    Weightserver,
+    assert_one_line,
+    dies,
+    lose_blocks,
+    make_table,
+    push,
+    targets_in,
+)
+from tests.helpers.watching import frozen, wait_until
+from weightserver import ClusterError, LocalCluster, NoTableError, WeightClient
+from weightserver.client.calls import WATCH
+from weightserver.operations import backup as backups
+from weightserver.operations.backup import backup
+from weightserver.operations.restore import restore
+
+
+@pytest.mark.guard
+def test_a_backup_with_missing_rows_is_refused(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    message = r"shard \d sent other blocks of checkpoint 'backup-.*' than it keeps: check its directory"
+    with monkeypatch.context() as lossy:
+        lose_blocks(lossy)
+        with pytest.raises(ClusterError, match=message):
+            backup(client, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+    push(client, 4, ROWS)
+    client.checkpoint("three", step=5)
+    last = backup(client, tmp_path / "backup")
+    assert client.describe().checkpoint_names == {"one", "two", "three", f"backup-{last.identity[:16]}"}
+
+
+def test_a_failed_backup_takes_nothing_from_another_of_its_checkpoint(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other begins and completes while the failing one is at work."""
+    make_table(client)
+    copy_shards = backups._copy_shards
+
+    def fail_after_another(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+        with WeightClient(cluster.addresses) as operator:
+            made.append(backup(operator, tmp_path / "other"))
+        raise OSError(28, "No space left on device")
+
+    made: list[Any] = []
+    monkeypatch.setattr(backups, "_copy_shards", fail_after_another)
+    with pytest.raises(OSError, match="No space left"):
+        backup(client, tmp_path / "backup")
+    assert f"backup-{made[0].identity[:16]}" in client.describe().checkpoint_names
+
+
+def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    copy_shards = backups._copy_shards
+
+    def copy_after_another(*arguments: Any) -> Any:
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+        with WeightClient(cluster.addresses) as another:
+            backup(another, tmp_path / "later", checkpoint="two")
+        return copy_shards(*arguments)
+
+    monkeypatch.setattr(backups, "_copy_shards", copy_after_another)
+    message = r"'one' for this backup was released .* by another backup, .*: repeat the command"
+    with pytest.raises(NoTableError, match=message):
+        backup(client, tmp_path / "backup", checkpoint="one")
+    assert backup(client, tmp_path / "backup", checkpoint="one").checkpoint == "one"
+
+
+def test_backups_that_end_at_once_release_the_same(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier one left is released by the other while the first is about to."""
+    make_table(client)
+    backup(client, tmp_path / "one", checkpoint="one")
+
+    def release_after_another(client: WeightClient, name: str) -> None:
+        with WeightClient(cluster.addresses) as another:
+            another.join_newest_session()
+            release(another, name)
+        release(client, name)
+
+    release = WeightClient.release
+    monkeypatch.setattr(WeightClient, "release", release_after_another)
+    made = backup(client, tmp_path / "two", checkpoint="two")
+    assert client.describe().checkpoint_names == {"one", "two", f"backup-{made.identity[:16]}"}
+
+
+def test_an_interrupt_ends_a_backup_whose_shard_stands_still(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, although a thread of it waits for the shard's answer: the shard's calls may take 30 s."""
+    make_table(client)
+    copy_shards, interrupted = backups._copy_shards, list[float]()
+
+    def interrupt() -> None:
+        wait_until(lambda: any(call.shard == "1" for call in list(WATCH.waiting)))
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def copy_of_a_frozen_shard(*arguments: Any) -> Any:
+        threading.Thread(target=interrupt).start()
+        return copy_shards(*arguments)
+
+    def copy_shard(client: WeightClient, shard: int, *arguments: Any) -> Any:
+        with frozen(cluster, 1) if shard == 1 else contextlib.nullcontext():
+            return original(client, shard, *arguments)
+
+    original = backups._copy_shard
+    monkeypatch.setattr(backups, "_copy_shards", copy_of_a_frozen_shard)
+    monkeypatch.setattr(backups, "_copy_shard", copy_shard)
+    outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path / "backup")
+    assert time.monotonic() - interrupted[0] < 15
+    assert outcome[0] == 130
+    assert outcome[2].endswith("weightserver backup: interrupted\n")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
+        ("weightserver.operations.backup:atomic_write", 3),  # after files of both shards
+        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # after its manifest
+    ],
+)
+@pytest.mark.guard
+def test_a_killed_backup_can_be_repeated(
+    place: str, number: int, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """What the shards kept for it goes when a later backup has ended."""
+    kept = make_table(client)
+    arguments = ["backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", "one"]
+    dies(place, number, *arguments)
+    assert_one_line(
+        weightserver("restore", tmp_path / "backup", "--data-dir", tmp_path / "x", "--shard", 0), "holds no backup"
+    )
+    push(client, 5, ROWS)
+    status, said, error = weightserver(*arguments)
+    assert status == 0, error
+    assert "of checkpoint one (step 2) of 2 shards" in said
+    assert_one_line(weightserver(*arguments), "is not empty: give another directory")
+    assert [path.name for path in sorted((tmp_path / "backup").iterdir())] == ["manifest.json", "shard-0", "shard-1"]
+    assert not [*tmp_path.rglob("*.partial")]
+    later = backup(client, tmp_path / "later", checkpoint="two")
+    assert client.describe().checkpoint_names == {"one", "two", f"backup-{later.identity[:16]}"}
+    for shard in range(2):
+        restore(tmp_path / "backup", tmp_path / f"new/shard-{shard}", shard=shard)
+    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
