@@ -344,7 +344,9 @@ def test_a_backup_copies_no_loss(tmp_path: Path) -> None:
                 assert backup(client, tmp_path / f"backup-{page}", checkpoint="kept").shards == right, page
             except WeightServerError:
                 num_refused += 1
-            if page_of(data.read_bytes(), page) == page_of(before, page):  # no commit of the backup has written it since
+            if page_of(data.read_bytes(), page) == page_of(
+                before, page
+            ):  # no commit of the backup has written it since
                 put_page(data, page, now)
         assert num_refused > 20
         cluster.restart(0)  # a shard that met a damaged page takes no more writes

@@ -7,6 +7,7 @@ therefore whole pixels, computed on the host in float64 from sums, products, quo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from functools import cache
@@ -37,11 +38,22 @@ class RandomCrops:
     max_ratio: float
 
     def box(self, place: int, width: int, height: int) -> Box:
-        """One of `boxes`."""
-        one = slice(place, place + 1)
-        columns = (self.areas[one], self.ratios[one], self.lefts[one], self.tops[one], self.flipped[one])
-        left, top, right, bottom, flipped = RandomCrops(*columns, self.max_ratio).boxes(width, height)[0].tolist()
-        return Box(left, top, right, bottom, bool(flipped))
+        """One of `boxes`, for which NumPy would take thirty times as long."""
+        for area, ratio in zip(self.areas[place].tolist(), self.ratios[place].tolist(), strict=True):
+            pixels = area * (width * height)
+            crop_width, crop_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+            if 0 < crop_width <= width and 0 < crop_height <= height:
+                left = int(self.lefts[place] * (width - crop_width + 1))
+                top = int(self.tops[place] * (height - crop_height + 1))
+                break
+        else:
+            crop_width, crop_height = self._largest(width, height)
+            left, top = (width - crop_width) // 2, (height - crop_height) // 2
+        return Box(left, top, left + crop_width, top + crop_height, bool(self.flipped[place]))
+
+    def _largest(self, width: int, height: int) -> tuple[int, int]:
+        """Sides of the largest crop with a valid ratio."""
+        return min(width, round(height * self.max_ratio)), min(height, round(width * self.max_ratio))
 
     def boxes(self, width: int, height: int) -> Int64Array:
         """Left, top, right, bottom and whether it is flipped, of each crop of images of one size: [n, 5].
@@ -55,8 +67,9 @@ class RandomCrops:
         fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         chosen = np.arange(len(fits)), fits.argmax(axis=1)
         fitted = fits[chosen]
-        widths = np.where(fitted, widths[chosen], min(width, round(height * self.max_ratio)))
-        heights = np.where(fitted, heights[chosen], min(height, round(width * self.max_ratio)))
+        largest_width, largest_height = self._largest(width, height)
+        widths = np.where(fitted, widths[chosen], largest_width)
+        heights = np.where(fitted, heights[chosen], largest_height)
         lefts = np.where(fitted, (self.lefts * (width - widths + 1)).astype(np.int64), (width - widths) // 2)
         tops = np.where(fitted, (self.tops * (height - heights + 1)).astype(np.int64), (height - heights) // 2)
         return np.stack([lefts, tops, lefts + widths, tops + heights, self.flipped], axis=1)
