@@ -9,7 +9,7 @@ from weightserver.client.schedule import ClientSchedule
 from weightserver.client.sessions import require_one_timeline
 from weightserver.client.threads import raise_first
 from weightserver.client.writer import Writer
-from weightserver.core.checkpoints import Checkpoint, common_checkpoints, require_readable
+from weightserver.core.checkpoints import Checkpoint, common_checkpoints, partly_kept, require_readable, who_keeps
 from weightserver.core.errors import NoTableError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
@@ -27,16 +27,12 @@ def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
     """
     if isinstance(name, Checkpoint):
         return name
-    answers = shards.describe()
-    for kept in common_checkpoints([checkpoints_of(answer) for answer in answers]):
+    by_shard = [checkpoints_of(answer) for answer in shards.describe()]
+    for kept in common_checkpoints(by_shard):
         if kept.name == name:
             return kept
-    for answer in answers:
-        if all(kept.name != name for kept in answer.checkpoints):
-            raise NoTableError(
-                f"shard {answer.shard} has no checkpoint {name!r}: call checkpoints() for those of all shards"
-            )
-    raise NoTableError(f"the shards' checkpoints {name!r} are not of one call: use one of checkpoints()")
+    groups = partly_kept(by_shard).get(name, [])
+    raise NoTableError(f"{who_keeps(name, groups)}: call checkpoints() for those of all shards")
 
 
 def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, name: str, step: int) -> None:

@@ -75,6 +75,8 @@ def partly_kept(shards: Sequence[Iterable[Checkpoint]]) -> dict[str, list[list[i
 
 def who_keeps(name: str, groups: list[list[int]]) -> str:
     """Says which shards retain a checkpoint of that name, as `partly_kept` returned them."""
+    if not groups:
+        return f"no shard has a checkpoint {name!r}"
     if len(groups) == 1:
         return f"only shards {groups[0]} keep checkpoint {name!r}"
     return f"shards {' and '.join(map(str, groups))} keep different checkpoints {name!r}"

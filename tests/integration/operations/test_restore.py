@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from tests.helpers.operations import (
     make_table,
     targets_in,
 )
-from weightserver import DataLossError, FencedError, LocalCluster, WeightClient
+from weightserver import DataLossError, FencedError, LocalCluster, NoTableError, WeightClient
 from weightserver.common.atomic_files import sha256
 from weightserver.operations import reshard as resharding
 from weightserver.operations.backup import backup
@@ -141,6 +142,8 @@ def test_shards_restored_from_different_backups_are_told(
         message = f"{who}, as after a checkpoint() that failed on others, or on shards restored from different backups "
         message += "or filled from different checkpoints: restore all shards from one backup, or fill all with the same"
         assert_one_line(weightserver("rollback", "one", *cluster.addresses, "--yes"), message)
+        with WeightClient(cluster.addresses) as client, pytest.raises(NoTableError, match=re.escape(who)):
+            client.fetch_state(ROWS, checkpoint="one")
     shutil.rmtree(tmp_path / "new/shard-1")
     restore(tmp_path / "earlier", tmp_path / "new/shard-1", shard=1)
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as client:
