@@ -434,7 +434,9 @@ class WeightClient(Closing):
 
         Raises:
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.
+            ClusterError: the shards do not hold one table, as after half an extend_table(); no shard was changed.
         """
+        self._know(common_table(self._shards, self._shards.describe()))
         kept = find_checkpoint(self._shards, name)
         request = pb.CheckpointRequest(
             name=name, identity=kept.checkpoint_id, peers=self._shards.marks(), timeline=os.urandom(16)
