@@ -48,7 +48,14 @@ import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
 from tests.helpers.disk_storage import DiskStorage
-from weightserver.core.errors import DataLossError, MissingRatesError, OverloadedError, WeightServerError
+from weightserver.core.errors import (
+    DataLossError,
+    InvalidRequestError,
+    MissingRatesError,
+    OverloadedError,
+    WeightServerError,
+    WrongShardError,
+)
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
 from weightserver.server.metrics import ShardMetrics
@@ -82,6 +89,8 @@ class Fate(Enum):
 
 SILENT = (Fate.UNHEARD, Fate.LOST, Fate.LATE, Fate.DIES_BEFORE, Fate.DIES_AFTER)
 """Fates after which the client receives no answer."""
+UNCOMPARED = (DataLossError, InvalidRequestError, WrongShardError)
+"""Refusals that do not say that the shard holds what the client knows of: it learns no state from them."""
 
 
 class Known(NamedTuple):
@@ -556,16 +565,20 @@ class MemoryCluster:
         if message.method not in READS:
             self.messages = [*self.messages, message][-_MAX_MESSAGES:]
         self.threads.wait()
+        refused_at = Known()
         try:
             if fate not in (Fate.LOST, Fate.LATE):
                 answers, trailing = self.arrive(message, fate)
                 newest = self._newest(message.shard)
         except CallFailed as refused:
+            if _error(refused) not in UNCOMPARED:
+                refused_at = self._newest(message.shard)
             if refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC delivers a request once
                 self.messages = [known for known in self.messages if known is not message]
             raise
         finally:
             self.threads.wait()
+            self._tell(message, refused_at)
         if fate not in SILENT:
             if self.lacks(message.shard, message.known.change):
                 message.run.unnoticed.append(message)

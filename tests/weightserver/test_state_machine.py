@@ -678,9 +678,15 @@ class Machine(RuleBasedStateMachine):
                 return None in kept or len(kept) > 1 or beside
             case ClusterError():
                 differ = len({shard.num_rows for shard in self.shards}) > 1 or not self.used_agree
+                differ |= self.are_of_two_sessions
                 compares = call.kind in ("open_session", "checkpoint") and not self.are_of_one_time
                 return writer.rolling_back or beside or differ or compares or self.must_repeat(made)
         return False
+
+    @property
+    def are_of_two_sessions(self) -> bool:
+        """Whether two shards are in different sessions of one epoch, as after copies of both were served."""
+        return len({shard.state.epoch for shard in self.shards}) < len({shard.session for shard in self.shards})
 
     @property
     def are_of_one_time(self) -> bool:
@@ -993,6 +999,12 @@ def test_a_write_on_some_of_its_shards_is_repeated_or_undone_before_any_other(ma
     machine.same()
 
 
+def arrives_again(machine: Machine, message: Message) -> None:
+    with contextlib.suppress(CallFailed), machine.cluster.running(Run()):
+        machine.cluster.arrive(message)
+    machine.catch_up()
+
+
 def assert_only_a_rollback_helps(machine: Machine, writer: Writer) -> None:
     for refused in (Action("repeat"), PUSH):
         machine.perform(writer, refused)
@@ -1100,6 +1112,37 @@ def test_a_refused_fetch_remembers_what_the_other_shards_have_shown(machine: Mac
     assert isinstance(machine.told, DataLossError)
 
 
+def test_a_refused_write_is_not_made_again_once_a_shard_has_lost_what_refused_it(machine: Machine) -> None:
+    """A copy from before the session that fenced it applies its old request: its repetition would count twice."""
+    (writer,) = machine.writers
+    machine.copy_a_directory(0)
+    machine.perform(machine.new_writer(), Action("open_session"))
+    machine.perform(writer, Action("push", (0,), 0))
+    assert isinstance(machine.told, FencedError)
+    machine.put_a_copy_back(0)
+    arrives_again(machine, machine.cluster.messages[-1])
+    assert machine.shards[0].applied
+    machine.perform(writer, Action("repeat"))
+    assert isinstance(machine.told, DataLossError)
+    machine.same()
+
+
+def test_copies_served_in_turn_may_leave_two_sessions_of_one_epoch(machine: Machine) -> None:
+    machine.copy_a_directory(0)
+    machine.copy_a_directory(1)
+    machine.perform(machine.new_writer(), Action("open_session"))
+    late = machine.cluster.messages[-1]
+    machine.put_a_copy_back(0)
+    machine.put_a_copy_back(1)
+    machine.perform(machine.new_writer(), Action("open_session"))
+    machine.put_a_copy_back(1)
+    arrives_again(machine, late)
+    machine.perform(machine.new_writer(), GIVE_ALL)
+    assert "is in another session 2" in str(machine.told)
+    assert "newest directory" in str(machine.told)
+    machine.same()
+
+
 def test_a_write_that_another_has_settled_is_not_done_once_a_shard_has_lost_it(machine: Machine) -> None:
     (writer,) = machine.writers
     machine.copy_a_directory(0)
@@ -1159,9 +1202,7 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
     machine.threads_go_on()
     if arrives:
-        with contextlib.suppress(CallFailed), machine.cluster.running(Run()):
-            machine.cluster.arrive(late)
-        machine.catch_up()
+        arrives_again(machine, late)
     assert not writer.failed
     assert [len(shard.given_up) for shard in machine.shards] == [1, 1]
     machine.same()

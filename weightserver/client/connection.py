@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -30,14 +31,13 @@ from weightserver.core.lineage import is_earlier
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     ACKNOWLEDGED_KEY,
-    MARK_KEY,
     ONE_MESSAGE_KEY,
     OWN_TIME_KEY,
     SHARD_KEY,
     TABLE_KEY,
     VERSION_KEY,
 )
-from weightserver.protocol.status import is_of_shard
+from weightserver.protocol.status import is_of_shard, mark_of
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
@@ -262,9 +262,10 @@ class ShardConnection:
                 call.attempted()
                 channel, has_returned = self._channels.take(), False
                 try:
+                    options = self._options(call.request_id, acknowledged)
                     for request in rates.missing(self.shard) if rates is not None else ():
-                        list(channel.fetch(request, self._options(call.request_id)))
-                    answer = attempt(channel, self._options(call.request_id, acknowledged))
+                        list(channel.fetch(request, options))
+                    answer = attempt(channel, options)
                     self._has_answered = has_returned = True
                     if rates is not None:
                         rates.were_taken(self.shard)
@@ -272,6 +273,8 @@ class ShardConnection:
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     has_returned = True
                     failure = Failure.of(error, has_answered=self._has_answered)
+                    if failure.mark and not self._remember(failure.mark, _sent_mark(options)) and not acknowledged:
+                        failure = replace(failure, is_retried=True)
                     self._has_answered |= not (failure.is_silence or failure.is_of_another)
                     no_byte = failure.is_silence and not retries.have_rows_arrived
                     channel.is_useless |= no_byte or failure.is_of_another
@@ -309,8 +312,7 @@ class ShardConnection:
             AnswerOfAnotherError: there is no mark.
             DataLossError: the shard's state is older than one that it had acknowledged.
         """
-        mark = next((value for key, value in call.trailing_metadata() or () if key == MARK_KEY), "")
-        sent = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
+        mark, sent = mark_of(call.trailing_metadata()), _sent_mark(options)
         if not mark:
             raise AnswerOfAnotherError
         if mark == sent:
@@ -319,12 +321,22 @@ class ShardConnection:
             lost = DataLossError(f"{self.name} answers from {mark}, which precedes {sent}, which it had acknowledged")
             lost.not_applied = False
             raise lost
+        return self._remember(mark, sent)
+
+    def _remember(self, mark: str, sent: str) -> bool:
+        """Remembers a mark from the answer to an attempt that sent another one; returns as `_note_mark`."""
         with self._lock:
             before = self.acknowledged
             # The shard has checked its data against `sent` only, not against what other threads have seen meanwhile.
             if before == sent or is_earlier(before, mark):
                 self.acknowledged = mark
             return self.acknowledged == mark or is_earlier(mark, before)
+
+
+def _sent_mark(options: dict[str, Any]) -> str:
+    """The mark that an attempt sends; empty if it sends none."""
+    mark: str = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
+    return mark
 
 
 class BegunFetch(NamedTuple):

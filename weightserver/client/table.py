@@ -90,10 +90,10 @@ def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
             )
     for answer, name in zip(answers, names, strict=True):
         first = first_of_epoch.setdefault(answer.epoch, answer) if answer.session_id else answer
-        if answer.session_id != first.session_id:  # shards of one cluster are never in two sessions of one epoch
+        if answer.session_id != first.session_id:  # two clusters, or older copies that were served in turn
             raise ClusterError(
                 f"{name} is in another session {answer.epoch} (run {answer.run!r}) than {names[first.shard]} "
-                f"(run {first.run!r}): {ONE_CLUSTER}"
+                f"(run {first.run!r}): {ONE_CLUSTER}, and serve each shard's newest directory"
             )
     return bytes(answers[0].table_identity)
 

@@ -76,6 +76,11 @@ def outcome_of(status: grpc.StatusCode) -> str:
     return _OUTCOMES.get(status, "refused")
 
 
+def mark_of(metadata: Iterable[tuple[str, str]] | None) -> str:
+    """The shard's mark, with which its answers end; empty if there is none."""
+    return dict(metadata or ()).get(MARK_KEY, "")
+
+
 def is_of_shard(metadata: Iterable[tuple[str, str]] | None) -> bool:
     """Whether the trailing metadata of an answer are those of a shard, which all have a mark or a version."""
     return not {MARK_KEY, VERSION_KEY}.isdisjoint(dict(metadata or ()))
