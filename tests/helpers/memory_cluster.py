@@ -50,11 +50,13 @@ import weightserver.client.writer
 from tests.helpers.disk_storage import DiskStorage
 from weightserver.core.errors import (
     DataLossError,
-    InvalidRequestError,
+    FencedError,
     MissingRatesError,
+    NoTableError,
     OverloadedError,
+    StepError,
+    TableMismatchError,
     WeightServerError,
-    WrongShardError,
 )
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.status import ERROR_OF_STATUS, error_fields
@@ -89,8 +91,8 @@ class Fate(Enum):
 
 SILENT = (Fate.UNHEARD, Fate.LOST, Fate.LATE, Fate.DIES_BEFORE, Fate.DIES_AFTER)
 """Fates after which the client receives no answer."""
-UNCOMPARED = (DataLossError, InvalidRequestError, WrongShardError)
-"""Refusals that do not say that the shard holds what the client knows of: it learns no state from them."""
+STATES_REFUSE = (NoTableError, TableMismatchError, MissingRatesError, StepError, FencedError)
+"""Refusals of a write from which a client learns the shard's state."""
 
 
 class Known(NamedTuple):
@@ -571,7 +573,7 @@ class MemoryCluster:
                 answers, trailing = self.arrive(message, fate)
                 newest = self._newest(message.shard)
         except CallFailed as refused:
-            if _error(refused) not in UNCOMPARED:
+            if message.method != "Fetch" and _error(refused) in STATES_REFUSE:
                 refused_at = self._newest(message.shard)
             if refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC delivers a request once
                 self.messages = [known for known in self.messages if known is not message]

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -37,7 +36,7 @@ from weightserver.protocol.codec import (
     TABLE_KEY,
     VERSION_KEY,
 )
-from weightserver.protocol.status import is_of_shard, mark_of
+from weightserver.protocol.status import is_of_shard, mark_of, mark_of_refusal
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
@@ -115,7 +114,13 @@ class ShardConnection:
                 sent = type(request)()
                 sent.CopyFrom(request)
                 sent.header.rates.CopyFrom(named)
-            data, call = channel.call(method, sent, options)
+            try:
+                data, call = channel.call(method, sent, options)
+            except grpc.RpcError as refused:
+                mark = mark_of_refusal(refused)
+                if mark and not self._remember(mark, _sent_mark(options)) and not acknowledged:
+                    raise AnswerInDoubtError from None
+                raise
             if not self._note_mark(call, options) and not acknowledged:
                 raise AnswerInDoubtError
             return answer_of(method, data)
@@ -262,10 +267,9 @@ class ShardConnection:
                 call.attempted()
                 channel, has_returned = self._channels.take(), False
                 try:
-                    options = self._options(call.request_id, acknowledged)
                     for request in rates.missing(self.shard) if rates is not None else ():
-                        list(channel.fetch(request, options))
-                    answer = attempt(channel, options)
+                        list(channel.fetch(request, self._options(call.request_id)))
+                    answer = attempt(channel, self._options(call.request_id, acknowledged))
                     self._has_answered = has_returned = True
                     if rates is not None:
                         rates.were_taken(self.shard)
@@ -273,8 +277,6 @@ class ShardConnection:
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     has_returned = True
                     failure = Failure.of(error, has_answered=self._has_answered)
-                    if failure.mark and not self._remember(failure.mark, _sent_mark(options)) and not acknowledged:
-                        failure = replace(failure, is_retried=True)
                     self._has_answered |= not (failure.is_silence or failure.is_of_another)
                     no_byte = failure.is_silence and not retries.have_rows_arrived
                     channel.is_useless |= no_byte or failure.is_of_another

@@ -12,24 +12,19 @@ from weightserver.client.calls import Call
 from weightserver.core.errors import (
     ClusterError,
     DataLossError,
-    InvalidRequestError,
     OverloadedError,
     ShardUnavailableError,
     StorageError,
     WeightServerError,
     WrongShardError,
 )
-from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, is_of_shard, mark_of, status_of
+from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, is_of_shard, status_of
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
-)
-_BEFORE_MARKS_ARE_COMPARED = (
-    status_of(DataLossError),
-    status_of(InvalidRequestError),  # as a caller of another version
 )
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -56,8 +51,6 @@ class Failure:
     """Of the error that the shard raised."""
     is_of_another: bool = False
     """Whether another shard or program has answered."""
-    mark: str = ""
-    """The shard's, if it had found that its data descend from the one that the attempt sent."""
 
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool) -> Failure:
@@ -70,9 +63,7 @@ class Failure:
         details, fields = " ".join((error.details() or "").split()), error_fields(trailer)
         is_of_another = status is status_of(WrongShardError) or not (status in _RETRIED or is_of_shard(trailer))
         is_retried = status in _RETRIED or "num_used" in fields or (has_answered and is_of_another)
-        has_compared = not is_of_another and status not in _BEFORE_MARKS_ARE_COMPARED
-        mark = mark_of(trailer) if has_compared else ""
-        return cls(status, details, is_retried, fields, is_of_another, mark)
+        return cls(status, details, is_retried, fields, is_of_another)
 
     @property
     def is_silence(self) -> bool:

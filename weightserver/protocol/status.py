@@ -49,6 +49,12 @@ _OUTCOMES = {
     grpc.StatusCode.FAILED_PRECONDITION: "failed",
     grpc.StatusCode.DATA_LOSS: "failed",
 }
+_STATES_REFUSE = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.ABORTED,
+)
 _STATUS_OF_ERROR = {error: status for status, error in ERROR_OF_STATUS.items()}
 
 
@@ -79,6 +85,12 @@ def outcome_of(status: grpc.StatusCode) -> str:
 def mark_of(metadata: Iterable[tuple[str, str]] | None) -> str:
     """The shard's mark, with which its answers end; empty if there is none."""
     return dict(metadata or ()).get(MARK_KEY, "")
+
+
+def mark_of_refusal(refused: grpc.RpcError) -> str:
+    """The mark of a shard whose state, which descends from the caller's mark, refused a call; empty if the refusal may
+    have another reason, as that of a caller of another version, or that of a disk."""
+    return mark_of(refused.trailing_metadata()) if refused.code() in _STATES_REFUSE else ""
 
 
 def is_of_shard(metadata: Iterable[tuple[str, str]] | None) -> bool:
