@@ -41,14 +41,10 @@ class StepClasses:
         self._negatives = negatives
         self._order = order
 
-    def after(
-        self, before: Visited, step: int, ids: Int64Array, sampler: WindowSampler | None, *, is_drawn: bool
-    ) -> Announced:
-        """The step of these classes, int64 (A, B), or (A, B, P) with -1 for none, which the sampler has drawn, or may
-        have."""
+    def after(self, before: Visited, step: int, ids: Int64Array, sampler: WindowSampler | None) -> Announced:
+        """The step of these classes, int64 (A, B), or (A, B, P) with -1 for none, which the sampler has drawn if one is
+        given."""
         flat = ids.reshape(-1, *ids.shape[2:])
-        if sampler is not None and not is_drawn and not np.array_equal(sampler.classes_of_step(step), flat):
-            sampler = None
         visited = before
         if sampler is not None and before.drawn_by is not sampler:
             visited = self._past(sampler, step)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,17 +98,24 @@ class Steps:
         checked = [checked_ids(batch, self._table.spec.num_rows) for batch in batches]
         ids = ids_of_all_ranks(checked, self._table.ranks, step=self._next_number, attempt=self._attempt)  # (A, B[, P])
         self._negatives.check(ids.size)
-        self._add(ids)
+        self._add(ids, self._drawn_by(ids))
 
     @property
     def _next_number(self) -> int:
         """Number of the next step that was not announced."""
         return self.number + len(self._coming) + (self.current is not None)
 
-    def _add(self, ids: Int64Array, *, is_drawn: bool = False) -> None:
-        """Adds a step with these classes of all ranks, which `is_drawn` if they are the sampler's."""
+    def _drawn_by(self, ids: Int64Array) -> WindowSampler | None:
+        """The sampler if it draws these classes of all ranks, (A, B[, P]), for the next step that was not announced."""
+        if self.sampler is None:
+            return None
+        its_own = self.sampler.classes_of_step(self._next_number)
+        return self.sampler if np.array_equal(its_own, ids.reshape(-1, *ids.shape[2:])) else None
+
+    def _add(self, ids: Int64Array, sampler: WindowSampler | None) -> None:
+        """Adds a step with these classes of all ranks, which the sampler has drawn if one is given."""
         store, step = self._open_store(ids.size), self._next_number
-        coming = self._classes.after(self._last, step, ids, self.sampler, is_drawn=is_drawn)
+        coming = self._classes.after(self._last, step, ids, sampler)
         self._coming.append(coming)
         try:
             self._request(store)
@@ -160,7 +168,7 @@ class Steps:
         for step in steps:
             while self._next_number in steps[: step + 1 + ahead - steps.start]:
                 ids = self.sampler.classes_of_step(self._next_number)
-                self._add(ids.reshape(self.sampler.batches_per_step, -1), is_drawn=True)
+                self._add(ids.reshape(self.sampler.batches_per_step, -1), self.sampler)
             yield self._coming[0]
 
     # ---- the step in progress
@@ -175,7 +183,7 @@ class Steps:
         if not after or after[0].has(ids, self._table.ranks):
             self.forget(in_progress=True)
             for other in after:
-                self._add(other.ids)
+                self._add(other.ids, self._drawn_by(other.ids))
 
     @torch.inference_mode(mode=False)  # its tensors are used in training also if evaluation begins the step
     def begin(self, *batches: Int64Array, anew: bool = False) -> Step:
