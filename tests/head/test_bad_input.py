@@ -240,6 +240,11 @@ def test_numbers_of_numpy_are_integers() -> None:
     assert list(sampler) == list(WindowSampler(NUM_CLASSES, batch_size=4))
 
 
+def test_the_temperature_of_a_step(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        make_head("dense")(torch.zeros(4, DIM), range(4), temperature=0.0)
+
+
 def test_batches_without_a_first_element(make_head: MakeHead) -> None:
     batches = [{"ids": torch.arange(4), "images": torch.zeros(4, DIM)}]
     head = make_head("dense")
