@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,20 @@ from weightserver import ClusterError, LocalCluster, NoTableError, WeightClient
 from weightserver.client.calls import WATCH
 from weightserver.operations import backup as backups
 from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import Backup
 from weightserver.operations.restore import restore
+
+
+def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """The next backup does `action` once its checkpoint is kept, and then copies the shards."""
+    copy_shards = backups._copy_shards
+
+    def after_it(*arguments: Any) -> Any:
+        patch.setattr(backups, "_copy_shards", copy_shards)
+        action()
+        return copy_shards(*arguments)
+
+    patch.setattr(backups, "_copy_shards", after_it)
 
 
 @pytest.mark.guard
@@ -53,16 +67,14 @@ def test_a_failed_backup_takes_nothing_from_another_of_its_checkpoint(
 ) -> None:
     """The other begins and completes while the failing one is at work."""
     make_table(client)
-    copy_shards = backups._copy_shards
+    made = list[Backup]()
 
-    def fail_after_another(*arguments: Any) -> Any:
-        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+    def another_and_a_full_disk() -> None:
         with WeightClient(cluster.addresses) as operator:
             made.append(backup(operator, tmp_path / "other"))
         raise OSError(28, "No space left on device")
 
-    made: list[Any] = []
-    monkeypatch.setattr(backups, "_copy_shards", fail_after_another)
+    before_copying(monkeypatch, another_and_a_full_disk)
     with pytest.raises(OSError, match="No space left"):
         backup(client, tmp_path / "backup")
     assert f"backup-{made[0].identity[:16]}" in client.describe().checkpoint_names
@@ -72,15 +84,12 @@ def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
     cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_table(client)
-    copy_shards = backups._copy_shards
 
-    def copy_after_another(*arguments: Any) -> Any:
-        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+    def back_up_a_later_one() -> None:
         with WeightClient(cluster.addresses) as another:
             backup(another, tmp_path / "later", checkpoint="two")
-        return copy_shards(*arguments)
 
-    monkeypatch.setattr(backups, "_copy_shards", copy_after_another)
+    before_copying(monkeypatch, back_up_a_later_one)
     message = r"'one' for this backup was released .* by another backup, .*: repeat the command"
     with pytest.raises(NoTableError, match=message):
         backup(client, tmp_path / "backup", checkpoint="one")
@@ -115,23 +124,19 @@ def test_an_interrupt_ends_a_backup_whose_shard_stands_still(
 ) -> None:
     """At once, although a thread of it waits for the shard's answer: the shard's calls may take 30 s."""
     make_table(client)
-    copy_shards, interrupted = backups._copy_shards, list[float]()
+    interrupted = list[float]()
 
     def interrupt() -> None:
         wait_until(lambda: any(call.shard == "1" for call in list(WATCH.waiting)))
         interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    def copy_of_a_frozen_shard(*arguments: Any) -> Any:
-        threading.Thread(target=interrupt).start()
-        return copy_shards(*arguments)
-
     def copy_shard(client: WeightClient, shard: int, *arguments: Any) -> Any:
         with frozen(cluster, 1) if shard == 1 else contextlib.nullcontext():
             return original(client, shard, *arguments)
 
     original = backups._copy_shard
-    monkeypatch.setattr(backups, "_copy_shards", copy_of_a_frozen_shard)
+    before_copying(monkeypatch, threading.Thread(target=interrupt).start)
     monkeypatch.setattr(backups, "_copy_shard", copy_shard)
     outcome = weightserver("backup", *cluster.addresses, "--output", tmp_path / "backup")
     assert time.monotonic() - interrupted[0] < 15
