@@ -79,9 +79,9 @@ dashboards: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py
 
-# Compares with peers; writes the tables in benchmarks/results.
+# Measures fetches, pushes, steps and checkpoints beside what bounds them; writes the tables in benchmarks/results.
 bench: $(INSTALLED) fashion-mnist
-	for name in rows blocks rounding wire steps head scale checkpoints checksums measuring augment readers; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in rows blocks rounding wire steps head scale checkpoints measuring; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # Fetches and pushes in two minutes, beside the ratios of the last release, and marks what is slower; BENCH_FLAGS=--record
 # keeps them, BENCH_FLAGS="--output FOLDER" compares with a record elsewhere.

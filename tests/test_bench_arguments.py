@@ -9,20 +9,14 @@ import pytest
 
 TOO_FEW = {
     "answers": ["--rounds", "1"],
-    "augment": ["--rounds", "1"],
     "blocks": ["--rounds", "1"],
     "checkpoints": ["--rounds", "1"],
-    "checksums": ["--rounds", "1"],
-    "evaluate": ["--rounds", "1"],
     "head": ["--rounds", "1"],
     "measuring": ["--rounds", "1"],
     "partial_fc": ["--steps", "21"],
-    "readers": ["--rounds", "1"],
     "rows": ["--rounds", "1"],
     "scale": ["--steps", "1"],
     "steps": ["--rounds", "0"],
-    "sweeping": ["--checkpoints", "1"],
-    "transport": ["--rounds", "one"],
     "trees": ["--rounds", "1"],
     "wire": ["--steps", "1"],
 }

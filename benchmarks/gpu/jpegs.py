@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from benchmarks.augment import picture
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.reading import read_source
 from trainer.schedule import visit_uniforms
 
 _BATCH_SIZE = 128
+_WIDTH, _HEIGHT = 500, 375
 
 
 def make_tree(root: Path, num_files: int, num_images: int) -> None:
@@ -35,6 +36,15 @@ def make_tree(root: Path, num_files: int, num_images: int) -> None:
         folder.mkdir()
         for name in os.listdir(files):
             os.link(files / name, folder / name)
+
+
+def picture(number: int) -> Image.Image:
+    """Noise whose amplitude falls with its frequency, as a photograph's does."""
+    random = np.random.default_rng(number)
+    frequency = np.hypot(np.fft.fftfreq(_HEIGHT)[:, None, None], np.fft.rfftfreq(_WIDTH)[:, None])
+    spectrum = np.fft.rfft2(random.standard_normal((_HEIGHT, _WIDTH, 3)), axes=(0, 1)) / (frequency + 1 / _WIDTH)
+    pixels = np.fft.irfft2(spectrum, (_HEIGHT, _WIDTH), axes=(0, 1))
+    return Image.fromarray((128 + 50 * pixels / pixels.std()).clip(0, 255).astype(np.uint8))
 
 
 def _write(directory: Path, number: int) -> None:

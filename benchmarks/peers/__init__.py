@@ -1,1 +1,0 @@
-"""Our shard beside what else could hold a classifier's rows: `python -m benchmarks.peers`."""
