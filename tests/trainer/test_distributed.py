@@ -18,12 +18,17 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.dealing import table_of_flushes
 from tests.helpers import numerics
 from trainer.batch_norm import BatchNormOfRanks
 from trainer.distributed import process_group
+from weightserver.core.sharding import Sharding
 from weightserver.torch import Ranks, cosine_softmax_loss, padded, padded_rows
+from weightserver.torch.ranks import RowOwners
 
 ROOT = Path(__file__).parents[2]
 NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23
@@ -240,14 +245,45 @@ def test_shares_are_contiguous_and_even(num_items: int, world_size: int) -> None
     assert max(map(len, items)) - min(map(len, items)) <= 1
 
 
+@given(
+    num_shards=st.integers(1, 80),
+    num_ranks=st.integers(1, 130),
+    rows_per_block=st.integers(1, 9),
+    first=st.integers(0, 10**9),
+    num_rows=st.integers(1, 5000),
+)
+@settings(deadline=None)
+def test_consecutive_rows_are_dealt_evenly_to_the_few_ranks_of_each_shard(
+    num_shards: int, num_ranks: int, rows_per_block: int, first: int, num_rows: int
+) -> None:
+    rows = first + np.arange(num_rows)
+    owners = RowOwners(rows_per_block, num_shards, num_ranks)
+    held = owners.rank_of(rows)
+    assert 0 <= held.min() <= held.max() < num_ranks
+    assert np.bincount(held).max() <= num_rows / num_ranks + owners.surplus
+    pairs = set(zip(Sharding(rows_per_block, num_shards).shard_of(rows).tolist(), held.tolist(), strict=True))
+    assert len(pairs) <= num_shards + num_ranks - 1
+    assert len({rank for shard, rank in pairs if shard == 0}) <= -(-num_ranks // num_shards) + 1
+    assert np.array_equal(RowOwners(rows_per_block, 1, num_ranks).rank_of(rows), rows // rows_per_block % num_ranks)
+
+
+def test_the_documentation_has_the_simulated_flushes() -> None:
+    assert "\n".join(table_of_flushes()) in (ROOT / "docs/scale.md").read_text(), "python -m benchmarks.dealing"
+
+
 def test_nearly_every_share_of_the_active_rows_fits_into_what_it_is_padded_to() -> None:
     """With random blocks, since the windows' order makes the most recent rows random."""
     generator = np.random.default_rng(0)
-    for num_active, rows_per_block, world_size in ((65_536, 63, 8), (1024, 63, 2), (4096, 1, 64)):
-        ranks = Ranks(world_size=world_size)
-        limit = padded_rows(num_active, rows_per_block, ranks)
+    for num_active, owners in (
+        (65_536, RowOwners(63, num_shards=1, num_ranks=8)),
+        (65_536, RowOwners(63, num_shards=63, num_ranks=8)),
+        (1024, RowOwners(63, num_shards=3, num_ranks=2)),
+        (4096, RowOwners(1, num_shards=16, num_ranks=64)),
+    ):
+        ranks = Ranks(world_size=owners.num_ranks)
+        limit = padded_rows(num_active, owners.surplus, ranks)
         active = (generator.choice(4 * num_active, num_active, replace=False) for _ in range(200))
-        shares = [np.bincount(rows // rows_per_block % world_size, minlength=world_size).max() for rows in active]
+        shares = [np.bincount(owners.rank_of(rows)).max() for rows in active]
         assert np.mean(np.array(shares) > limit) < 0.01
         assert limit <= num_active
     assert padded_rows(1000, 63, Ranks()) == 1000

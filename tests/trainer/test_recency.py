@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.recent import recent_rows
-from weightserver.core.sharding import Sharding
 from weightserver.torch import VisitSchedule, visited_before
+from weightserver.torch.ranks import RowOwners
 from weightserver.torch.recency import ActiveRows, Visited
 
 
@@ -62,9 +62,9 @@ def test_the_rows_that_leave_are_those_visited_longest_ago(data: st.DataObject) 
 
     active, num_ranks = after.active(np.array(batch)), data.draw(st.integers(1, 3), label="ranks")
     active = ActiveRows(active.rows, np.append(active.labels, -1))
-    sharding = Sharding(5, num_ranks)
+    owners = RowOwners(5, data.draw(st.integers(1, 3), label="shards"), num_ranks)
     for rank in range(num_ranks):
-        mine, of_rank = active.share(sharding, rank), sharding.shard_of(active.rows) == rank
+        mine, of_rank = active.share(owners, rank), owners.rank_of(active.rows) == rank
         assert mine.rows.tolist() == active.rows[of_rank].tolist()
         for label, own in zip(active.labels, mine.labels, strict=True):
             assert own == (-1 if label < 0 or not of_rank[label] else list(mine.rows).index(active.rows[label]))

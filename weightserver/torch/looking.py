@@ -14,7 +14,6 @@ from torch import Tensor
 
 from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Int64Array
-from weightserver.core.sharding import Sharding
 from weightserver.torch.loss import Loss
 from weightserver.torch.ranks import gathered_parts
 from weightserver.torch.table import Table
@@ -59,7 +58,6 @@ class Comparison:
         self._loss = loss
         self._step = step
         self._rows = rows
-        self._sharding = Sharding(opened.spec.rows_per_block, opened.ranks.world_size)
         self.num_classes = opened.spec.num_rows if rows is None else len(rows)
 
     def compare(self, embeddings: Tensor, own: Int64Array, *, k: int) -> Compared:
@@ -105,7 +103,7 @@ class Comparison:
         for start in range(0, self.num_classes, at_a_time):
             stop = min(self.num_classes, start + at_a_time)
             rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            rows = rows[self._sharding.shard_of(rows) == self._opened.ranks.rank]
+            rows = rows[self._opened.owners.rank_of(rows) == self._opened.ranks.rank]
             if len(rows):
                 yield rows, self._opened.peek(rows, step=self._step)
 

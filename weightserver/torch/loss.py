@@ -228,15 +228,16 @@ def _largest_of_each(logits: Tensor) -> Tensor:
     return largest[:, None]
 
 
-def padded_rows(num_active: int, rows_per_block: int, ranks: Ranks) -> int:
+def padded_rows(num_active: int, surplus: int, ranks: Ranks) -> int:
     """Number of rows that a rank's share of K is padded to, so that shapes on a GPU are the same in nearly every step.
 
-    Blocks are assigned evenly, active rows randomly: 4 standard deviations and one block more than the mean.
+    Blocks are assigned evenly, up to a `surplus` of rows, active rows randomly: 4 standard deviations and half the
+    surplus more than the mean.
     """
     if ranks.world_size == 1:
         return num_active
     mean = num_active / ranks.world_size
-    return min(num_active, math.ceil(mean + rows_per_block + 4 * math.sqrt(mean)))
+    return min(num_active, math.ceil(mean + surplus / 2 + 4 * math.sqrt(mean)))
 
 
 def padded(weight: Tensor, num_rows: int) -> Tensor:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weightserver import WeightServerError
+from weightserver.core.arrays import Int64Array
 
 _CPU = torch.device("cpu")
 
@@ -87,6 +89,31 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation, group=self.control)
         return [float(value) for value in tensor.tolist()]
+
+
+@dataclass(frozen=True)
+class RowOwners:
+    """Which rank holds a row: blocks are dealt by their shard first, so that few ranks write to a shard.
+
+    R ranks and S shards divide a line of R·S places: a shard has R of them, a rank S. A shard deals its blocks to its
+    places, each S places after the last one, so to one rank after another. At most R + S − 1 pairs of rank and shard
+    share a place. With one shard, rank = block mod R.
+    """
+
+    rows_per_block: int
+    num_shards: int
+    num_ranks: int
+
+    def rank_of(self, rows: Int64Array) -> Int64Array:
+        """The rank of each row, int64 [n]."""
+        turn, shard = np.divmod(rows // self.rows_per_block, self.num_shards)
+        place: Int64Array = self.num_ranks * shard + self.num_shards * turn % self.num_ranks
+        return place // self.num_shards
+
+    @property
+    def surplus(self) -> int:
+        """How many of consecutive rows a rank may hold beyond its mean: a block, and one for each of its shards."""
+        return self.rows_per_block * (1 + -(-self.num_shards // self.num_ranks))
 
 
 def ranks_of_process(device: torch.device) -> Ranks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.sharding import Sharding
+from weightserver.torch.ranks import RowOwners
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class ActiveRows:
     rows: Int64Array  # (K,), strictly increasing
     labels: Int64Array  # (B,) or (B, P), position in `rows` of each visit of the batch; -1 for none
 
-    def share(self, sharding: Sharding, shard: int) -> ActiveRows:
-        """The rows that one shard (a rank) holds; the label of a visit is -1 if another shard holds its row."""
-        if sharding.num_shards == 1:
+    def share(self, owners: RowOwners, rank: int) -> ActiveRows:
+        """The rows that one rank holds; the label of a visit is -1 if another one holds its row."""
+        if owners.num_ranks == 1:
             return self
-        mine = self.rows[sharding.shard_of(self.rows) == shard]
+        mine = self.rows[owners.rank_of(self.rows) == rank]
         visited = self.rows[self.labels]
-        here = (self.labels >= 0) & (sharding.shard_of(visited) == shard)
+        here = (self.labels >= 0) & (owners.rank_of(visited) == rank)
         return ActiveRows(mine, np.where(here, np.searchsorted(mine, visited), -1))
 
 

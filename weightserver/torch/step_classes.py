@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.recency import ActiveRows, Visited, visited_before
@@ -58,9 +57,7 @@ class StepClasses:
         active = self._negatives.active(step, rows, recent)
         labels = np.full(flat.shape, -1)
         labels[flat >= 0] = active.labels
-        ranks = self._table.ranks
-        sharding = Sharding(self._table.spec.rows_per_block, ranks.world_size)
-        mine = ActiveRows(active.rows, labels).share(sharding, ranks.rank)
+        mine = ActiveRows(active.rows, labels).share(self._table.owners, self._table.ranks.rank)
         return Announced(mine.rows, mine.labels, ids, before, replace(recent or visited, drawn_by=sampler))
 
     def _past(self, sampler: WindowSampler, step: int) -> Visited:

@@ -211,7 +211,7 @@ class Steps:
     def _next_step(self, is_announced: bool) -> Step:
         table, num_padded = self._table, 0
         if table.ranks.device.type == "cuda":  # where shapes should be the same in each step
-            num_padded = padded_rows(self._negatives.num_active, table.spec.rows_per_block, table.ranks)
+            num_padded = padded_rows(self._negatives.num_active, table.owners.surplus, table.ranks)
         return Step(
             table,
             self._coming[0],

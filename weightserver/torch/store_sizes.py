@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightserver import TableSpec
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.negatives import NegativeSampler
-from weightserver.torch.ranks import Ranks
+from weightserver.torch.ranks import RowOwners
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.settings import Rows
 
@@ -78,12 +78,12 @@ def _rows_in_any_order(spec: TableSpec, negatives: NegativeSampler, step_size: i
     return min(spec.num_rows, rows)
 
 
-def share_of_capacity(rows: int, spec: TableSpec, ranks: Ranks) -> int:
+def share_of_capacity(rows: int, owners: RowOwners) -> int:
     """A rank's part of `rows` resident rows.
 
-    Blocks are assigned evenly, active ones randomly: room for two blocks and 8 standard deviations more.
+    Blocks are assigned evenly, active ones randomly: room for 8 standard deviations more.
     """
-    if ranks.world_size == 1:
+    if owners.num_ranks == 1:
         return rows
-    mean = -(-rows // ranks.world_size)
-    return min(rows, mean + 2 * spec.rows_per_block + round(8 * math.sqrt(rows / ranks.world_size)))
+    mean = rows / owners.num_ranks
+    return min(rows, math.ceil(mean) + owners.surplus + round(8 * math.sqrt(mean)))

@@ -20,7 +20,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import RowError
 from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
-from weightserver.torch.ranks import Ranks, check_same_on_all_ranks, ranks_of_process
+from weightserver.torch.ranks import Ranks, RowOwners, check_same_on_all_ranks, ranks_of_process
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 from weightserver.torch.sampler import WindowSampler
@@ -249,6 +249,12 @@ class Table:
 
     # ---- the rows of an open table
 
+    @property
+    def owners(self) -> RowOwners:
+        """The rank of each row."""
+        num_shards = len(self.client.marks()) if self.client else 1
+        return RowOwners(self.spec.rows_per_block, num_shards, self.ranks.world_size)
+
     def tell(self, step: int, learning_rate: float) -> None:
         """See `LearningRates.tell`, for the rows' own; the client sends it with their updates."""
         self.rates.tell(step, *self._rows.learning_rates([learning_rate], step).tolist())
@@ -262,7 +268,7 @@ class Table:
         if self.store is None:
             self.store = self._make_store(self.sizes(step_size, sampler))
         elif step_size > self._largest_step:
-            self.store.reserve(share_of_capacity(self.sizes(step_size, sampler).capacity, self.spec, self.ranks))
+            self.store.reserve(share_of_capacity(self.sizes(step_size, sampler).capacity, self.owners))
         self._largest_step = max(self._largest_step, step_size)
         return self.store
 
@@ -282,7 +288,7 @@ class Table:
                 client,
                 self.spec,
                 self.rates,
-                capacity=share_of_capacity(sizes.capacity, self.spec, self.ranks),
+                capacity=share_of_capacity(sizes.capacity, self.owners),
                 prefetch_steps=sizes.prefetch_steps,
                 write_back_rows=sizes.write_back_rows // self.ranks.world_size + 1,
                 device=self.ranks.device,
