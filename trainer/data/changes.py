@@ -100,7 +100,7 @@ def split_changes(split: Split, packed: Path) -> Changes:
         is_newer = (listing.root / entry.path).stat().st_mtime_ns >= written_at[number]
         return bool(is_newer) and listing.read_entry(entry) != images.read(number)
 
-    now = {_key(listing.root, entry): entry for entry in listing.entries()}
+    now = {_key(listing.root, entry): entry for entry in listing}
     gone: dict[int, list[tuple[int, Entry]]] = {}
     for source, number, key, entry in _packed_entries(packed):
         found = now.pop(key, None)
@@ -159,7 +159,7 @@ def _packed_entries(packed: Path) -> Iterator[tuple[str, int, str, Entry]]:
     for part in Manifest.load(packed).ranges:
         listing = Listing.open(listing_path(packed, part.first), Path(part.root))
         numbers = range(part.first, part.first + part.count)
-        for number, entry in zip(numbers, listing.entries(), strict=True):
+        for number, entry in zip(numbers, listing, strict=True):
             yield part.source, number, _key(listing.root, entry), entry
 
 

@@ -16,7 +16,9 @@ from trainer.data.tables import IN_TABLE, read_cell
 from weightserver.core.arrays import Int64Array
 
 NO_LABEL = -1
-_SCANNED_BYTES = 1 << 26
+_SCANNED_BYTES = 1 << 24
+_LINES = 64
+"""Lines of a listing that are found and split together."""
 
 
 class Entry(NamedTuple):
@@ -46,7 +48,7 @@ class Entry(NamedTuple):
 class Listing:
     """The entries of N images, one per line of `content`: label, offset, length, path and member, separated by tabs.
 
-    `content` may be a mapped file: only the positions of its lines are kept in memory.
+    `content` may be a mapped file: only the position of every 64th line is kept in memory.
 
     Raises:
         ValueError: `content` is not a listing, or is empty.
@@ -54,8 +56,8 @@ class Listing:
 
     def __init__(self, content: bytes | mmap.mmap, root: Path) -> None:
         self.content, self.root = content, root
-        self._ends = _line_ends(content)
-        if not len(self._ends) or self._ends[-1] != len(content):
+        self._number, self._starts = _line_starts(content)
+        if not self._number or content[-1:] != b"\n":
             raise ValueError("a list of images is empty or cut off")
 
     @classmethod
@@ -67,13 +69,21 @@ class Listing:
             return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), root)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return self._number
 
     def __getitem__(self, image: int) -> Entry:
-        start = int(self._ends[image - 1]) if image > 0 else 0
-        line = os.fsdecode(self.content[start : int(self._ends[image]) - 1])
-        label, offset, length, path, member = line.split("\t")
-        return Entry(int(label), int(offset), int(length), path, member)
+        if not 0 <= image < self._number:
+            raise IndexError(f"image {image} is not in 0..{self._number - 1}")
+        return _entry(self._lines(image // _LINES)[image % _LINES])
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All entries in the order of their ids."""
+        return (_entry(line) for group in range(len(self._starts)) for line in self._lines(group))
+
+    def _lines(self, group: int) -> list[bytes]:
+        """The lines of a group, without their ends."""
+        stop = int(self._starts[group + 1]) if group + 1 < len(self._starts) else len(self.content)
+        return self.content[int(self._starts[group]) : stop - 1].split(b"\n")
 
     def read(self, image: int) -> bytes:
         """The encoded bytes of image 0..N-1. Raises OSError if they cannot be read."""
@@ -95,7 +105,7 @@ class Listing:
 
     def lengths(self) -> Iterator[int]:
         """The number of encoded bytes of each image, in the order of their ids; −1 for a file that cannot be read."""
-        for entry in self.entries():
+        for entry in self:
             try:
                 yield self.length(entry)
             except OSError:
@@ -114,20 +124,23 @@ class Listing:
         """No image stands for another one."""
         return np.empty(0, np.int64)
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries in the order of their ids."""
-        return map(self.__getitem__, range(len(self)))
-
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""
-        lines = bytes(self.content).split(b"\n")[:-1]
+        lines = (line for group in range(len(self._starts)) for line in self._lines(group))
         return np.fromiter((int(line.partition(b"\t")[0]) for line in lines), np.int64, len(self))
 
 
-def _line_ends(content: bytes | mmap.mmap) -> NDArray[np.int64]:
-    """Offsets just after the end of each line, int64 [lines]."""
-    ends = [
-        np.flatnonzero(np.frombuffer(content[start : start + _SCANNED_BYTES], np.uint8) == ord("\n")) + start + 1
-        for start in range(0, len(content), _SCANNED_BYTES)
-    ]
-    return np.concatenate(ends) if ends else np.zeros(0, np.int64)
+def _entry(line: bytes) -> Entry:
+    label, offset, length, path, member = os.fsdecode(line).split("\t")
+    return Entry(int(label), int(offset), int(length), path, member)
+
+
+def _line_starts(content: bytes | mmap.mmap) -> tuple[int, NDArray[np.int64]]:
+    """The number of lines, and the offset of every 64th."""
+    number, starts = 0, [np.zeros(1, np.int64)]
+    for start in range(0, len(content), _SCANNED_BYTES):
+        ends = np.flatnonzero(np.frombuffer(content[start : start + _SCANNED_BYTES], np.uint8) == ord("\n"))
+        starts.append(ends[_LINES - 1 - number % _LINES :: _LINES] + start + 1)
+        number += len(ends)
+    found = np.concatenate(starts)
+    return number, found[found < len(content)]

@@ -23,7 +23,7 @@ from trainer.data.config import SourceOptions
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Range:
     """The folder or list that they came from."""
     root: str
     """The folder to which the listing's paths are relative."""
+    rows_per_tar: int
+    """Number of rows of each tar but the last."""
     shards: tuple[Shard, ...]
     """Tars of these rows, from the first on; a complete range has all of them."""
 

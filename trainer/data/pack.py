@@ -2,8 +2,9 @@
 
 Row r of a range holds the image that `RangesOrder` assigns to it, in tars of a bounded size that webdataset can read;
 `manifest.py` describes the format. Every image is decoded once. A broken image is reported and replaced by the next
-intact one by id (after the last of its range, the first), under its own label. The packed files are a function of
-the listing, the order's seed and the tars' size: a pack that was killed and continued has the same bytes.
+intact one by id (after the last of its range, the first), under its own label. All tars of a range have the same number
+of rows, but for the last. The packed files are a function of the listing, the order's seed and this number: a pack that
+was killed and continued has the same bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import tarfile
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,6 @@ from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.torch import RangesOrder
 
-_TAR_BLOCK = tarfile.BLOCKSIZE
 _ROWS_TOGETHER = 1 << 16
 
 
@@ -164,7 +164,7 @@ class _Packer:
         self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions, progress: Counting
     ) -> None:
         self._output, self._manifest, self._listing, self._progress = output, manifest, listing, progress
-        self._threads, self._shard_bytes = options.threads, options.shard_bytes
+        self._threads = options.threads
         self._part = manifest.ranges[-1]
         if len(listing) != self._part.count:
             raise ValueError(
@@ -174,19 +174,16 @@ class _Packer:
         self._options = options.source
 
     def run(self) -> Manifest:
-        """Packs shard after shard, each named in the manifest when its files are in place."""
-        if self._part.rows_packed < self._part.count:
+        """Packs tar after tar, each named in the manifest when its files are in place."""
+        first, end = self._part.first, self._part.first + self._part.count
+        packed = first + self._part.rows_packed
+        if packed < end:
             self._truncate_to_manifest()
             self._broken = BrokenImages(self._options, self._part.count, self._known_broken())
-        made = self._samples(self._part.rows_packed)
-        samples: Iterator[_Sample] = made
-        try:
-            while (packed := self._part.rows_packed) < self._part.count:
-                self._progress.update(packed, self._part.count)
-                shard, samples = self._write_shard(self._part.first + packed, samples)
+        with closing(self._samples(packed - first)) as samples:
+            for row in range(packed, end, self._part.rows_per_tar):
+                shard = self._write_shard(row, min(self._part.rows_per_tar, end - row), samples)
                 self._part = add_shard(self._output, self._part, shard)
-        finally:
-            made.close()
         self._progress.update(self._part.count, self._part.count)
         return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
 
@@ -205,41 +202,35 @@ class _Packer:
             records = np.frombuffer(content, INDEX)
             yield from (records["image"][records["image"] != records["shown"]] - first).tolist()
 
-    def _write_shard(self, first: int, samples: Iterator[_Sample]) -> tuple[Shard, Iterator[_Sample]]:
-        """Writes the shard that starts at row `first`; returns it and the remaining samples."""
+    def _write_shard(self, first: int, count: int, samples: Iterator[_Sample]) -> Shard:
+        """Writes the tar of rows first … first+count−1, and adds its records to the index."""
         index: list[tuple[int, int, int, int, int]] = []
-        left: list[_Sample] = []
         num_broken = 0
 
         def write(path: Path) -> None:
             nonlocal num_broken
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-                for sample in samples:
-                    if index and _end_of_tar(tar.offset, sample) > self._shard_bytes:
-                        left.append(sample)
-                        break
-                    key = f"{first + len(index):012d}"
-                    offset = tar.offset + _TAR_BLOCK  # after the header
-                    _add(tar, f"{key}.{sample.suffix}", sample.content)
+                for row, sample in enumerate(islice(samples, count), first):
+                    self._progress.update(row - self._part.first, self._part.count)
+                    offset = tar.offset + tarfile.BLOCKSIZE  # after the header
+                    _add(tar, f"{row:012d}.{sample.suffix}", sample.content)
                     if sample.label != NO_LABEL:
-                        _add(tar, f"{key}.cls", str(sample.label).encode())
+                        _add(tar, f"{row:012d}.cls", str(sample.label).encode())
                     index.append((offset, len(sample.content), sample.image, sample.shown, sample.label))
                     if sample.broken:
                         self._name_broken(sample)
                         num_broken += 1
-                    self._progress.update(first - self._part.first + len(index), self._part.count)
 
         tar = tar_path(self._output, first)
         atomic_write(tar, write)
-        shard = Shard(
+        return Shard(
             first=first,
-            count=len(index),
+            count=count,
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
             index_sha256=add_records(index_path(self._output, self._part.first), np.array(index, INDEX)),
             num_broken=num_broken,
         )
-        return shard, chain(left, samples)
 
     def _name_broken(self, sample: _Sample) -> None:
         path = self._listing.path(sample.image - self._part.first)
@@ -279,12 +270,6 @@ class _Packer:
                 continue
             label = self._listing[own].label
             return _Sample(image, self._part.first + shown, label, suffix, content, broken)
-
-
-def _end_of_tar(offset: int, sample: _Sample) -> int:
-    """Size of a tar that ends with `sample` at `offset`, two empty blocks, and padding to whole records."""
-    blocks = 1 + -(-len(sample.content) // _TAR_BLOCK) + (2 if sample.label != NO_LABEL else 0) + 2
-    return -(-(offset + blocks * _TAR_BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.reading import Split, kind_of_labels
 from weightserver.common.atomic_files import atomic_write
 
+_MEASURED = 1_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
@@ -21,8 +25,8 @@ class PackOptions:
 
     order_seed: int | None = None
     """Seed of the order of the images; training needs the same one. Default: that of the pack so far, or 0."""
-    shard_bytes: int = 1 << 28
-    """Maximum size of a tar, unless it holds a single image."""
+    tar_bytes: int = 1 << 28
+    """Size of a tar with images of the mean size: its number of rows follows from that."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How to read the source where it can be read in several ways."""
     extend: bool = False
@@ -31,7 +35,7 @@ class PackOptions:
     """Reading and decoding threads; default: one per core that this process may use."""
 
     def __post_init__(self) -> None:
-        if self.shard_bytes < 1 or self.threads < 1:
+        if self.tar_bytes < 1 or self.threads < 1:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
@@ -55,7 +59,7 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
         if manifest.ranges and not (manifest.complete and options.extend):
             return manifest
         if manifest.ranges:
-            return _with_range(manifest, split, split_changes(split, output).added, output, known)
+            return _with_range(manifest, split, split_changes(split, output).added, output, options, known)
     else:
         if options.extend:
             raise ValueError(f"{output} holds no packed images to extend: omit --extend")
@@ -63,19 +67,19 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
             raise ValueError(f"{output} holds other files: give an empty or new directory")
         seed = options.order_seed or 0
         manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
-    entries = list(split.listing.entries())
-    if not any_intact(entries, split.listing, options.source):
+    listing = split.listing
+    if not any_intact(listing, listing, options.source):
         raise ValueError(
-            f"none of {len(entries):,} images of {split.source} can be read, first {entries[0].name}: repair them"
+            f"none of {len(listing):,} images of {split.source} can be read, first {listing[0].name}: repair them"
         )
-    return _with_range(manifest, split, entries, output, known)
+    return _with_range(manifest, split, listing, output, options, known)
 
 
 def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
     """The manifest without its last range if that has no row yet, and none of its images can be read any more."""
     part = manifest.ranges[-1]
     listing = Listing.open(listing_path(output, part.first), Path(part.root))
-    if part.rows_packed or any_intact(listing.entries(), listing, manifest.options):
+    if part.rows_packed or any_intact(listing, listing, manifest.options):
         return manifest
     kept = manifest.finished
     if kept.ranges:
@@ -100,7 +104,14 @@ def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> It
         yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
 
 
-def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path, known: tuple[str, ...]) -> Manifest:
+def _with_range(
+    manifest: Manifest,
+    split: Split,
+    new: Listing | list[Entry],
+    output: Path,
+    options: PackOptions,
+    known: tuple[str, ...],
+) -> Manifest:
     """Adds a range of new images of a split; without any, returns the manifest unchanged. Known classes keep their
     numbers."""
     if not new:
@@ -120,7 +131,18 @@ def _with_range(manifest: Manifest, split: Split, new: list[Entry], output: Path
 
     atomic_write(listing_path(output, first), write)
     root = str(split.listing.root)
-    part = Range(first=first, count=len(new), source=split.source, root=root, shards=())
+    rows_per_tar = max(1, options.tar_bytes // _mean_bytes(split.listing, new))
+    part = Range(first=first, count=len(new), source=split.source, root=root, rows_per_tar=rows_per_tar, shards=())
     manifest = replace(manifest, classes=names, ranges=(*manifest.ranges, part))
     manifest.save(output)
     return manifest
+
+
+def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:
+    """The mean size of an image in a tar, with its headers and label, estimated from a thousand of the images or so."""
+    sizes = []
+    for image in range(0, len(images), 1 + len(images) // _MEASURED):
+        with suppress(OSError):
+            blocks = 2 if images[image].label == NO_LABEL else 4
+            sizes.append(listing.length(images[image]) + blocks * tarfile.BLOCKSIZE)
+    return sum(sizes) // len(sizes) if sizes else 1

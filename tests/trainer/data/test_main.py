@@ -158,7 +158,7 @@ def test_a_path_is_no_url_and_not_empty(
 
 def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
-    pack(tree, packed, PackOptions(shard_bytes=5_000))
+    pack(tree, packed, PackOptions(tar_bytes=5_000))
     lines = next(packed.glob("shards-*.jsonl"))
     kept = lines.read_bytes().splitlines(keepends=True)[:2]
     lines.write_bytes(b"".join(kept))  # as when the command was killed

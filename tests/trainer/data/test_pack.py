@@ -26,12 +26,12 @@ from trainer.data.reading import read_source
 from trainer.display import Counting
 from weightserver.torch import RangesOrder, RowOrder
 
-SHARD_BYTES = 20_000
+TAR_BYTES = 20_000
 ROOT = Path(__file__).parents[3]
 
 
 def options(**changes: Any) -> PackOptions:
-    return PackOptions(**{"order_seed": 5, "shard_bytes": SHARD_BYTES, "threads": 2} | changes)
+    return PackOptions(**{"order_seed": 5, "tar_bytes": TAR_BYTES, "threads": 2} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,11 @@ def test_tars_are_what_tarfile_reads(packed: Path) -> None:
     images, row = PackedImages(packed), 0
     paths = sorted(packed.glob("*.tar"))
     assert len(paths) > 3
-    for path, shard in zip(paths, images.manifest.shards, strict=True):
-        assert path.stat().st_size <= SHARD_BYTES or shard.count == 1
+    each = images.manifest.ranges[0].rows_per_tar
+    assert {shard.count for shard in images.manifest.shards[:-1]} == {each}
+    assert TAR_BYTES / 2 < np.mean([path.stat().st_size for path in paths[:-1]]) < TAR_BYTES * 1.5
+    assert len(images.manifest.shards) == len(paths)
+    for path in paths:
         with tarfile.open(path) as tar:
             members = tar.getmembers()
             for image, label in zip(members[::2], members[1::2], strict=True):
@@ -372,7 +375,7 @@ def test_an_index_that_is_cut_off_is_not_added_to(tree: Path, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", '{"format": 4}', '{"format": 3}', '{"format": 1, "ranges": 3, "classes": []}']
+    "content", ["", "{}", "[]", '{"format": 5}', '{"format": 4}', '{"format": 1, "ranges": 3, "classes": []}']
 )
 def test_a_damaged_manifest(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)

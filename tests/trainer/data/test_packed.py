@@ -54,8 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def directory(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("packed")
-    pack(folder / "train", directory, PackOptions(shard_bytes=50_000))
-    pack(folder / "val", directory / "test", PackOptions(shard_bytes=50_000))
+    pack(folder / "train", directory, PackOptions(tar_bytes=50_000))
+    pack(folder / "val", directory / "test", PackOptions(tar_bytes=50_000))
     return directory
 
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
+from trainer.data import listing as listing_module
 from trainer.data.changes import changes_since
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.left_out import Reason
-from trainer.data.listing import Listing
+from trainer.data.listing import Entry, Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
@@ -42,7 +43,7 @@ def listed(source: Path, **options: Any) -> tuple[Listing, Split]:
 
 
 def paths(listing: Listing) -> list[str]:
-    return [entry.path for entry in listing.entries()]
+    return [entry.path for entry in listing]
 
 
 def jpeg(number: int) -> bytes:
@@ -234,7 +235,7 @@ def test_members_of_tars_obey_the_rules_of_folders(tmp_path: Path) -> None:
         tar.addfile(again, io.BytesIO(jpeg(3)))
     write_tar(tmp_path / "b.tar", {"1.jpg": jpeg(4)})
     listing, found = listed(tmp_path)
-    assert [entry.member for entry in listing.entries()] == ["1.jpg", "bare", "hard.jpg", "1.jpg"]
+    assert [entry.member for entry in listing] == ["1.jpg", "bare", "hard.jpg", "1.jpg"]
     assert [listing.read(image) for image in range(4)] == [jpeg(3), jpeg(2), jpeg(1), jpeg(4)]
     assert found.classes == ("a", "b")
     assert read_source(tmp_path).left_out.counts == dict.fromkeys(
@@ -641,7 +642,7 @@ def test_a_tar_that_ends_with_a_zip_is_a_tar(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("other.jpg", jpeg(0))
     write_tar(tmp_path / "a.tar", {"1.jpg": jpeg(1), "2.jpg": jpeg(2), "a.zip": (tmp_path / "a.zip").read_bytes()})
-    assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing.entries()] == ["1.jpg", "2.jpg"]
+    assert [entry.member for entry in read_source(tmp_path / "a.tar").train.listing] == ["1.jpg", "2.jpg"]
 
 
 def test_images_beside_splits_or_a_single_folder_are_named(tmp_path: Path) -> None:
@@ -848,6 +849,24 @@ def test_listing_rejects_other_sources(tmp_path: Path) -> None:
     for content in (b"", b"0\t-1\t-1\tcut off"):
         with pytest.raises(ValueError, match="empty or cut off"):
             Listing(content, tmp_path)
+
+
+@pytest.mark.parametrize("number", [1, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("scanned", [7, 640, 1 << 24])
+def test_a_listing_finds_each_of_its_lines(
+    number: int, scanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the pieces in which the file is searched for lines."""
+    monkeypatch.setattr(listing_module, "_SCANNED_BYTES", scanned)
+    entries = [Entry(image % 3, -1, -1, "x" * (image % 7) + f"{image}.jpg", "") for image in range(number)]
+    listing = Listing(b"".join(entry.line() for entry in entries), tmp_path)
+    assert len(listing) == number
+    assert list(listing) == entries
+    assert [listing[image] for image in range(number)] == entries
+    assert listing.labels().tolist() == [entry.label for entry in entries]
+    for image in (-1, number):
+        with pytest.raises(IndexError):
+            listing[image]
 
 
 @pytest.mark.parametrize(
