@@ -114,12 +114,17 @@ def three_shards(docker: Docker) -> Json:
 def reshard(docker: Docker, directory: Path) -> Shards:
     """Follows docs/deployment.md, "Another number of shards"."""
     override, names = three_shards(docker), [f"shard-{shard}" for shard in range(3)]
-    docker.up("up", "--no-start", "--no-deps", *names, override=override)
+    start(docker, names[:2])
+    docker.up("up", "--no-start", "--no-recreate", "--no-deps", names[2], override=override)
+    shared = ["--rm", "--network", f"{PROJECT}_default", "-v", f"{PROJECT}_client-certificates:/certs:ro"]
+    for shard in range(3):
+        command = ["reshard", "--from", "shard-0:50051,shard-1:50051", "--shard", f"{shard}/3", "--target", "/data/new"]
+        command += ["--tls-ca", "/certs/ca.pem", "--token-file", "/certs/token"]
+        say(f"$ docker run ... {WEIGHTSERVER_IMAGE} {' '.join(command)}")
+        volume = ("-v", f"{PROJECT}_shard-{shard}:/data")
+        say(docker.run("run", *shared, *volume, WEIGHTSERVER_IMAGE, *command).strip())
+    docker.up("stop", *names[:2])
     mounts = [word for shard in range(3) for word in ("-v", f"{PROJECT}_shard-{shard}:/data/{shard}")]
-    command = ["reshard", "--source", "/data/0/shard", "/data/1/shard", "--target"]
-    command += [f"/data/{shard}/new" for shard in range(3)]
-    say(f"$ docker run ... {WEIGHTSERVER_IMAGE} {' '.join(command)}")
-    say(docker.run("run", "--rm", *mounts, WEIGHTSERVER_IMAGE, *command).strip())
     swap = "for v in /data/[0-9]; do if [ -e $v/shard ]; then mv $v/shard $v/old; fi; mv $v/new $v/shard; done"
     docker.run("run", "--rm", *mounts, "--entrypoint", "sh", WEIGHTSERVER_IMAGE, "-c", swap)
     docker.up("up", "-d", *names, override=override)

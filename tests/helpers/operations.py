@@ -16,6 +16,7 @@ import pytest
 
 from weightserver import RowState, TableSpec, WeightClient
 from weightserver.operations.checkpoint_blocks import CheckpointReader
+from weightserver.operations.reshard import reshard
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 
@@ -26,8 +27,6 @@ NUM_STORED, STEPS = 334, 100
 RATES = np.linspace(0.2, 0.1, STEPS, dtype=np.float32)
 
 Weightserver = Callable[..., tuple[int | str | None, str, str]]
-
-Table = tuple[list[Path], RowState, RowState]
 
 
 def make_table(client: WeightClient) -> RowState:
@@ -73,6 +72,12 @@ def lose_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer
 
     monkeypatch.setattr(CheckpointReader, "_read", without_first)
+
+
+def reshard_all(client: WeightClient, targets: list[Path], **options: Any) -> None:
+    """Fills as many new shards, one after the other."""
+    for shard, target in enumerate(targets):
+        reshard(client, target, shard=shard, num_shards=len(targets), **options)
 
 
 def targets_in(directory: Path, num_shards: int) -> list[Path]:

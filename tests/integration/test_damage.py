@@ -15,7 +15,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from tests.helpers.stored import get, put, version_of
+from tests.helpers.stored import get, put
 from weightserver import StorageError, TableSpec, __version__
 from weightserver.common.version import FORMAT
 from weightserver.core.blocks import BlockCodec
@@ -24,7 +24,6 @@ from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import Sharding
 from weightserver.core.versions import Version
 from weightserver.operations.inspect import inspect_directory
-from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.server.config import ServerConfig
 from weightserver.shard.shard import Shard
@@ -35,12 +34,12 @@ from weightserver.storage.records import (
     append_schedule,
     put_json,
     put_record,
-    read_state,
     write_lineage,
     write_peers,
     write_spec,
     write_state,
 )
+from weightserver.storage.shard_builder import ShardBuilder
 
 SPEC = TableSpec(num_rows=4_000, dim=64, rows_per_block=7)
 
@@ -143,31 +142,11 @@ def test_a_wrong_bit_in_a_tree_is_refused(offset: int, bit: int, tmp_path: Path)
         flip(source, 4096 * tree_page(source) + offset, bit)
     else:  # its number
         flip(source, 4096 * tree_page(source), 1)
-    attempts: list[Callable[[], object]] = [
-        lambda: serve(source),
-        lambda: reshard([source], [tmp_path / "new"]),
-    ]
-    for attempt in attempts:
-        with pytest.raises(
-            StorageError, match=r"shard-0: data.mdb is damaged \(.*\): restore it from a backup"
-        ) as raised:
-            attempt()
-        assert "\n" not in str(raised.value)
-    assert not (tmp_path / "new").exists()
+    with pytest.raises(StorageError, match=r"shard-0: data.mdb is damaged \(.*\): restore it from a backup") as raised:
+        serve(source)
+    assert "\n" not in str(raised.value)
     assert verify_directory(source).problems
     assert inspect_directory(source)["rows_stored"] == 4_000
-
-
-def test_rows_that_went_away_stop_a_reshard(tmp_path: Path) -> None:
-    source, other = make_shards(tmp_path, 2)
-    storage = LmdbStorage(source)
-    with storage.write() as txn:
-        txn.delete_block(version_of(txn, 4))
-    storage.close()
-    with pytest.raises(StorageError, match=r"shard-0 holds 1995 of the 2002 rows that were written"):
-        reshard([source, other], [tmp_path / "new"])
-    with pytest.raises(StorageError, match="is unfinished"):
-        serve(tmp_path / "new")
 
 
 def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) -> None:
@@ -242,8 +221,7 @@ def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None
     attempts: list[Callable[[], object]] = [
         lambda: serve(source),
         lambda: inspect_directory(source),
-        lambda: reshard([source], [tmp_path / "new"]),
-        lambda: reshard(make_shards(tmp_path / "other", 1), [source]),
+        lambda: ShardBuilder(source, shard=0, num_shards=1, origin={}),
     ]
     for attempt in attempts:
         with pytest.raises(StorageError, match=message):
@@ -277,7 +255,6 @@ def test_records_of_a_wrong_kind_are_one_line(key: str, value: dict[str, object]
     attempts: list[Callable[[], object]] = [
         lambda: serve(source),
         lambda: inspect_directory(source),
-        lambda: reshard([source], [tmp_path / "new"]),
     ]
     for attempt in attempts:
         with pytest.raises(StorageError, match=r"its (state|spec|identity) is damaged .*: restore it from a backup"):
@@ -315,7 +292,7 @@ def assert_one_line(outcome: tuple[int, str], message: str) -> None:
     assert message in error
 
 
-@pytest.mark.parametrize("command", ["serve a new one", "serve", "reshard", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["serve a new one", "serve", "inspect", "verify"])
 def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
     """LMDB writes to lock.mdb through a map, which a full disk cannot back for a new file."""
     (source,) = make_shards(tmp_path, 1, replace(SPEC, num_rows=500))
@@ -329,7 +306,6 @@ def test_a_full_disk_ends_no_process(command: str, tmp_path: Path) -> None:
             *{
                 "serve a new one": ["serve", "--init", "--data-dir", new, "--listen", "127.0.0.1:0"],
                 "serve": ["serve", "--data-dir", there, "--listen", "127.0.0.1:0"],
-                "reshard": ["reshard", "--source", source, "--target", new],
                 "inspect": ["inspect", there],
                 "verify": ["verify", there],
             }[command]
@@ -347,38 +323,21 @@ def test_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
         (disk / "never served").mkdir()
         shutil.copy(source / "data.mdb", disk / "never served")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        for number, directory in enumerate((disk / "served", disk / "never served")):
+        for directory in (disk / "served", disk / "never served"):
             assert inspect_directory(directory)["rows_stored"] == 4_000
             assert verify_directory(directory).problems == []
-            assert reshard([directory], [tmp_path / f"new-{number}"]).rows_stored == 4_000
             with pytest.raises(StorageError, match="Read-only file system"):
                 serve(directory)
 
 
-# ---- requests
-
-
-def test_shards_of_different_sessions_are_not_of_one_time(tmp_path: Path) -> None:
-    source, other = make_shards(tmp_path, 2)
-    storage = LmdbStorage(other)
-    with storage.write() as txn:
-        write_state(txn, replace(read_state(txn), epoch=2))
-    storage.close()
-    with pytest.raises(ValueError, match=r"the shards are of sessions \[1, 2\], so their rows are of different times"):
-        reshard([source, other], [tmp_path / "new"], current=True)
-    assert not (tmp_path / "new").exists()
-    assert reshard([source, other], [tmp_path / "new"]).rows_stored == 4_000
-
-
 def test_files_in_place_of_directories_are_named(tmp_path: Path) -> None:
-    (source,) = make_shards(tmp_path, 1)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: give a directory"):
         serve(tmp_path / "file")
     with pytest.raises(ValueError, match="file is a file: give a directory"):
-        reshard([source], [tmp_path / "file"])
+        ShardBuilder(tmp_path / "file", shard=0, num_shards=1, origin={})
     with pytest.raises(StorageError, match=f"^{tmp_path}/file/new: .*Not a directory"):
-        reshard([source], [tmp_path / "file" / "new"])
+        ShardBuilder(tmp_path / "file" / "new", shard=0, num_shards=1, origin={})
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), -1.0, float("inf")])

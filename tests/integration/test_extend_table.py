@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.dense_sgd import Oracle
+from tests.helpers.operations import reshard_all
 from tests.helpers.row_model import schedule
 from weightserver import (
     LocalCluster,
@@ -25,7 +26,6 @@ from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
-from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 
@@ -141,12 +141,12 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         push(client, 5, 263)
         client.rollback("after")
         assert same(client.fetch_state(ALL), after)
+        reshard_all(client, directories(tmp_path / "three", 3), rows_per_block=4)
     assert [read_backup(tmp_path / name).spec.num_rows for name in ("small", "late", "large")] == [100, 263, 263]
 
     old, copied, three = (directories(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
     assert [inspect_directory(directory)["spec"]["num_rows"] for directory in old] == [263, 263]
     assert [verify_directory(directory).problems for directory in old] == [[], []]
-    reshard(old, three, rows_per_block=4)
     assert same(rows_in(three), after)
     for name, expected in (("small", before), ("late", kept), ("large", after)):
         restored = directories(tmp_path / f"{name}-new")
@@ -155,8 +155,6 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert same(rows_in(restored), expected)
     shutil.copytree(old[0], copied[0])
     restore(tmp_path / "small", copied[1], shard=1)  # it was lost
-    with pytest.raises(ValueError, match=r"tables of 263 and 100 rows, as after .*: serve them and repeat"):
-        reshard(copied, directories(tmp_path / "none", 1), current=True)
     with LocalCluster(2, tmp_path / "copied") as cluster, WeightClient(cluster.addresses) as client:
         rollback = ["rollback", "before", *cluster.addresses, "--yes"]
         assert "has 263 rows, that of shard 1 100" in in_one_line(rollback, capsys)

@@ -21,7 +21,6 @@ from tests.helpers.schedules import naming
 from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.backup import backup
-from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
@@ -170,18 +169,14 @@ def damaged(directory: Path, content: bytes, lock: bytes) -> Path:
     return directory
 
 
-def check(lost: Lost, place: Path, subsets: Iterator[list[int]], *, copies: bool) -> tuple[int, int]:
+def check(lost: Lost, place: Path, subsets: Iterator[list[int]]) -> tuple[int, int]:
     """Loses each of these pages, while the shard runs and before a restart; returns in how many cases something else
-    was stored than before, and in how many a running shard answered wrong rows.
-
-    Args:
-        copies: try to copy the damage too.
-    """
+    was stored than before, and in how many a running shard answered wrong rows."""
     truth, lock = states(lost.trained.shard), (lost.trained.directory / "owner.lock").read_bytes()
     everything = contents(whole := damaged(place / "whole", lost.after, lock))
     assert verify_directory(whole).problems == [], "where nothing is lost"
     num_changed = num_wrong = 0
-    for number, pages in enumerate(subsets):
+    for pages in subsets:
         content = lost.without(pages)
         directory = damaged(place / "damaged", content, lock)
         try:
@@ -201,9 +196,6 @@ def check(lost: Lost, place: Path, subsets: Iterator[list[int]], *, copies: bool
             assert any(None in state for state in served), (pages, "a start that notices nothing")
         except StorageError:
             pass  # it does not start
-        if copies:
-            with pytest.raises(StorageError):
-                reshard([directory], [place / f"resharded-{number}"], current=True)
         if set(pages) <= set(lost.of_blocks):
             num_wrong += wrong_while_running(lost, content, truth)
     return num_changed, num_wrong
@@ -244,7 +236,7 @@ def test_no_lost_page_is_silent(pattern: str, checkpoint_at: int | None, trained
     lost = last_push(trained, pattern, checkpoint_at)
     num_blocks = len(set((PATTERNS[pattern](NUM_WRITES - 1) // SPEC.rows_per_block).tolist()))
     assert len(lost.of_blocks) == 3 * num_blocks
-    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(12), copies=False)
+    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(12))
     assert num_changed >= len(lost.of_blocks) + 2
     assert num_wrong == 0
 
@@ -258,14 +250,8 @@ def test_no_subset_of_lost_pages_is_silent(pattern: str, trained: Trained, tmp_p
     lost = Lost.by(trained, lambda: trained.push(np.array([3]), NUM_WRITES - 1))
     assert len(lost.pages) <= 11
     subsets = (list(some) for count in range(len(lost.pages) + 1) for some in itertools.combinations(lost.pages, count))
-    num_changed, num_wrong = check(lost, tmp_path, subsets, copies=False)
+    num_changed, num_wrong = check(lost, tmp_path, subsets)
     assert (num_changed > 2 ** (len(lost.pages) - 1), num_wrong) == (True, 0)
-
-
-@pytest.mark.parametrize("pattern", ["the same two", pytest.param("all blocks", marks=pytest.mark.guard)])
-def test_no_operation_copies_a_loss(pattern: str, trained: Trained, tmp_path: Path) -> None:
-    lost = last_push(trained, pattern, None)
-    check(lost, tmp_path, lost.subsets(2), copies=True)
 
 
 def test_rows_of_a_dropped_table_never_come_back(trained: Trained, tmp_path: Path) -> None:
@@ -277,7 +263,7 @@ def test_rows_of_a_dropped_table_never_come_back(trained: Trained, tmp_path: Pat
             batch.drop_table()
         trained.begin()
     lost = Lost.by(trained, lambda: trained.push(np.arange(160), 0))
-    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(10), copies=False)
+    num_changed, num_wrong = check(lost, tmp_path, lost.subsets(10))
     assert (num_changed > len(lost.of_blocks), num_wrong) == (True, 0)
 
 
@@ -315,12 +301,12 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
             problems = verify_directory(directory).problems
             assert problems or contents(directory) == everything, pages
     else:
-        check(lost, tmp_path, lost.subsets(10), copies=False)
+        check(lost, tmp_path, lost.subsets(10))
 
 
 @pytest.mark.guard  # seconds
-def test_a_backup_copies_no_loss(tmp_path: Path) -> None:
-    """From a shard that runs while its disk loses a page."""
+def test_no_operation_copies_a_loss(tmp_path: Path) -> None:
+    """From a shard that runs while its disk loses a page. A reshard reads blocks as a backup does."""
     with LocalCluster(1, tmp_path / "cluster") as cluster, WeightClient(cluster.addresses, retry_seconds=5) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(50, 0.1))

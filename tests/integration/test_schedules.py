@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.dense_sgd import Oracle
+from tests.helpers.operations import reshard_all, targets_in
 from tests.helpers.row_model import schedule
 from weightserver import ClusterError, LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
 from weightserver.client import rates as client_rates
 from weightserver.core.arrays import Float32Array
 from weightserver.operations.backup import backup
-from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -121,10 +121,11 @@ def test_copies_of_a_checkpoint_have_its_learning_rates(
         if step == 4:
             client.checkpoint("kept", step=5)
     backup(client, tmp_path / "backup", checkpoint="kept")
-    restored = [tmp_path / f"restored-{shard}" for shard in range(2)]
+    restored, resharded = targets_in(tmp_path / "restored", 2), targets_in(tmp_path / "resharded", 3)
     for shard, directory in enumerate(restored):
         restore(tmp_path / "backup", directory, shard=shard)
-    reshard(restored, resharded := [tmp_path / f"resharded-{shard}" for shard in range(3)])
+    with LocalCluster(2, tmp_path / "restored") as copies, WeightClient(copies.addresses) as reader:
+        reshard_all(reader, resharded)
     for shard, directory in (*enumerate(restored), *enumerate(resharded)):
         num_shards = 2 if directory in restored else 3
         with closing(LmdbStorage(directory)) as storage:

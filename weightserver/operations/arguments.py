@@ -33,7 +33,7 @@ def add_addresses(parser: argparse.ArgumentParser, of: str, option: str | None =
     if option is None:
         parser.add_argument("addresses", nargs="+", metavar="HOST:PORT,…", help=text)
     else:
-        parser.add_argument(option, dest="addresses", nargs="+", metavar="HOST:PORT,…", help=text)
+        parser.add_argument(option, dest="addresses", nargs="+", required=True, metavar="HOST:PORT,…", help=text)
 
 
 def given_addresses(arguments: argparse.Namespace) -> list[str]:

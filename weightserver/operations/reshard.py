@@ -1,104 +1,114 @@
-"""Creates new shards from old ones, with another number of shards, another rows_per_block, or both.
+"""Fills new shards with the rows of running ones, in another number, with another rows_per_block, or both.
 
-From running shards, each new one is filled over the network by a process of its own, which may be on the machine that
-will serve it; on a machine that sees the directories of all old shards, which nothing serves, all at once. The rows are
-those of one checkpoint, which the new shards keep under its name so that a trainer can resume from it, or from
-directories the current rows. Only rows that were ever written are read and written. The rows of each new shard are
-compared with the old ones before it can be served.
+Each new shard is filled over the network by a process of its own, which may be on the machine that will serve it. The
+rows are those of one checkpoint, which the new shards keep under its name so that a trainer can resume from it. Only
+rows that were ever written are read and written. The rows of a new shard are compared with the old ones before it can
+be served.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from weightserver.client.client import WeightClient
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
+from weightserver.core.errors import NoTableError
+from weightserver.core.lineage import Lineage
+from weightserver.core.spec import TableSpec
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
-from weightserver.operations.reshard_remote import reshard_from
-from weightserver.operations.reshard_rows import Resharded, compare, fill
-from weightserver.operations.reshard_sources import (
-    SourceShard,
-    common_spec,
-    open_source,
-    require_one_time,
-    table_state,
-)
+from weightserver.operations.checkpoint_blocks import CheckpointReader
+from weightserver.operations.reshard_rows import compare, fill
+from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 _MAX_SHARDS = 2**31 - 1
 """Of `Part.num_shards`, an int32."""
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Resharded:
+    """What a new shard holds."""
+
+    spec: TableSpec
+    rows_stored: int
+    checkpoint: str
+    step: int
+    """Finished updates that the rows hold."""
+    left_behind: int
+    """Later updates, which only the old shards hold."""
 
 
 def reshard(
-    sources: Sequence[Path],
-    targets: Sequence[Path],
+    client: WeightClient,
+    target: Path,
     *,
+    shard: int,
+    num_shards: int,
     rows_per_block: int | None = None,
     checkpoint: str | None = None,
     current: bool = False,
 ) -> Resharded:
-    """Fills the new directories `targets`, one per new shard in order, from the directories of all old shards.
+    """Fills the new directory of shard `shard` of `num_shards` with its rows of a checkpoint, by default the newest.
 
-    Takes the rows of `checkpoint`, by default the newest that all old shards keep, or with `current` the current rows
-    and no checkpoint. Sessions and writers are not carried over: open a new session afterwards. An interrupted call may
-    be repeated.
+    Calls for different shards need not know of each other. An interrupted call may be repeated. Sessions and writers
+    are not carried over: open a new session afterwards.
+
+    Args:
+        current: take a checkpoint of the rows as they are now, which nothing may write to meanwhile.
 
     Raises:
-        ValueError: the sources are not all shards of one table, or a target holds something else.
-        NoTableError: the checkpoint does not exist.
-        StorageError: a directory is damaged or in use.
+        ValueError: the target holds something else.
+        NoTableError: not all shards keep the checkpoint, until the end.
+        ClusterError, StorageError: blocks are missing or damaged; or, with `current`, the rows are of several times.
     """
-    if len({path.resolve() for path in [*sources, *targets]}) < len(sources) + len(targets):
-        raise ValueError("a directory is given twice")
-    for target, source in itertools.product(targets, sources):
-        if target.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"{target} lies in {source}, an old shard's directory: give one beside it")
-    with ExitStack() as stack:
-        shards = [open_source(directory, stack) for directory in sources]
-        old = common_spec(shards)
-        if current:
-            require_one_time(shards)
-        new = old if rows_per_block is None else replace(old, rows_per_block=rows_per_block)
-        table = table_state(shards, new, checkpoint, current)
-        if table.checkpoint is not None:
-            shards = [replace(shard, checkpoint=table.checkpoint.name) for shard in shards]
-        origin = _origin(shards, table, len(targets))
-        builders = [
-            stack.enter_context(ShardBuilder(directory, shard=shard, num_shards=len(targets), origin=origin))
-            for shard, directory in enumerate(targets)
-        ]
-        digests = fill([shard.blocks() for shard in shards], builders, old, new, len(builders))
-        for builder, digest in zip(builders, digests, strict=True):
-            if not builder.finished:  # it may have been served since
-                same_rows = partial(compare, builder.directory, BlockCodec(new), digest)
-                builder.finish(table, rows_stored=digest.num_rows, compare=same_rows)
-    rows_stored = sum(digest.num_rows for digest in digests)
-    _log.info("compared all %(rows)d rows", {"rows": rows_stored})
-    kept = table.checkpoint
-    name, step = (kept.name, kept.step) if kept else (None, table.clock)
-    newest = max(shard.state.clock for shard in shards)
-    return Resharded(new, rows_stored, name, step, left_behind=max(0, newest - table.clock))
+    if current:
+        checkpoint = _taken_now(client)
+    info, chosen = client.describe(), chosen_checkpoint(checkpoint, client.checkpoints())
+    new = info.spec if rows_per_block is None else replace(info.spec, rows_per_block=rows_per_block)
+    part = pb.Part(shard=shard, num_shards=num_shards, rows_per_block=new.rows_per_block)
+    readers = [CheckpointReader(client, number, chosen.name, info, part) for number in range(len(info.shards))]
+    kept = [chosen.name, chosen.step, chosen.checkpoint_id.hex()]
+    origin = {"table": info.identity.hex(), "spec": asdict(new), "checkpoint": kept}
+    with ShardBuilder(target, shard=shard, num_shards=num_shards, origin=origin) as builder:
+        sources = [((block.number, block.content) for block in reader.blocks()) for reader in readers]
+        digest = fill(sources, builder, info.spec, new)
+        _require_kept(client, chosen)
+        if not builder.finished:  # it may have been served since
+            table = TableState(
+                new,
+                client.learning_rates()[: chosen.step],
+                epoch=info.epoch,
+                run=info.run,
+                checkpoint=chosen,
+                identity=info.identity,
+                lineage=Lineage().joined(mark for reader in readers for mark in reader.lineage),
+            )
+            same_rows = partial(compare, target, BlockCodec(new), digest)
+            builder.finish(table, rows_stored=digest.num_rows, compare=same_rows)
+    return Resharded(new, digest.num_rows, chosen.name, chosen.step, left_behind=max(0, info.clock - chosen.step))
 
 
-def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> dict[str, Any]:
-    """Identifies what the new shards are made from."""
-    kept = table.checkpoint
-    return {
-        "states": [shard.state.mark for shard in sorted(shards, key=lambda shard: shard.identity.shard)],
-        "spec": asdict(table.spec),
-        "num_shards": num_targets,
-        "checkpoint": kept and [kept.name, kept.step, kept.checkpoint_id.hex()],
-    }
+def _taken_now(client: WeightClient) -> str:
+    """Takes a checkpoint of the current rows, the same one for all new shards; returns its name."""
+    client.require_common_state()
+    client.join_newest_session()
+    step = client.describe().clock
+    name = f"current-{step}"
+    client.checkpoint(name, step=step)
+    return name
+
+
+def _require_kept(client: WeightClient, chosen: Checkpoint) -> None:
+    """Raises NoTableError if another checkpoint took the name while it was read."""
+    if chosen.checkpoint_id not in {kept.checkpoint_id for kept in client.checkpoints() if kept.name == chosen.name}:
+        raise NoTableError(
+            f"checkpoint {chosen.name!r} was released while it was read: stop the trainer, and repeat the command"
+        )
 
 
 # ---- the command
@@ -106,17 +116,8 @@ def _origin(shards: list[SourceShard], table: TableState, num_targets: int) -> d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(parser, "--from")
-    parser.add_argument("--shard", type=_shard, metavar="I/N", help="with --from: the new shard to fill, of N")
-    parser.add_argument(
-        "--source", type=to_path, nargs="+", help="instead of --from: the directories of all old shards"
-    )
-    parser.add_argument(
-        "--target",
-        type=to_path,
-        nargs="+",
-        required=True,
-        help="a new directory with --from; with --source, new directories of shards 0, 1, ...",
-    )
+    parser.add_argument("--shard", type=_shard, metavar="I/N", required=True, help="the new shard to fill, of N")
+    parser.add_argument("--target", type=to_path, required=True, help="its new directory")
     parser.add_argument("--rows-per-block", type=int, help="rows per block of the new shards (default as before)")
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument(
@@ -125,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the checkpoint whose rows to take and keep, the same for all new shards (default the newest of all)",
     )
     rows.add_argument(
-        "--current", action="store_true", help="with --source: take the current rows, and keep no checkpoint"
+        "--current", action="store_true", help="take and keep a checkpoint of the current rows: stop all writers first"
     )
 
 
@@ -140,25 +141,19 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if bool(arguments.source) == bool(arguments.addresses):
-        raise ValueError("give either --from, the addresses of all old shards, or --source, their directories")
-    chosen = {"rows_per_block": arguments.rows_per_block, "checkpoint": arguments.checkpoint}
-    if arguments.source:
-        if arguments.shard:
-            raise ValueError("--shard is for --from: with --source, --target names the directories of all new shards")
-        made = reshard(arguments.source, arguments.target, **chosen, current=arguments.current)
-        became = f"{len(arguments.source)} shards became {len(arguments.target)}"
-    else:
-        if arguments.shard is None or len(arguments.target) > 1 or arguments.current:
-            raise ValueError(
-                "--from fills one shard with a checkpoint: give --shard I/N, one --target and no --current"
-            )
-        shard, num_shards = arguments.shard
-        with connect(arguments) as client:
-            made = reshard_from(client, arguments.target[0], shard=shard, num_shards=num_shards, **chosen)
-        became = f"filled shard {shard} of {num_shards}"
-    what = f"checkpoint {made.checkpoint} (step {made.step})" if made.checkpoint else f"step {made.step}"
+    shard, num_shards = arguments.shard
+    with connect(arguments) as client:
+        made = reshard(
+            client,
+            arguments.target,
+            shard=shard,
+            num_shards=num_shards,
+            rows_per_block=arguments.rows_per_block,
+            checkpoint=arguments.checkpoint,
+            current=arguments.current,
+        )
     print(
-        f"{became} with {made.rows_stored} rows of {what}, {made.spec.rows_per_block} per block; {made.left_behind} "
-        "later updates remain only in the old shards"
+        f"filled shard {shard} of {num_shards} with {made.rows_stored} rows of checkpoint {made.checkpoint} (step "
+        f"{made.step}), {made.spec.rows_per_block} per block; {made.left_behind} later updates remain only in the old "
+        "shards"
     )

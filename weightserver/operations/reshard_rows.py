@@ -1,10 +1,10 @@
-"""Writes the rows of old shards' blocks into those of new shards, and compares them."""
+"""Writes the rows of old shards' blocks into those of a new shard, and compares them."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -22,19 +22,6 @@ from weightserver.storage.shard_builder import ShardBuilder, StoredBlock
 
 OldBlock = tuple[int, Buffer]
 """A block's number and content."""
-
-
-@dataclass(frozen=True)
-class Resharded:
-    """What the new shards hold."""
-
-    spec: TableSpec
-    rows_stored: int
-    checkpoint: str | None
-    step: int
-    """Finished updates that the rows hold."""
-    left_behind: int
-    """Later updates, which only the old shards hold."""
 
 
 @dataclass
@@ -74,25 +61,18 @@ def _rows_by_block(
                 yield int(blocks[part[0]]), rows[part], _rows_at(state, part)
 
 
-def fill(
-    sources: Iterable[Iterator[OldBlock]],
-    builders: Sequence[ShardBuilder],
-    old: TableSpec,
-    new: TableSpec,
-    num_shards: int,
-) -> list[RowsDigest]:
-    """Writes the rows of some of `num_shards` new shards, unless they are finished; returns a digest of each.
+def fill(sources: Iterable[Iterator[OldBlock]], builder: ShardBuilder, old: TableSpec, new: TableSpec) -> RowsDigest:
+    """Writes the rows of a new shard, unless it is finished; returns a digest of them.
 
     Args:
-        sources: the blocks of each old shard, ascending: at least those with rows of these new shards.
+        sources: the blocks of each old shard, ascending: at least those with rows of the new one.
     """
-    sharding, codec, write_id = Sharding(new.rows_per_block, num_shards), BlockCodec(new), new_write_id()
-    filled = {builder.shard: (builder, RowsDigest()) for builder in builders}
-    rows_by_block = _rows_by_block(sources, BlockCodec(old), new.rows_per_block)
+    sharding, codec, write_id = Sharding(new.rows_per_block, builder.num_shards), BlockCodec(new), new_write_id()
+    digest, rows_by_block = RowsDigest(), _rows_by_block(sources, BlockCodec(old), new.rows_per_block)
     for number, parts in itertools.groupby(rows_by_block, key=itemgetter(0)):
-        if (shard := sharding.shard_of_block(number)) not in filled:
+        if sharding.shard_of_block(number) != builder.shard:
             continue
-        block, (builder, digest) = codec.initial(number), filled[shard]
+        block = codec.initial(number)
         for _, rows, state in parts:
             slots = rows - number * new.rows_per_block
             for values, given in zip(codec.views(block), state, strict=True):
@@ -101,7 +81,7 @@ def fill(
             digest.add(rows, state)
         codec.seal(number, write_id, block)
         builder.add(Version(number, 0, write_id), block)
-    return [digest for _, digest in filled.values()]
+    return digest
 
 
 def compare(directory: Path, codec: BlockCodec, expected: RowsDigest, blocks: Iterator[StoredBlock]) -> None:
@@ -110,6 +90,4 @@ def compare(directory: Path, codec: BlockCodec, expected: RowsDigest, blocks: It
     for number, content in blocks:
         found.add(*_written(codec, number, content))
     if found != expected:
-        raise StorageError(
-            f"{directory} holds rows that are not those of the old shards: remove the new directories and start again"
-        )
+        raise StorageError(f"{directory} holds rows that are not those of the old shards: remove it and start again")

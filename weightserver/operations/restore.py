@@ -55,10 +55,8 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         learning_rates,
         epoch=made.epoch,
         run=made.run,
-        clock=made.step,
         checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
         identity=bytes.fromhex(made.table_identity),
-        timeline=made.identity,
         lineage=Lineage().joined(copied["lineage"]),
         is_backed_up=True,
     )

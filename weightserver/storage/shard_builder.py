@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from weightserver.core.checkpoints import Checkpoint, ShardCheckpoint, backup_na
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import NEWEST, Version, newest
+from weightserver.core.versions import Version, newest
 from weightserver.storage.interface import DATABASES, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -44,40 +44,36 @@ class TableState:
 
     spec: TableSpec
     learning_rates: Float32Array
-    """Those of the steps below the clock, float32 [clock]."""
+    """Those of the steps below the checkpoint's, float32 [step]."""
     epoch: int
     """The newest session's; all writes are refused until a newer one is opened."""
     run: str
-    clock: int
-    checkpoint: Checkpoint | None
-    """The checkpoint under which the new shards keep the rows."""
+    checkpoint: Checkpoint
+    """The checkpoint whose rows these are, and under which the new shards keep them."""
     identity: bytes
     """Identity of the table."""
-    timeline: str
-    lineage: Lineage = field(default_factory=Lineage)
-    """Lineage of the source shards, up to the state that the rows hold completely."""
+    lineage: Lineage
+    """Lineage of the source shards, up to the checkpoint."""
     is_backed_up: bool = False
     """Whether the new shards keep the checkpoint for its backup too, as the other shards do."""
 
 
-def checked_blocks(
-    txn: Transaction, spec: TableSpec, *, rows_stored: int, up_to: int = NEWEST
-) -> Iterator[StoredBlock]:
-    """Every block's newest version of a generation ≤ `up_to`, ascending.
+def _checked_blocks(txn: Transaction, spec: TableSpec, *, rows_stored: int) -> Iterator[StoredBlock]:
+    """Every block, ascending.
 
     Raises:
         StorageError: a block is damaged; or, at the end, they do not hold `rows_stored` rows that were ever written.
     """
     codec, num_rows = BlockCodec(spec), 0
-    for version in newest(txn.versions(), up_to):
+    for version in newest(txn.versions()):
         content = txn.content(version)
         codec.check(version.block, version.write_id, content)
         num_rows += codec.num_written(content)
         yield version.block, content
     if num_rows != rows_stored:
         raise StorageError(
-            f"{txn.directory} holds {num_rows} of the {rows_stored} rows that were written: restore an old shard's "
-            "from a backup, and remove new directories"
+            f"{txn.directory} holds {num_rows} of the {rows_stored} rows that were written: remove it, and repeat the "
+            "command"
         )
 
 
@@ -102,7 +98,7 @@ class ShardBuilder(Closing):
     def __init__(self, directory: Path, *, shard: int, num_shards: int, origin: dict[str, Any]) -> None:
         self.directory = directory
         self.shard = shard
-        self._num_shards = num_shards
+        self.num_shards = num_shards
         self._waiting: list[tuple[Version, bytes | bytearray]] = []
         self._origin = {**origin, "shard": shard, "num_shards": num_shards}
         self._storage = LmdbStorage(directory, allow_recreate=True)
@@ -122,7 +118,7 @@ class ShardBuilder(Closing):
             raise StorageError(f"{self.directory} holds a shard's data: give another directory")
         for database in DATABASES:
             txn.clear(database)
-        write_identity(txn, ShardIdentity(self.shard, self._num_shards, unfinished=True))
+        write_identity(txn, ShardIdentity(self.shard, self.num_shards, unfinished=True))
         put_json(txn, "origin", self._origin)
 
     def add(self, version: Version, content: bytes | bytearray) -> None:
@@ -154,13 +150,13 @@ class ShardBuilder(Closing):
         self.flush()
         with self._storage.write() as txn:
             txn.check_contents()
-            compare(checked_blocks(txn, table.spec, rows_stored=rows_stored))
+            compare(_checked_blocks(txn, table.spec, rows_stored=rows_stored))
             write_spec(txn, table.spec, table.identity)
             write_lineage(txn, table.lineage)
             write_peers(txn, [])
             append_schedule(txn, 0, table.learning_rates)
             write_state(txn, _first_state(table, rows_stored))
-            write_identity(txn, ShardIdentity(self.shard, self._num_shards))
+            write_identity(txn, ShardIdentity(self.shard, self.num_shards))
         self.finished = True
 
     def close(self) -> None:
@@ -168,29 +164,27 @@ class ShardBuilder(Closing):
 
 
 def _first_state(table: TableState, rows_stored: int) -> State:
-    """The state of a new shard, which keeps its rows under the checkpoint they come from, if any."""
-    incarnation = os.urandom(8).hex()
-    checkpoints: tuple[ShardCheckpoint, ...] = ()
-    if (kept := table.checkpoint) is not None:
-        copied = ShardCheckpoint(
-            kept.name,
-            kept.step,
-            kept.checkpoint_id,
-            (f"{incarnation}:0",),
-            generation=0,
-            rows_stored=rows_stored,
-            num_rows=table.spec.num_rows,
-        )
-        checkpoints = (copied,)
-        if table.is_backed_up and kept.name != backup_name(kept):
-            checkpoints = (copied, replace(copied, name=backup_name(kept)))
+    """The state of a new shard, which keeps its rows under the checkpoint that they come from."""
+    kept, incarnation = table.checkpoint, os.urandom(8).hex()
+    copied = ShardCheckpoint(
+        kept.name,
+        kept.step,
+        kept.checkpoint_id,
+        (f"{incarnation}:0",),
+        generation=0,
+        rows_stored=rows_stored,
+        num_rows=table.spec.num_rows,
+    )
+    checkpoints: tuple[ShardCheckpoint, ...] = (copied,)
+    if table.is_backed_up and kept.name != backup_name(kept):
+        checkpoints += (replace(copied, name=backup_name(kept)),)
     return State(
         epoch=table.epoch,
         run=table.run,
-        clock=table.clock,
+        clock=kept.step,
         rows_stored=rows_stored,
-        generation=1 if checkpoints else 0,
+        generation=1,
         incarnation=incarnation,
-        timeline=table.timeline,
+        timeline=kept.checkpoint_id.hex(),
         checkpoints=checkpoints,
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.operations import Table, Weightserver, assert_one_line, make_table, no_room
+from tests.helpers.operations import Weightserver, assert_one_line, make_table, no_room
 from weightserver import LocalCluster, WeightClient
 from weightserver.operations.backup import backup
 
@@ -19,19 +18,17 @@ def test_a_full_disk_is_one_line_and_leaves_no_incomplete_output(
     weightserver: Weightserver,
     client: WeightClient,
     cluster: LocalCluster,
-    tables: Callable[[int], Table],
     tmp_path: Path,
 ) -> None:
     """With free space again, the same command succeeds."""
     make_table(client)
     new = tmp_path / "new"
-    (source, other), _, _ = tables(2)
     if command == "restore":
         backup(client, tmp_path / "made", checkpoint="one")
     arguments, whole = {
         "backup": ([*cluster.addresses, "--output", new], "manifest.json"),
         "restore": ([tmp_path / "made", "--data-dir", new, "--shard", 0], None),
-        "reshard": (["--source", source, other, "--target", new], None),
+        "reshard": (["--from", *cluster.addresses, "--shard", "0/1", "--target", new], None),
         "export": ([*cluster.addresses, "--output", new], "rows-000000000000-000000000999.safetensors"),
     }[command]
     with no_room():

@@ -1,11 +1,9 @@
-"""Clusters changed to other numbers of shards and rows per block."""
+"""Clusters changed to other numbers of shards and rows per block, a shard at a time, by running ones."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,13 @@ from tests.helpers.operations import (
     NUM_STORED,
     ROWS,
     SPEC,
-    Table,
     Weightserver,
     assert_one_line,
     dies,
+    lose_blocks,
     make_table,
+    push,
+    reshard_all,
     targets_in,
 )
 from tests.helpers.stored import get, put, stored
@@ -35,80 +35,105 @@ from weightserver import (
     WeightClient,
 )
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.sharding import Sharding
 from weightserver.core.versions import Version
-from weightserver.operations import reshard as resharding
+from weightserver.operations.checkpoint_blocks import CheckpointReader
 from weightserver.operations.inspect import inspect_directory
+from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import read_state, write_spec
 from weightserver.storage.shard_builder import ShardBuilder
 
 
-@pytest.mark.guard
-def test_a_resharded_clusters_checkpoint_can_be_released(
-    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
-) -> None:
-    sources, _, _ = tables(2)
-    assert weightserver("reshard", "--source", *sources, "--target", *targets_in(tmp_path, 1))[0] == 0
-    with LocalCluster(1, tmp_path) as cluster:
-        assert weightserver("release", "two", *cluster.addresses) == (0, "released two\n", "")
-
-
-def identity(directory: Path, checkpoint: str) -> str:
-    """The identity of a checkpoint in a directory."""
-    storage = LmdbStorage(directory, readonly=True)
-    with storage.read() as txn:
-        found = read_state(txn).checkpoint(checkpoint).checkpoint_id.hex()
-    storage.close()
-    assert len(found) == 32
-    return found
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "rows_per_block"), [(2, 3, 7), pytest.param(3, 2, 1, marks=pytest.mark.guard)], ids=str
+    ("num_shards", "rows_per_block"),
+    [(3, 7), *(pytest.param(*case, marks=pytest.mark.guard) for case in [(2, 4), (1, 63), (3, 1)])],
 )
-def test_resharded_rows_are_the_same(
-    old: int,
-    new: int,
+def test_each_new_shard_receives_its_rows(
+    num_shards: int,
     rows_per_block: int,
     small_pieces: None,
     weightserver: Weightserver,
-    tables: Callable[[int], Table],
+    cluster: LocalCluster,
+    client: WeightClient,
     tmp_path: Path,
 ) -> None:
-    sources, kept, _ = tables(old)
-    before = [inspect_directory(source) for source in sources]
-    targets = targets_in(tmp_path / "new", new)
-    command = ["reshard", "--source", *sources[::-1], "--target", *targets, "--checkpoint", "one"]
-    status, said, error = weightserver(*command, "--rows-per-block", rows_per_block)
-    assert status == 0, error
-    assert said == (
-        f"{old} shards became {new} with {NUM_STORED} rows of checkpoint one (step 2), {rows_per_block} per block; "
-        "2 later updates remain only in the old shards\n"
-    )
-    assert [inspect_directory(source) for source in sources] == before
-    assert [verify_directory(target).problems for target in targets] == [[]] * new
-    assert {identity(directory, "one") for directory in targets} == {identity(sources[0], "one")}
+    """The old shards are served, and written to, meanwhile."""
+    kept, targets = make_table(client), targets_in(tmp_path / "new", num_shards)
+    known = client.checkpoints()[0]
+    for shard, target in enumerate(targets):
+        push(client, 10 + shard, ROWS)
+        options = ["--shard", f"{shard}/{num_shards}", "--rows-per-block", f"{rows_per_block}", "--checkpoint", "one"]
+        addresses = ",".join(cluster.addresses)
+        status, said, error = weightserver("reshard", "--from", addresses, "--target", target, *options)
+        assert status == 0, error
+        assert said.startswith(f"filled shard {shard} of {num_shards} with ")
+        assert f" rows of checkpoint one (step 2), {rows_per_block} per block; {9 + shard} later updates" in said
+    assert [verify_directory(target).problems for target in targets] == [[]] * num_shards
     seen = [inspect_directory(target) for target in targets]
     assert {(shard["spec"]["rows_per_block"], shard["clock"]) for shard in seen} == {(rows_per_block, 2)}
     assert sum(shard["rows_stored"] for shard in seen) == NUM_STORED
-    assert same(rows_in(targets), kept)
     assert same(rows_in(targets, checkpoint="one"), kept)
+    with LocalCluster(num_shards, tmp_path / "new") as changed, WeightClient(changed.addresses) as reader:
+        assert reader.checkpoints()[0].checkpoint_id == known.checkpoint_id
+        assert same(reader.fetch_state(ROWS), kept)
+        if num_shards == 2:
+            reader.expect(known.marks)  # the new shards descend from the old ones' checkpoint
+        reader.open_session("run")
+        push(reader, 5, ROWS)
+        assert weightserver("release", "one", *changed.addresses) == (0, "released one\n", "")
 
 
 def test_resharding_the_current_rows(
-    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    sources, _, now = tables(2)
-    targets = targets_in(tmp_path / "new", 3)
-    status, said, _ = weightserver("reshard", "--source", *sources, "--target", *targets, "--current")
-    assert (status, said.endswith("rows of step 4, 7 per block; 0 later updates remain only in the old shards\n")) == (
-        0,
-        True,
-    )
+    """Where there is no checkpoint, say: all commands take the same one, also when they are repeated."""
+    make_table(client)
+    for name in ("one", "two"):
+        client.release(name)
+    now, targets = client.fetch_state(ROWS), targets_in(tmp_path / "new", 3)
+    commands = [
+        ["reshard", "--from", *cluster.addresses, "--shard", f"{shard}/3", "--target", target]
+        for shard, target in enumerate(targets)
+    ]
+    assert_one_line(weightserver(*commands[0]), "there is no checkpoint on all shards")
+    for command in (*commands, commands[0]):
+        status, said, error = weightserver(*command, "--current")
+        assert status == 0, error
+        assert said.endswith(
+            "checkpoint current-4 (step 4), 7 per block; 0 later updates remain only in the old shards\n"
+        )
     assert same(rows_in(targets), now)
     assert [verify_directory(target).problems for target in targets] == [[], [], []]
-    assert {tuple(inspect_directory(target)["checkpoints"]) for target in targets} == {()}
+
+
+def test_shards_send_only_blocks_that_are_needed(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    received, blocks = list[int](), CheckpointReader.blocks
+
+    def count(reader: CheckpointReader) -> Any:
+        for block in blocks(reader):
+            received.append(block.number)
+            yield block
+
+    monkeypatch.setattr(CheckpointReader, "blocks", count)
+    reshard_all(client, targets_in(tmp_path, 3))
+    assert len(received) == len(set(received)), "without another size of blocks, each goes to one shard"
+    for shard, target in enumerate(targets_in(tmp_path / "smaller", 3)):
+        received.clear()
+        reshard(client, target, shard=shard, num_shards=3, rows_per_block=2)
+        sharding, size = Sharding(2, 3), SPEC.rows_per_block
+        for block in received:
+            assert shard in sharding.shard_of(ROWS[block * size : (block + 1) * size])
+
+
+# ---- clients that live through it
+
+MOVED = np.r_[0:8, 12:16]
+"""Rows of both shards. With 4 rows per block, rows 4 to 7 are of shard 1; with 8, of shard 0."""
+ONES = np.ones((len(MOVED), 4), np.float32)
 
 
 @pytest.fixture
@@ -116,11 +141,6 @@ def live(tmp_path: Path) -> Iterator[LocalCluster]:
     """A cluster that is resharded in its place."""
     with LocalCluster(2, tmp_path) as cluster:
         yield cluster
-
-
-MOVED = np.r_[0:8, 12:16]
-"""Rows of both shards. With 4 rows per block, rows 4 to 7 are of shard 1; with 8, of shard 0."""
-ONES = np.ones((len(MOVED), 4), np.float32)
 
 
 def connected(cluster: LocalCluster) -> WeightClient:
@@ -141,11 +161,13 @@ def stop(cluster: LocalCluster, shard: int) -> None:
 
 def reshard_in_place(cluster: LocalCluster, rows_per_block: int, *, current: bool) -> None:
     """The same shards at the same addresses."""
-    targets = [cluster.directory / f"shard-{shard}" for shard in range(2)]
-    for shard in range(2):
+    new = targets_in(cluster.directory / "new", 2)
+    with WeightClient(cluster.addresses) as other:
+        reshard_all(other, new, rows_per_block=rows_per_block, current=current)
+    for shard, directory in enumerate(targets_in(cluster.directory, 2)):
         stop(cluster, shard)
-    sources = [target.rename(cluster.directory / f"old-{shard}") for shard, target in enumerate(targets)]
-    resharding.reshard(sources, targets, rows_per_block=rows_per_block, current=current)
+        directory.rename(cluster.directory / f"old-{shard}")
+        new[shard].rename(directory)
     for shard in range(2):
         cluster.restart(shard)
 
@@ -172,6 +194,7 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
         stop(live, 1)
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(MOVED, ONES, step=1)
+        live.restart(1)
         reshard_in_place(live, rows_per_block, current=True)
         client.describe()
         client.open_session("run")
@@ -181,58 +204,38 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
         assert (client.fetch(MOVED, step=2) == np.where(MOVED // 4 == 0, -2, -1)[:, None]).all()
 
 
+# ---- interrupted, damaged, misused
+
+
 @pytest.mark.guard
-@pytest.mark.parametrize(
-    ("place", "number"),
-    [
-        ("weightserver.storage.shard_builder:ShardBuilder.flush", 10),  # halfway
-        ("weightserver.storage.shard_builder:ShardBuilder.finish", 2),  # when two of three are finished
-    ],
-)
 def test_a_killed_reshard_can_be_repeated(
-    place: str, number: int, weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
-    sources, kept, _ = tables(2)
-    targets = targets_in(tmp_path / "new", 3)
-    command = ["reshard", "--source", *sources, "--target", *targets, "--rows-per-block", 5]
-    dies(place, number, *command, "--checkpoint", "one")
-    if place.endswith("flush"):
-        assert all(inspect_directory(target)["unfinished"] for target in targets)
-        assert "it is unfinished: repeat" in verify_directory(targets[0]).problems[0]
-    if place.endswith("finish"):  # one of those that are finished is used already
-        changed = LmdbStorage(targets[0])
-        with changed.write() as txn:
-            content = bytearray(get(txn, 0) or b"")
-            content[-1] ^= 1
-            put(txn, 0, 1, content)
-        changed.close()
-    status, said, error = weightserver(*command, "--checkpoint", "one")
-    assert status == 0, error
-    assert f"2 shards became 3 with {NUM_STORED} rows of checkpoint one (step 2), 5 per block" in said
+    """Nothing of it is served, and nothing is left of it, although it was to have more rows; shards that are finished
+    stay, and one of them is used already."""
+    kept, targets = make_table(client), targets_in(tmp_path / "new", 2)
+    options = ["--from", *cluster.addresses, "--rows-per-block", 5, "--checkpoint"]
+    commands = [["reshard", "--shard", f"{shard}/2", "--target", targets[shard], *options] for shard in range(2)]
+    assert weightserver(*commands[0], "one")[0] == 0
+    with contextlib.closing(LmdbStorage(targets[0])) as used, used.write() as txn:
+        content = bytearray(get(txn, 0) or b"")
+        content[-1] ^= 1
+        put(txn, 0, 1, content)
+    dies("weightserver.operations.reshard:fill", 1, *commands[1], "two")
+    assert inspect_directory(targets[1])["unfinished"]
+    assert "it is unfinished: repeat" in verify_directory(targets[1]).problems[0]
+    for command in commands:
+        assert weightserver(*command, "one")[0] == 0
     assert same(rows_in(targets, checkpoint="one"), kept)
-    assert weightserver(*command, "--checkpoint", "one")[:2] == (0, said), "it is done, and nothing is changed"
-    if place.endswith("finish"):
-        with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
-            assert stored(txn)[:2] == [(0, 1), (0, 0)]
-
-
-@pytest.mark.guard
-def test_another_checkpoint_after_a_killed_reshard(
-    weightserver: Weightserver, tables: Callable[[int], Table], tmp_path: Path
-) -> None:
-    """Nothing is left of the first attempt, which was to have more rows."""
-    sources, kept, _ = tables(2)
-    targets = targets_in(tmp_path / "new", 3)
-    command = ["reshard", "--source", *sources, "--target", *targets]
-    dies("weightserver.operations.reshard:fill", 1, *command, "--checkpoint", "two")
-    assert weightserver(*command, "--checkpoint", "one")[0] == 0
-    assert same(rows_in(targets), kept)
+    assert_one_line(weightserver(*commands[0], "two"), "holds a shard's data: give another directory")
+    with contextlib.closing(LmdbStorage(targets[0], readonly=True)) as used, used.read() as txn:
+        assert stored(txn)[:2] == [(0, 1), (0, 0)]
 
 
 def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
-    small_pieces: None, tables: Callable[[int], Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_pieces: None, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources, _, _ = tables(2)
+    make_table(client)
     add = ShardBuilder.add
 
     def without(builder: ShardBuilder, version: Version, block: bytearray) -> None:
@@ -246,62 +249,78 @@ def test_a_reshard_that_lost_or_changed_a_row_is_noticed(
         add(builder, version, block)
 
     for name, fault, message in (
-        ("without", without, r"shard-1 holds \d+ of the \d+ rows"),
-        ("changed", changed, "shard-1 holds rows that are not those of the old shards"),
+        ("without", without, r"without holds \d+ of the \d+ rows"),
+        ("changed", changed, "changed holds rows that are not those of the old shards"),
     ):
         monkeypatch.setattr(ShardBuilder, "add", fault)
-        targets = targets_in(tmp_path / name, 3)
         with pytest.raises(StorageError, match=message):
-            resharding.reshard(sources, targets, checkpoint="one")
-        assert inspect_directory(targets[1])["unfinished"]
+            reshard(client, tmp_path / name, shard=1, num_shards=3, checkpoint="one")
+        assert inspect_directory(tmp_path / name)["unfinished"]
 
 
-def test_shards_without_a_checkpoint_are_resharded_with_their_current_rows(
-    weightserver: Weightserver, tmp_path: Path
+def test_blocks_that_were_not_sent_are_noticed(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalCluster(1, tmp_path / "old") as cluster, WeightClient(cluster.addresses) as client:
-        make_table(client)
-        client.release("one")
-        client.release("two")
-        now = client.fetch_state(ROWS)
-    sources, targets = targets_in(tmp_path / "old", 1), targets_in(tmp_path / "new", 2)
-    command = ["reshard", "--source", *sources, "--target", *targets]
-    message = "the shards keep no checkpoint in common: give --current for the rows as they are now"
-    for more in ([], ["--checkpoint", "one"]):
-        assert_one_line(weightserver(*command, *more), message)
-    assert weightserver(*command, "--current")[0] == 0
-    assert same(rows_in(targets), now)
+    make_table(client)
+    lose_blocks(monkeypatch)
+    with pytest.raises(ClusterError, match="sent other blocks of checkpoint 'two' than it keeps: check its directory"):
+        reshard(client, tmp_path / "new", shard=0, num_shards=2)
+    assert inspect_directory(tmp_path / "new")["unfinished"]
 
 
-def test_reshard_rejects_invalid_directories(
-    weightserver: Weightserver, cluster: LocalCluster, tables: Callable[[int], Table], tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ["--checkpoint", "two"],
+            "or filled from different checkpoints: restore all shards from one backup, or fill all with the same "
+            "'weightserver reshard --checkpoint'",
+            id="checkpoint",
+        ),
+        pytest.param(
+            ["--checkpoint", "one", "--rows-per-block", 5],
+            "were filled with the same 'weightserver reshard --rows-per-block'",
+            id="blocks",
+        ),
+    ],
+)
+def test_new_shards_that_were_filled_differently_are_not_rolled_back(
+    options: list[Any],
+    message: str,
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
 ) -> None:
-    sources, _, _ = tables(2)
-    targets = targets_in(tmp_path / "new", 3)
-    (tmp_path / "empty").mkdir()
+    make_table(client)
+    targets = targets_in(tmp_path / "new", 2)
+    for shard, chosen in enumerate((["--checkpoint", "one"], options)):
+        command = ["reshard", "--from", *cluster.addresses, "--shard", f"{shard}/2", "--target", targets[shard]]
+        assert weightserver(*command, *chosen)[0] == 0
+    before = [inspect_directory(target)["epoch"] for target in targets]
+    with LocalCluster(2, tmp_path / "new") as filled:
+        assert_one_line(weightserver("rollback", "one", *filled.addresses, "--yes"), message)
+    assert [inspect_directory(target)["epoch"] for target in targets] == before, "no session was opened"
 
-    def fails(message: str, source: list[Path] = sources, target: list[Path] = targets, more: Any = ()) -> None:
-        assert_one_line(weightserver("reshard", "--source", *source, "--target", *target, *more), message)
 
-    fails("belongs to a cluster of 2 shards, but 1 were given: give all", source=sources[:1])
-    fails("a directory is given twice", source=[sources[0], sources[0]])
-    shutil.copytree(sources[0], tmp_path / "copy")
-    fails("two directories hold the same shard of 2", source=[sources[0], tmp_path / "copy"])
-    fails("a directory is given twice", target=sources)
-    fails("an old shard's directory: give one beside it", target=targets_in(sources[1] / "new", 3))
-    assert not (sources[1] / "new").exists()
-    fails("holds no weight server data", source=[tmp_path / "empty", sources[1]])
-    fails("is served by another process", source=[cluster.directory / "shard-0", sources[1]])
-    old_copy = Path(shutil.copytree(sources[0], tmp_path / "old copy"))
-    (old_copy / "owner.lock").write_text("999999\n")
-    fails("data.mdb lacks transactions that it had", source=[old_copy, sources[1]])
-    fails("there is no checkpoint 'three' on all shards, only ['one', 'two']", more=["--checkpoint", "three"])
-    fails("rows_per_block must lie in 1..2048, got 0", more=["--rows-per-block", 0])
-    other = [Path(shutil.copytree(source, tmp_path / source.name)) for source in sources]
-    fails("holds a shard's data: give another directory", target=other)
-    assert not (tmp_path / "new").exists()
-    storage = LmdbStorage(other[1])
-    with storage.write() as txn:
-        write_spec(txn, replace(SPEC, dim=8))
-    storage.close()
-    fails("hold different tables: give the directories of one table", source=[sources[0], other[1]])
+def test_invalid_arguments_are_refused(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    target, addresses = tmp_path / "new", ["--from", *cluster.addresses]
+
+    def fails(message: str, *given: object) -> None:
+        assert_one_line(weightserver("reshard", "--target", target, *given), message)
+        assert not target.exists()
+
+    fails("shard 0 holds no table", *addresses, "--shard", "0/1")
+    make_table(client)
+    for shard in ("0/0", "3/3", "-1/3", "1", "a/b", "0/2147483648"):
+        status, _, error = weightserver("reshard", "--target", target, *addresses, f"--shard={shard}")
+        assert status != 0
+        assert (
+            f"--shard: must be I/N with I from 0 to N - 1 and N at most 2147483647, such as 0/3, got {shard}" in error
+        )
+    fails("rows_per_block must lie in 1..2048, got 0", *addresses, "--shard", "0/1", "--rows-per-block", 0)
+    fails("no checkpoint 'three' on all shards", *addresses, "--shard", "0/1", "--checkpoint", "three")
+    missing = ["--from", cluster.addresses[0], "--shard", "0/1"]
+    fails("1 of 2 shards were given: add the address of shard 1", *missing)

@@ -22,11 +22,11 @@ from tests.helpers.operations import (
     dies,
     flipped,
     make_table,
+    reshard_all,
     targets_in,
 )
 from weightserver import DataLossError, FencedError, LocalCluster, NoTableError, WeightClient
 from weightserver.common.atomic_files import sha256
-from weightserver.operations import reshard as resharding
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
 from weightserver.operations.inspect import inspect_directory
@@ -45,11 +45,10 @@ def test_restored_shards_descend_from_their_checkpoint_and_nothing_later(
         client.release("two")  # of another incarnation
         later = client.marks()
         backup(client, tmp_path / "backup", checkpoint="one")
+        reshard_all(client, targets_in(tmp_path / "resharded", 2), checkpoint="one")
     assert len(one.marks) == len(two.marks) == 2
-    sources = targets_in(tmp_path / "old", 2)
     for shard, directory in enumerate(targets_in(tmp_path / "restored", 2)):
         restore(tmp_path / "backup", directory, shard=shard)
-    resharding.reshard(sources, targets_in(tmp_path / "resharded", 2), checkpoint="one")
     for name in ("restored", "resharded"):
         for _ in range(2):  # again after a restart
             with LocalCluster(2, tmp_path / name) as cluster, WeightClient(cluster.addresses) as client:
