@@ -75,14 +75,6 @@ def test_a_plateau_scheduler_is_the_same_as_rates_given_in_advance(
     assert torch.equal(given.rows(range(NUM_CLASSES)), rows_told)
 
 
-@pytest.mark.parametrize("settings", [{"correction": False}, {"momentum": 0.0}, {"softmax": "plain"}])
-def test_settings_of_rows_and_loss(make_head: MakeHead, settings: dict[str, Any]) -> None:
-    """Resident rows are those of a dense head, whose store has its own tests."""
-    batches = loaded(shuffled(6, STEPS))
-    dense = trained(make_head("dense", **settings), [batches])
-    trained(make_head(**settings), [batches]).assert_close(dense)
-
-
 def test_under_autocast_the_loss_is_that_of_the_rounded_embeddings(make_head: MakeHead) -> None:
     head, encoder = make_head("dense"), Encoder()
     ids = torch.arange(BATCH_SIZE)

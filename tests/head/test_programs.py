@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.helpers.failing_steps import Failure
-from tests.helpers.own_loop import INPUTS, NUM_CLASSES, TEMPERATURE, Dense, Encoder, Images, Result, loaded
+from tests.helpers.own_loop import INPUTS, NUM_CLASSES, Dense, Encoder, Images, Result, loaded
 from weightserver.torch import ClassifierHead, WindowSampler
 from weightserver.torch.step import Step
 
@@ -89,8 +89,7 @@ class Program:
         self.states: list[Any] = []
         self.loads = 3
         self.begin()
-        smoothing, factor = self.head._loss.label_smoothing, self.head._table._rows.learning_rate_factor
-        self.oracle = Oracle(Dense(self.head, label_smoothing=smoothing, factor=factor))
+        self.oracle = Oracle(Dense(self.head))
 
     def begin(self) -> None:
         self.head = self.make_head()
@@ -185,7 +184,7 @@ class Program:
             return
         rate, max_norm = self.rate(), MAX_NORM if self.chance(0.3) else None
         self.temperature = 0.4 if self.chance(0.3) else None
-        self.oracle.dense.temperature = self.temperature or TEMPERATURE
+        self.oracle.dense.temperature = self.temperature or self.head._loss.divisor
         needs_block = not is_announced and len(batches) > 1
         block: AbstractContextManager[object] = nullcontext()
         if needs_block or self.chance(0.3):
@@ -314,12 +313,16 @@ def fail(*_: object) -> None:
 
 
 def maker(make_head: MakeHead, rows: str, seed: int) -> Callable[[], ClassifierHead]:
-    """Some have just enough room for their rows, some smoothed labels and learning rates of their own for the rows."""
+    """Some have just enough room for their rows, some other settings of the rows and the loss."""
     ahead = (8, 0, 1)[seed % 3]
     least = None if ahead == 8 else 12 + ahead * 8 + seed % 2
     settings: dict[str, Any] = {"capacity": least, "prefetch_steps": ahead} if rows == "resident" else {}
-    if seed % 4 == 1:
-        settings |= {"label_smoothing": 0.2, "learning_rate_factor": 1.5}
+    others: tuple[dict[str, Any], ...] = (
+        {"label_smoothing": 0.2, "learning_rate_factor": 1.5},
+        {"correction": False},
+        {"softmax": "plain", "momentum": 0.0},
+    )
+    settings |= others[seed % 4 - 1] if seed % 4 else {}
     return lambda: make_head(rows, **settings)
 
 

@@ -126,11 +126,12 @@ def trained(
 class Dense:
     """The oracle: every class in one matrix, of which a step's loss sees the K most recently visited rows."""
 
-    def __init__(self, head: ClassifierHead, *, label_smoothing: float = 0.0, factor: float = 1.0) -> None:
-        """For a head of the same settings, whose learning_rate_factor is `factor`."""
-        self.factor = factor
-        self.label_smoothing = label_smoothing
-        self.temperature = TEMPERATURE
+    def __init__(self, head: ClassifierHead) -> None:
+        """For a head of the same settings."""
+        self.head_loss = head._loss
+        self.factor = head._table._rows.learning_rate_factor
+        self.all_rows_move = bool(head.spec.correction)
+        self.temperature = head._loss.divisor
         rows = head.order.rows(np.arange(NUM_CLASSES))
         self.weight = nn.Parameter(torch.from_numpy(initial_rows(head.spec, rows)))
         self.optimizer = torch.optim.SGD(
@@ -148,16 +149,26 @@ class Dense:
 
     def loss(self, embeddings: Tensor, ids: Sequence[int]) -> Tensor:
         active = self.active()
-        logits = F.normalize(embeddings) @ F.normalize(self.weight[active]).T / self.temperature
+        weight = self.weight[active]
+        if self.head_loss.cosines:
+            embeddings, weight = F.normalize(embeddings), F.normalize(weight)
         labels = torch.tensor([active.index(class_) for class_ in ids])
-        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        logits = embeddings @ weight.T / self.temperature
+        return F.cross_entropy(logits, labels, label_smoothing=self.head_loss.label_smoothing)
 
     def update(self, rate: float) -> None:
-        """Every row moves: a class without a gradient has one of zero."""
+        """Every row moves: a class without a gradient has one of zero. Without correction, inactive rows rest."""
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight)
+        resting = [] if self.all_rows_move else sorted(set(range(NUM_CLASSES)) - set(self.active()))
+        held = [self.weight.data, self.optimizer.state[self.weight].get("momentum_buffer")]
+        before = [torch.zeros_like(self.weight[resting]) if one is None else one[resting].clone() for one in held]
         self.optimizer.param_groups[0]["lr"] = self.factor * rate
         self.optimizer.step()
+        held[1] = self.optimizer.state[self.weight].get("momentum_buffer")
+        for values, kept in zip(held, before, strict=True):
+            if values is not None:
+                values[resting] = kept
         self.weight.grad = None
 
     def trained(

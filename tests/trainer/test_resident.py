@@ -155,6 +155,15 @@ def test_a_row_that_a_prefetch_wants_does_not_leave(watched: WatchedClient, make
     assert watched.written[0].tolist() == [2]
 
 
+def test_a_step_that_was_not_announced_waits_for_rows_that_a_later_one_requested(
+    watched: WatchedClient, make_store: Any
+) -> None:
+    store = make_store(capacity=6, prefetch_steps=2)
+    store.prefetch(rows(1, 2), step=1)
+    expected = watched._client.fetch(rows(2, 3), step=0)
+    assert torch.equal(store.weights(rows(2, 3), step=0), torch.from_numpy(expected))
+
+
 def test_a_step_that_is_repeated_lets_no_row_of_the_next_one_leave(make_store: Any) -> None:
     store = make_store(capacity=4)
     store.prefetch(rows(1, 2), step=0)

@@ -126,12 +126,9 @@ class Steps:
         self._last = coming.after
 
     def _request(self, store: RowStore) -> None:
-        """Requests the rows of the coming steps in their order, since a store fetches them in it: of as many as it has
-        room for. A step whose rows were not requested does so when it begins."""
-        current = self.current
-        if current is not None and current.weight is None and self._requested < self.number:
-            return
-        for step, coming in enumerate(self._coming, self.number + (current is not None)):
+        """Requests the rows of the coming steps in their order, of as many as the store has room for. A step whose rows
+        were not requested does so when it begins."""
+        for step, coming in enumerate(self._coming, self.number + (self.current is not None)):
             if step - self.number > store.prefetch_steps:
                 return
             if step > self._requested:

@@ -145,9 +145,11 @@ class ResidentRows(RowStore):
 
     def weights(self, rows: Int64Array, *, step: int) -> Tensor:
         self._values.settle()
-        if step not in self._announced:
+        is_late = step not in self._announced
+        if is_late:
             self.prefetch(rows, step=step)
-        for slots, state in self._arriving.receive(step):
+        # Rows of a late step may be in a fetch that is noted for a later one.
+        for slots, state in self._arriving.receive(sys.maxsize if is_late else step):
             self._values.place(slots, state)
         self._active, self._values.num_updates = self._announced.pop(step), step
         self.counters.corrected(self._values.correct(self._active, step))
