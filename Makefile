@@ -28,7 +28,7 @@ INSTALL_FASHION_MNIST = { $(APT_INSTALL) || { apt-get update -q && $(APT_INSTALL
 APT_INSTALL = DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends dataset-fashion-mnist
 
 # The paper's tables: runs the cells that have not finished, one a core, and writes docs/results.md. TABLES_FLAGS="--tables
-# negatives,lengths --seeds 1" runs a part; the whole takes about half a day of one core for each seed.
+# negatives,lengths --seeds 1" runs a part; the whole takes about two days of one core.
 tables: $(EXPERIMENTS) fashion-mnist
 	failed=0; $(BIN)/python -m experiments run $(TABLES_FLAGS) || failed=$$?; $(BIN)/python -m experiments page && exit $$failed
 

@@ -19,8 +19,9 @@ from experiments import page
 from experiments.cells import Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
-from experiments.results import check_results, finished
-from experiments.runner import MOST_SEEDS, Runner
+from experiments.results import finished
+from experiments.run_cell import CIFAR_10 as IMAGES
+from experiments.runner import Runner
 from experiments.tables import TABLES
 from experiments.tables.cifar import CIFAR_10
 from experiments.tables.gpu import GPU
@@ -54,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="{run,gpu,page}")
     run = commands.add_parser("run", help="run the cells that have not finished, and write what they measured")
-    run.add_argument("--tables", help=f"names, separated by commas (default: all): {', '.join(TABLES)}")
-    run.add_argument("--seeds", type=int, default=MOST_SEEDS, help="most seeds, for effects that one does not show")
+    run.add_argument("--tables", help=f"names, separated by commas (default: all but the GPU's): {', '.join(TABLES)}")
+    run.add_argument("--seeds", type=int, help="of each cell (default: as many as its table needs)")
     run.add_argument("--jobs", type=int, default=usable_cores(), help="cells at a time, one core each (default: cores)")
     run.set_defaults(command=_run, seconds=math.inf)
     gpu = commands.add_parser("gpu", help="run the next of the GPU's cells, one after another")
@@ -73,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--directory", type=Path, help="where the runs are kept (default: runs/tables)")
     gpu.add_argument("--directory", type=Path, help="where they are kept (default: runs/gpu)")
     for command in (run, gpu, writing):
-        command.add_argument(
-            "--results", type=Path, help="folder of NAME.json of each table (default: experiments/results)"
-        )
+        command.add_argument("--results", type=Path, help="folder of what runs measured (default: experiments/results)")
     return parser
 
 
@@ -86,10 +85,8 @@ def _gpu(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--budget is {options.seconds:g}: give more than {_STOP_SECONDS:g} seconds, which stopping may take"
         )
-    if not Path("data/cifar-10").is_dir():
-        print_error(
-            "experiments: data/cifar-10 does not exist: CIFAR-10 is downloaded; put a copy there if it cannot be"
-        )
+    if not IMAGES.is_dir():
+        print_error(f"experiments: {IMAGES} does not exist: CIFAR-10 is downloaded; put a copy there if it cannot be")
     options.seconds -= _STOP_SECONDS
     options.directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/gpu"))
     status = _run(options)
@@ -100,15 +97,15 @@ def _gpu(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if min(options.seeds, options.jobs) < 1:
-        raise ValueError(f"--seeds is {options.seeds} and --jobs is {options.jobs}: give at least 1")
+    for name, number in (("--seeds", options.seeds), ("--jobs", options.jobs)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}: give at least 1")
     directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/tables"))
     results = _results(options)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     runner = Runner(
         tables=_tables(options.tables, is_quick=options.quick),
-        others=_tables(None, is_quick=options.quick),
-        most_seeds=options.seeds,
+        most_seeds=options.seeds or 0,
         directory=directory,
         results=results,
         num_jobs=options.jobs,
@@ -129,20 +126,19 @@ def _results(options: argparse.Namespace) -> Path:
 
 
 def _tables(names: str | None, *, is_quick: bool) -> list[Table]:
-    chosen = list(TABLES) if names is None else names.split(",")
+    """The named tables, or all but the GPU's; those of tiny cells are the ones that need no download."""
+    default = [name for name, table in TABLES.items() if table is not GPU and not (is_quick and table in CIFAR_10)]
+    chosen = default if names is None else names.split(",")
     if unknown := [name for name in chosen if name not in TABLES]:
         raise ValueError(f"--tables has {unknown[0]!r}: give names among {', '.join(TABLES)}")
-    tables = [TABLES[name] for name in chosen if not (is_quick and names is None and TABLES[name] in (*CIFAR_10, GPU))]
-    return [quick(table) for table in tables] if is_quick else tables
+    return [quick(TABLES[name]) if is_quick else TABLES[name] for name in chosen]
 
 
 def _page(options: argparse.Namespace) -> int:
     docs = options.docs or (QUICK if options.quick else DOCS)
-    tables, results = _tables(None, is_quick=options.quick), _results(options)
+    tables, results = _tables(",".join(TABLES), is_quick=options.quick), _results(options)
     if (results / DEFAULTS_FILE).exists():  # where it does not, `check_defaults` would write it
         check_defaults(results)
-    for table in tables:
-        check_results(results / f"{table.name}.json", table)
     page.write(tables, results, docs)
     return 0
 

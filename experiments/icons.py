@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -22,7 +23,6 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from experiments.debian import download_packages
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_directory, to_path
 
@@ -61,6 +61,29 @@ FORMATS: dict[str, Callable[[Image.Image], Image.Image]] = {
     ".palette.png": lambda image: image.convert("RGBA").quantize(64),
 }
 """The end of a file's name, and how the icon is changed before it is saved."""
+
+
+def download_packages(folder: Path) -> None:
+    """Downloads the packages and unpacks each into a folder of its name in `folder`, without installing anything.
+
+    Raises:
+        ValueError: a package cannot be downloaded or unpacked.
+    """
+    try:
+        _run(["apt-get", "download", "-q", *PACKAGES], folder)
+        for archive in sorted(folder.glob("*.deb")):
+            _run(["dpkg-deb", "-x", archive.name, archive.name.partition("_")[0]], folder)
+            archive.unlink()
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else [error]
+        raise ValueError(
+            f"packages cannot be downloaded ({''.join(map(str, reason))}): run it on Debian 12, after apt-get update, "
+            "or give --packages with the unpacked packages"
+        ) from None
+
+
+def _run(command: list[str], folder: Path) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=600)
 
 
 def icons_in(folder: Path) -> list[Icon]:
@@ -110,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with exit_on_error("icons"), tempfile.TemporaryDirectory() as downloads:
         if options.packages is None:
-            download_packages(PACKAGES, Path(downloads), "give --packages with the unpacked packages")
+            download_packages(Path(downloads))
         icons = icons_in(options.packages or Path(downloads))[:: options.every]
         if not icons:
             raise ValueError(f"{options.packages} has none of {', '.join(PACKAGES)}: give the unpacked packages")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr, stdtrit
+from scipy.stats import ttest_rel
 
-from experiments.cells import Claim
-from experiments.effects import CONFIDENCE, Outcome, Verdict
-from experiments.results import Results
+from experiments.cells import Table
+from experiments.results import Runs, values
+
+CONFIDENCE = 0.95
+"""Of the interval around an effect."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,13 @@ class Effect:
     half_width: float
     """Of its confidence interval, by Student's t."""
     p: float
-    """Of the two-sided paired t-test, not corrected."""
+    """Of the two-sided paired t-test."""
+    corrected: float = 1.0
+    """That, corrected for the number of the table's claims."""
+
+    @property
+    def shows(self) -> bool:
+        return self.corrected < 1 - CONFIDENCE
 
 
 def paired_effect(better: Sequence[float], worse: Sequence[float]) -> Effect:
@@ -30,15 +38,12 @@ def paired_effect(better: Sequence[float], worse: Sequence[float]) -> Effect:
     Raises:
         ValueError: other numbers of runs, or fewer than two.
     """
-    differences = [one - other for one, other in zip(better, worse, strict=True)]
-    if len(differences) < 2:
-        raise ValueError(f"{len(differences)} pairs of runs tell no spread: give at least 2")
-    mean, freedom = statistics.fmean(differences), len(differences) - 1
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    half_width = error * float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
-    if error == 0:
-        return Effect(mean, half_width, 0.0 if mean else 1.0)
-    return Effect(mean, half_width, 2 * float(stdtr(freedom, -abs(mean) / error)))
+    if len(better) < 2:
+        raise ValueError(f"{len(better)} pairs of runs tell no spread: give at least 2")
+    found = ttest_rel(better, worse)
+    low, high = found.confidence_interval(CONFIDENCE)
+    p = float(found.pvalue)  # not a number if all pairs are equal
+    return Effect(float(low + high) / 2, float(high - low) / 2, 1.0 if math.isnan(p) else p)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -50,40 +55,20 @@ def holm(p: Sequence[float]) -> list[float]:
     return corrected
 
 
-def paired_verdicts(results: Results) -> list[Verdict | None]:
-    """What follows from each claim of a table whose claims compare two cells; None while one of its seeds is missing.
+def effects(table: Table, runs: Runs) -> list[Effect | None]:
+    """The effect of each of a table's claims; None while runs of it are missing.
 
-    Claims that are missing count in the correction as effects that do not exist.
+    Those count in the correction as effects that do not exist.
     """
-    effects = [_effect(claim, results) for claim in results.table.claims]
-    corrected = holm([1.0 if effect is None else effect.p for effect in effects])
+    cells = {cell.name: cell for cell in table.cells}
+    found: list[Effect | None] = []
+    for claim in table.claims:
+        better, worse = (values(runs, cells[name], claim.measure) for name in (claim.better, claim.worse))
+        seeds = sorted(better.keys() & worse.keys())
+        is_judged = len(seeds) >= max(2, table.seeds)
+        found.append(paired_effect(*([of[seed] for seed in seeds] for of in (better, worse))) if is_judged else None)
+    corrected = holm([1.0 if effect is None else effect.p for effect in found])
     return [
-        None
-        if effect is None
-        else Verdict(
-            effect=effect.mean,
-            half_width=effect.half_width,
-            is_clear=True,
-            paper=None,
-            outcome=_outcome(effect.mean, p),
-            p=(effect.p, p),
-        )
-        for effect, p in zip(effects, corrected, strict=True)
+        None if effect is None else Effect(effect.mean, effect.half_width, effect.p, p)
+        for effect, p in zip(found, corrected, strict=True)
     ]
-
-
-def _effect(claim: Claim, results: Results) -> Effect | None:
-    (better,) = (name for name, weight in claim.weights.items() if weight == 1)
-    (worse,) = (name for name, weight in claim.weights.items() if weight == -1)
-    seeds = range(results.table.seeds)
-    values = {name: results.runs.get(name, {}) for name in (better, worse)}
-    if not all(seed in runs for runs in values.values() for seed in seeds):
-        return None
-    of_better, of_worse = ([float(runs[seed]["measures"][claim.measure]) for seed in seeds] for runs in values.values())
-    return paired_effect(of_better, of_worse)
-
-
-def _outcome(mean: float, corrected: float) -> Outcome:
-    if corrected >= 1 - CONFIDENCE:
-        return Outcome.NOT_SHOWN
-    return Outcome.SHOWN if mean > 0 else Outcome.REVERSED

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.cells import Cell, Table
-from experiments.data import FEW_GLYPHS, GLYPHS, num_images
 from trainer.config import TrainConfig
 
 _IMAGES, _EPOCHS, _SEEDS = 2_560, 0.02, 2
@@ -17,21 +16,19 @@ _SIZES = ("num_negatives", "window_size", "window_stride")
 def quick(table: Table) -> Table:
     """The table with few images, steps and channels in each cell.
 
-    The numbers of images, classes, windows and steps keep about their proportions.
+    The numbers of images, windows and steps keep about their proportions.
     """
     return replace(table, cells=tuple(map(_quick, table.cells)), seeds=min(_SEEDS, table.seeds))
 
 
 def _quick(cell: Cell) -> Cell:
     settings = dict(cell.settings)
-    few = {"data_dir": FEW_GLYPHS} if settings.get("data_dir") == GLYPHS else {"num_images": _IMAGES}
-    scale = _IMAGES / num_images(cell.config(0))
     for name in _SIZES:
-        if name in settings and not (name == "num_negatives" and "labels" in settings):
-            settings[name] = max(1, round(scale * settings[name]))
-    if "labels" not in settings:
-        settings["num_negatives"] = max(_BATCH_SIZE, settings.get("num_negatives", 0))
-    settings |= few | {
+        if name in settings:
+            settings[name] = max(1, round(_IMAGES / cell.num_images * settings[name]))
+    settings |= {
+        "num_images": _IMAGES,
+        "num_negatives": max(_BATCH_SIZE, settings.get("num_negatives", 0)),
         "batch_size": _BATCH_SIZE,
         "epochs": max(0.2, _EPOCHS * settings.get("epochs", 6.0)),
         "encoder": {**settings.get("encoder", {}), "width": 8},
@@ -40,4 +37,4 @@ def _quick(cell: Cell) -> Cell:
     evaluations = tuple(
         replace(evaluation, arguments=evaluation.arguments + evaluation.quick) for evaluation in cell.evaluations
     )
-    return replace(cell, settings=settings, evaluations=evaluations, after=cell.after and _quick(cell.after))
+    return replace(cell, settings=settings, evaluations=evaluations)

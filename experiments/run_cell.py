@@ -23,11 +23,8 @@ from typing import Any
 import torch
 
 from experiments.baselines import METHODS, REFERENCES, reference_features, train_baseline
-from experiments.cells import AFTER, PIC, Cell, Evaluation
-from experiments.data import with_data
-from experiments.files import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE
-from experiments.partition import write_partitions
-from experiments.results import read_cpu_seconds
+from experiments.cells import PIC, Cell, Evaluation
+from experiments.results import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE, read_cpu_seconds
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import evaluation as evaluations
@@ -45,6 +42,8 @@ from weightserver.common.atomic_files import atomic_write
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import Ranks
 
+CIFAR_10 = Path("data/cifar-10")
+"""A copy of the images; without it torchvision downloads them."""
 _NICENESS = 10
 _CHECKPOINT_STEPS = {"cpu": 200, "cuda": 2_000}
 """About a minute or two."""
@@ -52,7 +51,7 @@ _CPU_SECONDS = 60.0
 _NUM_VALIDATION = 5_000
 
 
-def write_cell(directory: Path, cell: Cell, seed: int, after: Path | None) -> None:
+def write_cell(directory: Path, cell: Cell, seed: int) -> None:
     """Writes the description of a cell's run that this program reads."""
     content = {
         "method": cell.method,
@@ -60,7 +59,6 @@ def write_cell(directory: Path, cell: Cell, seed: int, after: Path | None) -> No
         "settings": cell.settings,
         "evaluations": [asdict(each) for each in cell.evaluations],
         "seed": seed,
-        "after": None if after is None else str(after.absolute()),
     }
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2) + "\n"
@@ -77,9 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
     keep_large_buffers()
     threading.Thread(target=_follow_parent, daemon=True).start()
     with exit_on_error("run_cell"), _alone(directory), _counting_cpu(directory):
-        content = json.loads((directory / CELL_FILE).read_text().replace(AFTER, _after(directory)))
-        cell = Cell(row="", method=content["method"], preset=content["preset"], settings=content["settings"])
-        config = with_data(_plain(cell.config(content["seed"])).with_settings(output=directory))
+        content = json.loads((directory / CELL_FILE).read_text())
+        cell = Cell(name="", method=content["method"], preset=content["preset"], settings=content["settings"])
+        config = _plain(cell.config(content["seed"])).with_settings(output=directory)
+        if config.data.dataset == "cifar-10" and CIFAR_10.is_dir():
+            config = config.with_settings(data_dir=CIFAR_10)
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
         for each in content["evaluations"]:
@@ -99,11 +99,6 @@ def _plain(config: TrainConfig) -> TrainConfig:
         resume="auto",
         evaluate=False,
     )
-
-
-def _after(directory: Path) -> str:
-    """The directory that `AFTER` stands for."""
-    return str(json.loads((directory / CELL_FILE).read_text())["after"])
 
 
 def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
@@ -135,13 +130,6 @@ def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
     """Evaluates the run's encoder by one protocol, unless that has finished."""
     file = config.run.output / EVALUATIONS / f"{evaluation.name}.json"
     if file.exists():
-        return
-    if evaluation.arguments[0] == "partition":
-        encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
-        numbers = [int(number) for number in evaluation.arguments[1:]]
-        file.parent.mkdir(exist_ok=True)
-        encoder = encoder.to(config.compute.torch_device())
-        write_partitions(encoder, encoder_config.pixels, dataset_of(config), numbers, file.parent)
         return
     command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)

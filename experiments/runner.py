@@ -9,18 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.cells import Cell, Table
-from experiments.effects import unclear_cells
-from experiments.files import LOG_FILE
-from experiments.results import Results, Run, check_results, collect, finished, load, records
+from experiments.results import LOG_FILE, Runs, collect, has_run, load
 from experiments.run_cell import write_cell
 
-MOST_SEEDS = 3
-"""By default, of cells whose effects fewer do not show."""
 _MOST_FAILURES = 4
 """In a row: then something that all runs need is missing, and the others would fail, too."""
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -43,45 +39,22 @@ class Job:
         return self.cell.identity(self.seed)
 
 
-def plan(everything: Sequence[Results], most_seeds: int, others: Sequence[Results] = ()) -> list[Job]:
-    """The runs that the tables lack, each after the run that it continues, in the order of their value.
-
-    `others` are results of other tables, which say what the spread between seeds is.
-
-    Seeds come one after another, each over all tables. After the first seed, or the number that a table needs anyway,
-    only cells have further ones whose effects are not clear yet.
-    """
-    judged_by = [*everything, *others]
-    unclear = {results.table.name: unclear_cells(results, judged_by) for results in everything}
+def plan(tables: Sequence[Table], runs: Runs, most_seeds: int) -> list[Job]:
+    """The runs that the tables lack, by seed, of at most `most_seeds` (0: of as many as each table needs)."""
     jobs: dict[tuple[str, ...], Job] = {}
-    for seed in range(max(most_seeds, *(results.table.seeds for results in everything))):
-        cells = [
-            cell
-            for results in everything
-            for cell in results.table.cells
-            if seed < results.table.seeds
-            or (seed < most_seeds and (seed == 0 or cell.name in unclear[results.table.name]))
-            if seed not in results.runs.get(cell.name, {})
-        ]
-        for cell in sorted(cells, key=lambda cell: cell.is_long):  # stable
-            for job in _with_previous(cell, seed):
+    for seed in range(most_seeds or max(table.seeds for table in tables)):
+        for cell in [cell for table in tables if seed < (most_seeds or table.seeds) for cell in table.cells]:
+            if not has_run(runs, cell, seed):
+                job = Job(cell=cell, seed=seed)
                 jobs.setdefault(job.key, job)
     return list(jobs.values())
 
 
-def _with_previous(cell: Cell, seed: int) -> Iterator[Job]:
-    if cell.after is not None:
-        yield from _with_previous(cell.after, seed)
-    yield Job(cell=cell, seed=seed)
-
-
 @dataclass(kw_only=True)
 class Runner:
-    """Runs the cells of tables; each table's results go to results/NAME.json."""
+    """Runs the cells of tables; their results go to the folder `results`."""
 
     tables: Sequence[Table]
-    others: Sequence[Table] = ()
-    """Tables whose results give the spread between seeds, and what runs measured before; none of their cells is run."""
     most_seeds: int
     directory: Path
     results: Path
@@ -91,21 +64,12 @@ class Runner:
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Runs that failed: key to the place of the log."""
     _failures_in_a_row: int = 0
-    _recorded: dict[str, Run] = field(default_factory=dict)
-    """What the results of all tables held at the beginning, by run."""
     _running: dict[Job, subprocess.Popen[bytes]] = field(default_factory=dict)
     _ended: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
 
     def run(self) -> None:
         """Runs until nothing is left, the time is over, or runs fail one after another; if this process is interrupted,
-        the cells stop after a checkpoint.
-
-        Raises ValueError, before anything is written, if results would be lost.
-        """
-        for table in self.tables:
-            check_results(self._file(table), table)
-        for table in (*self.tables, *self.others):
-            self._recorded |= records(self._file(table), table)
+        the cells stop after a checkpoint."""
         end = time.monotonic() + self.seconds
         try:
             self._collect()
@@ -125,39 +89,23 @@ class Runner:
             for process in self._running.values():
                 process.wait()
 
-    def _seeds(self) -> int:
-        return max(self.most_seeds, *(table.seeds for table in self.tables))
-
     def _collect(self) -> None:
-        for table in self.tables:
-            collect(self.directory, self._file(table), table, self._seeds(), self._recorded)
-
-    def _file(self, table: Table) -> Path:
-        return self.results / f"{table.name}.json"
+        seeds = self.most_seeds or max(table.seeds for table in self.tables)
+        collect(self.directory, self.results, self.tables, seeds)
 
     def _next(self) -> Job | None:
-        """The first run of the plan that is neither finished nor running, and whose previous cell has finished."""
+        """The first run of the plan that is neither finished nor running."""
         if self._failures_in_a_row >= _MOST_FAILURES:
             return None
-        everything, others = (
-            [load(self._file(table), table) for table in tables] for tables in (self.tables, self.others)
-        )
         busy = {job.identity for job in self._running}
-        for job in plan(everything, self.most_seeds, others):
-            after = job.cell.after
-            ready = after is None or finished(self.directory, after, job.seed)
-            done = finished(self.directory, job.cell, job.seed)
-            if ready and not done and job.key not in self.failed and job.identity not in busy:
-                return None if self._running and self._is_timed(job, *self._running) else job
+        for job in plan(self.tables, load(self.results), self.most_seeds):
+            if job.key not in self.failed and job.identity not in busy:
+                return job
         return None
 
-    def _is_timed(self, *jobs: Job) -> bool:
-        """Whether one of these runs must be alone on the machine."""
-        return any(table.over_time and job.cell in table.cells for table in self.tables for job in jobs)
-
     def _start(self, job: Job) -> None:
-        directory, after = self.directory / job.identity, job.cell.after
-        write_cell(directory, job.cell, job.seed, None if after is None else self.directory / after.identity(job.seed))
+        directory = self.directory / job.identity
+        write_cell(directory, job.cell, job.seed)
         with (directory / LOG_FILE).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.run_cell", str(directory)],
@@ -190,4 +138,4 @@ class Runner:
 
     def _described(self, job: Job) -> str:
         names = [f"{table.name}: {job.cell.name}" for table in self.tables if job.cell in table.cells]
-        return f"{job.identity}, seed {job.seed} ({'; '.join(names) or 'for another cell'})"
+        return f"{job.identity}, seed {job.seed} ({'; '.join(names)})"

@@ -41,13 +41,13 @@ def settings(method: str = PIC, learning_rate: float | None = None, **changes: A
     return base | _EPOCH_ORDER | (of_rows if method == PIC else {}) | changes
 
 
-def _cell(row: str, method: str = PIC, **changes: Any) -> Cell:
-    return Cell(row=row, method=method, preset="cifar-10", settings=settings(method, **changes), evaluations=_PROBES)
+def _cell(name: str, method: str = PIC, **changes: Any) -> Cell:
+    return Cell(name=name, method=method, preset="cifar-10", settings=settings(method, **changes), evaluations=_PROBES)
 
 
 def _claims(*pairs: tuple[str, str, str]) -> tuple[Claim, ...]:
     return tuple(
-        Claim(text=text, weights={better: 1, worse: -1}, measure=measure)
+        Claim(text=text, better=better, worse=worse, measure=measure)
         for text, better, worse in pairs
         for measure in (LINEAR, KNN)
     )
@@ -60,7 +60,7 @@ TRIALS = Table(
     text="One seed each; 5,000 training images that no run is trained on stand for the test images.",
     cells=tuple(
         Cell(
-            row=f"{method}, η = {rate:g}",
+            name=f"{method}, η = {rate:g}",
             method=method,
             preset="cifar-10",
             settings=settings(method, rate),
@@ -91,7 +91,6 @@ COMPONENTS = Table(
         ("strong augmentation raises accuracy", _BASE, "without strong augmentation"),
     ),
     seeds=SEEDS,
-    is_paired=True,
 )
 _NEGATIVES = {_AT_BATCH: 16, _BASE: 51, _MANY: 400, _ALL: IMAGES}
 NEGATIVES = Table(
@@ -118,7 +117,6 @@ NEGATIVES = Table(
         ("BatchNorm of embeddings raises accuracy at K = 0.4 N", f"{_MANY}, {_BATCH_NORM}", _MANY),
     ),
     seeds=SEEDS,
-    is_paired=True,
 )
 _LENGTHS = (50.0, 100.0, 200.0)
 WINDOWS = Table(
@@ -142,7 +140,6 @@ WINDOWS = Table(
         )
     ),
     seeds=SEEDS,
-    is_paired=True,
 )
 _OURS, _TWO_VIEWS = "PIC", "PIC, two views"
 METHODS = Table(
@@ -161,7 +158,6 @@ METHODS = Table(
         *((f"PIC is better than {name}", _OURS, name) for name in (_TWO_VIEWS, "SimCLR", "MoCo v2", "DIET"))
     ),
     seeds=SEEDS,
-    is_paired=True,
 )
 _BEYOND: dict[str, dict[str, Any]] = {
     _BATCH_NORM: {"embedding_norm": "batch"},
@@ -175,7 +171,6 @@ BEYOND = Table(
     measures=_MEASURES,
     claims=_claims(*((f"{name}: raises accuracy", name, _OURS) for name in _BEYOND)),
     seeds=SEEDS,
-    is_paired=True,
 )
 CIFAR_10 = (TRIALS, NEGATIVES, WINDOWS, METHODS, COMPONENTS, BEYOND)
 """In the order in which they are run."""

@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.cells import Evaluation
 from experiments.partition import divided, main, proportional_parts, write_partitions
-from experiments.run_cell import _evaluate
-from tests.helpers.bars import write_bars
 from tests.helpers.evaluations import NUM_CLASSES, SIDE, SeesRows, made_dataset
-from tests.helpers.small_run import small_run
 from trainer.data.pixels import MINUS_ONE_TO_ONE
 from trainer.model import EncoderConfig, build_model, save_encoder
 from weightserver.torch import ClassOrder, read_labels
@@ -74,16 +70,3 @@ def test_partitions_refine_the_labels(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_numbers_of_classes_out_of_range_are_refused(classes: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"--classes {classes} must lie in 4\.\.320"):
         write_partitions(SeesRows().eval(), MINUS_ONE_TO_ONE, made_dataset(), [classes], tmp_path)
-
-
-def test_a_cell_has_the_partitions_that_other_cells_learn(tmp_path: Path) -> None:
-    encoder = EncoderConfig(width=4, blocks=(1, 1))
-    settings = {"dataset": "idx", "num_images": None, "data_dir": write_bars(tmp_path, num_train=300)}
-    config = small_run(tmp_path / "run", encoder=encoder, **settings)
-    config.run.output.mkdir()
-    save_encoder(build_model(encoder, seed=0).encoder, encoder, config.run.output / "encoder.safetensors")
-    _evaluate(Evaluation(name="partition", arguments=("partition", "10", "20")), config)
-    for number in (10, 20):
-        found = read_labels(config.run.output / f"evaluation/partition-{number}.npy")
-        assert len(np.unique(found)) == number
-    assert json.loads((config.run.output / "evaluation/partition.json").read_text())["partitions"] == 2

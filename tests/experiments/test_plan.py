@@ -10,11 +10,9 @@ from scipy import stats
 
 from experiments.__main__ import main
 from experiments.cells import PIC, Cell, Claim, Table
-from experiments.data import num_images
-from experiments.effects import Outcome
 from experiments.page import text_of
-from experiments.paired import holm, paired_effect, paired_verdicts
-from experiments.results import Results
+from experiments.paired import effects, holm, paired_effect
+from experiments.results import Run
 from experiments.run_cell import _validated
 from experiments.tables.cifar import CIFAR_10, METHODS, SEEDS, TRIALS
 from experiments.tables.gpu import GPU
@@ -62,6 +60,7 @@ def test_paired_effects_are_those_of_the_t_test() -> None:
     interval = expected.confidence_interval()
     assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(tuple(interval))
     assert found.p == pytest.approx(expected.pvalue)
+    assert paired_effect([50.0, 51.0], [50.0, 51.0]).p == 1.0
     with pytest.raises(ValueError, match="1 pairs of runs tell no spread: give at least 2"):
         paired_effect([1.0], [2.0])
 
@@ -80,52 +79,51 @@ def test_quick_cells_need_no_further_data_set(capsys: pytest.CaptureFixture[str]
 def test_the_gpus_cells_have_the_papers_proportions() -> None:
     paper = asdict(proportions(PRESETS["imagenet-1k"][1], 1_281_167))
     config = GPU.cells[0].config(0)
-    ours = asdict(proportions(config, num_images(config)))
+    ours = asdict(proportions(config, GPU.cells[0].num_images))
     matched = paper.keys() - UNMATCHED
     assert {name: ours[name] for name in matched} == pytest.approx({name: paper[name] for name in matched}, rel=0.05)
 
 
-def runs(cell: str, *accuracies: float) -> dict[int, dict[str, object]]:
+CELLS = {
+    name: Cell(name=name, settings={"epochs": float(n)}) for n, name in enumerate(("ours", "worse", "alike", "late"))
+}
+PAIRED = Table(
+    name="paired",
+    title="Paired",
+    cells=tuple(CELLS.values()),
+    measures={"top1": "top-1"},
+    claims=tuple(
+        Claim(text=f"ours is better than {name}", better="ours", worse=name, measure="top1")
+        for name in ("worse", "alike", "late")
+    ),
+    seeds=3,
+)
+
+
+def runs(name: str, *accuracies: float) -> dict[str, Run]:
     """A run of each seed."""
     return {
-        seed: {"id": f"{cell}-{seed}", "measures": {"top1": value}, "core_seconds": 60.0}
+        CELLS[name].identity(seed): {"measures": {"top1": value}, "core_seconds": 60.0}
         for seed, value in enumerate(accuracies)
     }
 
 
-PAIRED = Table(
-    name="paired",
-    title="Paired",
-    cells=tuple(Cell(row=row) for row in ("ours", "worse", "alike", "late")),
-    measures={"top1": "top-1"},
-    claims=tuple(
-        Claim(text=f"ours is better than {row}", weights={"ours": 1, row: -1}, measure="top1")
-        for row in ("worse", "alike", "late")
-    ),
-    seeds=3,
-    is_paired=True,
-)
-
-
-def test_paired_claims_are_judged_once_all_seeds_have_run_and_corrected_together() -> None:
+def test_claims_are_judged_once_all_seeds_have_run_and_corrected_together() -> None:
     """Accuracies differ more between seeds than by the effect, which pairs show all the same."""
-    results = Results(
-        PAIRED,
-        {
-            "ours": runs("a", 50.0, 60.0, 70.0),
-            "worse": runs("b", 48.9, 59.1, 69.0),
-            "alike": runs("c", 51.0, 58.0, 71.0),
-            "late": runs("d", 10.0, 20.0),
-        },
+    measured = (
+        runs("ours", 50.0, 60.0, 70.0)
+        | runs("worse", 48.9, 59.1, 69.0)
+        | runs("alike", 51.0, 58.0, 71.0)
+        | runs("late", 10.0, 20.0)
     )
-    worse, alike, late = paired_verdicts(results)
+    worse, alike, late = effects(PAIRED, measured)
     by_itself = stats.ttest_rel([50.0, 60.0, 70.0], [48.9, 59.1, 69.0]).pvalue
     assert worse is not None
-    assert worse.outcome is Outcome.SHOWN
-    assert worse.p == pytest.approx((by_itself, 3 * by_itself))
+    assert (worse.p, worse.corrected) == pytest.approx((by_itself, 3 * by_itself))
+    assert worse.shows
     assert alike is not None
-    assert alike.outcome is Outcome.NOT_SHOWN
+    assert not alike.shows
     assert late is None
-    text = text_of([results])
+    text = text_of([PAIRED], measured)
     assert f"**shows**, +1.0 ± 0.2, p = {by_itself:.2g}, corrected {3 * by_itself:.2g}" in text
-    assert "Ours is better than late: not run yet" in text
+    assert "Ours is better than late: not judged yet" in text

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from experiments.__main__ import RESULTS, main
-from experiments.cells import AFTER, KNN, LINEAR, LOSS, Cell, Evaluation, Table
+from experiments.cells import KNN, LINEAR, LOSS, Cell, Evaluation, Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
-from experiments.files import LOG_FILE, RESULT_FILE
-from experiments.results import finished, load
+from experiments.results import LOG_FILE, RESULT_FILE, finished, load, values
 from experiments.run_cell import write_cell
 from experiments.runner import Runner
 from tests.helpers.slow_evaluation import BEGUN_FILE
@@ -37,14 +36,13 @@ TINY: dict[str, Any] = {
     "encoder": {"width": 4},
     "dim": 8,
 }
-FIRST = Cell(row="first", settings=TINY)
+FIRST = Cell(name="first", settings=TINY)
 SECOND = Cell(
-    row="second",
-    settings=TINY | {"correction": "none", "epochs": 2.0, "init_encoder": f"{AFTER}/encoder.safetensors"},
+    name="second",
+    settings=TINY | {"correction": "none", "epochs": 2.0},
     evaluations=(Evaluation(name="neighbours", arguments=("knn", "--k", "5")),),
-    after=FIRST,
 )
-LONG = Cell(row="long", settings=TINY | {"epochs": 10_000.0})
+LONG = Cell(name="long", settings=TINY | {"epochs": 10_000.0})
 MADE = Table(name="made", title="Made", cells=(SECOND, FIRST))
 WHOLE = Table(name="whole", title="Whole", cells=(FIRST,))
 
@@ -60,7 +58,7 @@ def runner(directory: Path, table: Table = MADE) -> Runner:
 
 def start(directory: Path, cell: Cell, program: str = "experiments.run_cell") -> tuple[Path, subprocess.Popen[bytes]]:
     path = directory / cell.identity(0)
-    write_cell(path, cell, 0, None)
+    write_cell(path, cell, 0)
     command = [sys.executable, "-m", program, str(path)]
     with (path / LOG_FILE).open("wb") as log:
         return path, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -90,12 +88,11 @@ def test_killed_cells_are_resumed_and_finish_with_the_same_numbers(tmp_path: Pat
         made = runner(directory, table)
         made.run()
         assert made.failed == {}
-    killed = load(tmp_path / "killed/results/made.json", MADE)
-    whole = load(tmp_path / "whole/results/whole.json", WHOLE)
+    killed, whole = (load(tmp_path / name / "results") for name in ("killed", "whole"))
     for measure in (LINEAR, KNN, LOSS):
-        assert len(killed.values("first", measure)) == 1
-        assert killed.values("first", measure) == whole.values("first", measure)
-    assert 0 < killed.values("second", "neighbours.top1")[0] <= 100
+        assert values(killed, FIRST, measure).keys() == {0}
+        assert values(killed, FIRST, measure) == values(whole, FIRST, measure)
+    assert 0 < values(killed, SECOND, "neighbours.top1")[0] <= 100
     assert len(before) == 20
     assert records(path, until=200) == before, "these steps were not trained again: their times are the same"
 
@@ -132,43 +129,24 @@ def test_a_run_of_some_seconds_stops_and_the_next_one_continues(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
-    broken = Cell(row="broken", settings=TINY | {"window_size": 2_048})
-    after = Cell(row="after", settings=TINY | {"labels": f"{AFTER}/labels.npy"}, after=broken)
-    short = Cell(row="short", settings=TINY | {"epochs": 1.0})
-    table = Table(name="made", title="", cells=(broken, after, short))
+    broken = Cell(name="broken", settings=TINY | {"window_size": 2_048})
+    short = Cell(name="short", settings=TINY | {"epochs": 1.0})
+    table = Table(name="made", title="", cells=(broken, short))
     made = runner(tmp_path, table)
     made.run()
     (log,) = made.failed.values()
     assert "window_size must lie in 1..256" in Path(log).read_text()
     assert finished(tmp_path, short, 0)
-    assert not (tmp_path / after.identity(0)).exists()
 
 
 @pytest.mark.guard
 def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     """Without the images each of some hundred processes would start and fail."""
     missing = TINY | {"data_dir": str(tmp_path / "nowhere")}
-    cells = tuple(Cell(row=f"{number}", settings=missing | {"epochs": float(number)}) for number in range(1, 9))
+    cells = tuple(Cell(name=f"{number}", settings=missing | {"epochs": float(number)}) for number in range(1, 9))
     made = runner(tmp_path, Table(name="made", title="", cells=cells))
     made.run()
     assert 4 <= len(made.failed) < 4 + made.num_jobs
-
-
-@pytest.mark.slow
-def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = TINY | {"epochs": 1.0, "knn_every": 0.5}
-    cells = tuple(Cell(row=f"{seed}", settings=short | {"order_seed": seed}) for seed in range(2))
-    table = Table(name="made", title="", cells=cells, over_time=True)
-    made = runner(tmp_path, table)
-    made.run()
-    assert made.failed == {}
-    words = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert words == ["started", "finished"] * 2
-    (found,) = load(tmp_path / "results/made.json", table).runs["0"].values()
-    seconds, accuracies = zip(*found["curve"], strict=True)
-    assert len(seconds) == 3
-    assert 0 == seconds[0] < seconds[1] < seconds[2]
-    assert all(0 <= accuracy <= 100 for accuracy in accuracies)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +156,7 @@ def test_cells_whose_time_is_taken_run_alone(tmp_path: Path, capsys: pytest.Capt
             ["run", "--tables", "negatives,lenghts"],
             "--tables has 'lenghts': give names among cifar_trials, cifar_negatives",
         ),
-        (["run", "--jobs", "0"], "--seeds is 3 and --jobs is 0: give at least 1"),
+        (["run", "--jobs", "0"], "--jobs is 0: give at least 1"),
         (["gpu", "--budget", "15", "--quick"], "--budget is 15: give more than 15 seconds"),
     ],
 )
@@ -218,19 +196,9 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
         assert error.count("\n") == 1
 
 
-def test_tiny_cells_touch_no_other_results(
+def test_tiny_cells_have_results_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = tmp_path / "results"
-    shutil.copytree(RESULTS, results)
-    before = (results / "negatives.json").read_bytes()
-    given = ["--directory", str(tmp_path / "runs"), "--results", str(results)]
-    assert main(["run", "--quick", "--tables", "negatives", *given]) == 1
-    error = capsys.readouterr().err
-    assert f"{results}/negatives.json has" in error
-    assert "would be lost" in error
-    assert error.count("\n") == 1
-    assert (results / "negatives.json").read_bytes() == before
     monkeypatch.chdir(tmp_path)
     assert main(["page", "--quick"]) == 1
     error = capsys.readouterr().err
@@ -247,10 +215,6 @@ def test_a_page_is_not_written_from_other_settings_results(tmp_path: Path, capsy
     given = ["page", "--results", str(results), "--docs", str(docs)]
     assert main(given) == 1
     assert "was made with the default pic.temperature" in capsys.readouterr().err
-    shutil.copy(RESULTS / "defaults.json", results)
-    shutil.copy(results / "trials.json", results / "negatives.json")  # runs of other cells
-    assert main(given) == 1
-    assert "negatives.json has 10 runs of other cells than table negatives" in capsys.readouterr().err
     assert not docs.exists()
 
 
@@ -270,7 +234,7 @@ def test_mistakes_with_folders_are_refused_in_one_line(tmp_path: Path, capsys: p
 @pytest.mark.slow
 def test_a_cell_stopped_while_it_evaluates_keeps_its_time(tmp_path: Path) -> None:
     """Its processor time is written at its end, whatever it was doing."""
-    path, process = start(tmp_path, Cell(row="short", settings=TINY), "tests.helpers.slow_evaluation")
+    path, process = start(tmp_path, Cell(name="short", settings=TINY), "tests.helpers.slow_evaluation")
     wait_until((path / BEGUN_FILE).exists, seconds=120)
     assert process.stdin is not None
     process.stdin.close()
