@@ -429,6 +429,7 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         ("export 127.0.0.1:9 --output ? --checkpoint=", "--checkpoint: the name is empty"),
         ("rollback  127.0.0.1:9", "argument name: the name is empty"),
         ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
+        ("health ,", "no address is given: give host:port,host:port"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_any_call(

@@ -229,39 +229,6 @@ def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None
     assert [message in problem for problem in verify_directory(source).problems] == [True]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("state", {"checkpoints": []}),
-        ("state", {"clock": "3"}),
-        ("state", {"colour": "red"}),
-        ("checkpoints", {"retained": 5}),
-        ("checkpoints", {"retained": ["kept"]}),
-        ("checkpoints", {"retained": [{"name": "kept"}]}),
-        ("spec", {"table": [1]}),
-        ("spec", {"num_rows": 3}),
-        ("spec", {"table": {"num_rows": -1, "dim": 1}}),
-        ("identity", {"format": FORMAT, "chard": 0, "num_shards": 1}),
-        ("identity", {}),
-    ],
-    ids=str,
-)
-def test_records_of_a_wrong_kind_are_one_line(key: str, value: dict[str, object], tmp_path: Path) -> None:
-    (source,) = make_shards(tmp_path, 1)
-    storage = LmdbStorage(source)
-    with storage.write() as txn:
-        put_json(txn, key, value)
-    storage.close()
-    attempts: list[Callable[[], object]] = [
-        lambda: serve(source),
-        lambda: inspect_directory(source),
-    ]
-    for attempt in attempts:
-        with pytest.raises(StorageError, match=r"its (state|spec|identity) is damaged .*: restore it from a backup"):
-            attempt()
-    assert len(verify_directory(source).problems) == 1
-
-
 # ---- disks
 
 

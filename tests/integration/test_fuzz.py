@@ -1,5 +1,5 @@
-"""Requests of every method with nearly valid fields, with changed bytes, and random bytes, sent to the handlers, over a
-channel and to the bare port: each is refused or executed, and the shard continues undamaged."""
+"""Requests of every method with nearly valid fields, with changed bytes, and random bytes, sent to the
+handlers and to the bare port: each is refused or executed, and the shard continues undamaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -94,16 +93,6 @@ class Inputs:
         kind = GetMessageClass(method.input_type)
         count = self._random.choice([1, 1, 1, 2, 3, 0]) if method.client_streaming else 1
         return method, [self._bytes(kind, first=number == 0) for number in range(count)]
-
-    def overflowing(self, method: Any) -> bytes:
-        """Makes integers of a message too large, always the epoch."""
-        message: Any = GetMessageClass(method.input_type)()
-        self._fill(message, first=True)
-        for field in message.DESCRIPTOR.fields:
-            if field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64) and self._random.random() < 0.5:
-                setattr(message, field.name, self._random.choice([2**31, 2**62, 2**63 - 1]))
-        message.epoch = self._random.choice([2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
-        return bytes(message.SerializeToString())
 
     def _bytes(self, kind: type[Message], *, first: bool) -> bytes:
         r = self._random
@@ -381,47 +370,6 @@ def everything(client: WeightClient) -> tuple[object, ...]:
         info.rows_stored,
         client.checkpoints(),
     )
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("count", [600, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_over_a_channel(place: tuple[LocalCluster, WeightClient], count: int) -> None:
-    """No request names the session, so none may change anything."""
-    cluster, client = place
-    before, statuses = everything(client), Counter[str]()
-    process, (mark,) = psutil.Process(cluster.processes[0].pid), client.marks()
-    table = table_number(SPEC, client.describe().identity)
-
-    def work(seed: int) -> None:
-        inputs = Inputs(seed, epoch=0)
-        inputs.table = table
-        with grpc.insecure_channel(cluster.addresses[0], [("fuzz", seed)]) as channel:
-            for _ in range(count // 4):
-                method, messages = inputs.request()
-                if method.name in (
-                    "DropTable",
-                    "OpenSession",
-                    "ExtendTable",
-                ):  # right without a session
-                    messages = [inputs.overflowing(method)]
-                path = f"/{NAME}/{method.name}"
-                kind = channel.stream_stream if method.server_streaming else channel.stream_unary
-                try:
-                    metadata, refusals = inputs.metadata(mark)
-                    answer = kind(path)(iter(messages), timeout=20, metadata=metadata)
-                    statuses["OK"] += len(list(answer)) >= 0
-                    assert not refusals, (method.name, metadata)
-                except grpc.RpcError as error:
-                    if error.code().name not in refusals:
-                        statuses[error.code().name] += 1
-
-    with ThreadPoolExecutor(4) as pool:
-        for one in [pool.submit(work, seed) for seed in range(4)]:
-            one.result()
-    assert everything(client) == before
-    assert not FORBIDDEN & set(statuses), statuses
-    assert {"OK", "INVALID_ARGUMENT", "ABORTED"} <= set(statuses)
-    assert own_memory(process) < BASE_BYTES + (MEMORY_MIB << 20)
 
 
 def own_memory(process: psutil.Process) -> int:

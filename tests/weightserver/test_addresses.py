@@ -13,7 +13,6 @@ from cryptography import x509
 from trainer.rows_config import ServersConfig
 from trainer.settings import SettingError
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.cli import main
 from weightserver.common.addresses import is_loopback, parse_addresses, split_address
 from weightserver.operations.certificates import write_certificates
 from weightserver.torch.settings import Servers
@@ -128,31 +127,3 @@ def test_a_client_calls_the_servers_of_a_range(cluster: LocalCluster) -> None:
     with WeightClient(ranges) as client:
         client.create_table(TableSpec(num_rows=100, dim=4))
         assert [shard.address for shard in client.describe().shards] == cluster.addresses
-
-
-@pytest.mark.guard
-def test_every_command_takes_addresses_with_commas(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    with WeightClient(cluster.addresses) as client:
-        client.create_table(TableSpec(num_rows=100, dim=4))
-        client.extend_schedule(0, [0.1] * 4)
-        client.open_session("forms")
-        client.push_gradients([1, 70], [[1.0] * 4] * 2, step=0)
-        client.checkpoint("kept", step=1)
-    shards, metrics = ",".join(cluster.addresses), ",".join(cluster.metrics_addresses)
-    said = {
-        "health": ["health", shards],
-        "top": ["top", metrics, "--count", "1", "--interval-seconds", "0.1"],
-        "checkpoints": ["checkpoints", shards],
-        "extend": ["extend", "--num-rows", "120", shards],
-        "rollback": ["rollback", "kept", "--yes", shards],
-        "release": ["release", "kept", shards],
-        "drop": ["drop", "--yes", shards],
-    }
-    for name, arguments in said.items():
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        printed = capsys.readouterr()
-        assert ended.value.code == 0, (name, printed.err)
-    with pytest.raises(SystemExit):
-        main(["checkpoints", ","])
-    assert "no address is given: give host:port,host:port" in capsys.readouterr().err

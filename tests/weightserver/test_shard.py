@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +43,12 @@ from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
-from weightserver.shard.sessions import check_epoch
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
 from weightserver.storage import records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import read_state, write_state
 
 SESSION_ID = b"o" * 16
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=6)
@@ -390,23 +387,6 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
     served.do(lambda batch: batch.rollback(header(9), "copy"))
     assert np.array_equal(served.weights(), kept)
     assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
-
-
-def test_an_epoch_without_a_session_id_refuses_writes(served: Served, tmp_path: Path) -> None:
-    """A restored shard has the epoch of its backup; a writer of that epoch may still run."""
-    with served.storage.write() as txn:
-        write_state(txn, replace(read_state(txn), session_id=""))
-    served.close()
-    again = Served(tmp_path)
-    try:
-        with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
-            again.push(1)
-        with pytest.raises(FencedError):
-            check_epoch(again.shard.state, 1, SESSION_ID)
-        again.do(lambda batch: batch.open_session("next", 2, b"o" * 16))
-        assert again.push(1, epoch=2) is True
-    finally:
-        again.close()
 
 
 def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from weightserver.storage.records import (
     State,
     read_identity,
     read_records,
-    read_schedule,
     read_state,
     read_table,
 )
@@ -61,7 +60,7 @@ def _verify(txn: Transaction, verdict: Verdict) -> None:
     """Checks all records. Raises StorageError at a problem that prevents further checks."""
     identity = read_identity(txn)
     txn.check_contents()
-    for database in ("meta", "writers"):
+    for database in ("meta", "schedule", "writers"):
         for _ in read_records(txn, database):
             pass
     if identity is None:
@@ -69,7 +68,6 @@ def _verify(txn: Transaction, verdict: Verdict) -> None:
     if identity.unfinished:
         raise StorageError(f"{txn.directory}: it is unfinished: repeat the 'restore' or 'reshard' that was stopped")
     table, state = read_table(txn), read_state(txn)
-    read_schedule(txn)
     if table is not None:
         spec, _ = table
         _verify_blocks(txn, spec, identity, state, verdict)

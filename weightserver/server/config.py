@@ -34,7 +34,6 @@ class ServerConfig:
     )
     stall_seconds: float = option("time until the call of a silent caller is cancelled", 10.0)
     slow_request_seconds: float = option("log requests that take longer, with their stages", 1.0)
-    verify_reads: bool = option("verify the checksums of fetched rows (default: do)", True)
     tls_cert: Path | None = option("serve TLS with this certificate (PEM)", None)
     tls_key: Path | None = option("the key of --tls-cert (PEM)", None)
     tls_client_ca: Path | None = option("accept only clients with a certificate signed by this CA (PEM)", None)

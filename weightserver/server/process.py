@@ -139,12 +139,7 @@ def serve(config: ServerConfig) -> None:
     with contextlib.closing(
         LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
     ) as storage:
-        shard = Shard(
-            storage,
-            shard=config.shard,
-            num_shards=config.num_shards,
-            verify_reads=config.verify_reads,
-        )
+        shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
         )

@@ -111,12 +111,11 @@ def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:
     return touched_blocks(rows, spec.rows_per_block, max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)))
 
 
-def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: int, verify: bool) -> StoredRows:
+def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: int) -> StoredRows:
     """Reads the rows of one chunk.
 
     Args:
         up_to: the newest generation to read.
-        verify: whether to check the checksums of the rows.
 
     Raises:
         DamagedRecordError: one of the rows is damaged, or the header of its block.
@@ -126,11 +125,10 @@ def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: 
     if compiled is None:
         for run, block, made_by in zip(touched.runs(), blocks.contents, blocks.write_ids.tolist(), strict=True):
             if block is not None:
-                if verify:
-                    codec.check(run.block, made_by, block, run.slots)
+                codec.check(run.block, made_by, block, run.slots)
                 last_step[run.part] = codec.views(block).last_step[run.slots]
         return StoredRows(touched, blocks, last_step)
-    bad = compiled.look(places(codec, touched, blocks), verify, last_step)
+    bad = compiled.look(places(codec, touched, blocks), True, last_step)
     if bad >= 0:
         block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None

@@ -58,25 +58,14 @@ from weightserver.storage.records import (
 class Shard:
     """One shard of one table.
 
-    Args:
-        verify_reads: whether a fetch checks the checksums of its blocks; a write always does.
-
     Raises:
         StorageError: the directory belongs to another shard, cluster or format, or is damaged.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        *,
-        shard: int,
-        num_shards: int,
-        verify_reads: bool = True,
-    ) -> None:
+    def __init__(self, storage: Storage, *, shard: int, num_shards: int) -> None:
         self.shard = shard
         self.num_shards = num_shards
         self.storage = storage
-        self._verify_reads = verify_reads
         self._state = State()
         self._table: Table | None = None
         self._next_table: Table | None = None
@@ -205,7 +194,7 @@ class Shard:
             clock.start("read")
             with self.storage.read() as txn:
                 up_to = read_state(txn).checkpoint(checkpoint, checkpoint_id).generation if checkpoint else NEWEST
-                found = reading.read_rows(txn, table, touched, up_to=up_to, verify=self._verify_reads)
+                found = reading.read_rows(txn, table, touched, up_to=up_to)
                 self._check_still(table, step)
                 clock.start("correct")
                 answer = found.answer(table, step, state=state)

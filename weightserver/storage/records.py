@@ -10,8 +10,8 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -107,7 +107,7 @@ def read_identity(txn: Transaction) -> ShardIdentity | None:
             return None
         found_format = found.pop("format")
         if found_format == FORMAT:
-            return _built(ShardIdentity, **found)
+            return ShardIdentity(**found)
     raise StorageError(f"{txn.directory} {refusal(found_format)}")
 
 
@@ -132,7 +132,7 @@ def read_state(txn: Transaction) -> State:
     with _guarded(txn, "state"):
         stored = _stored(txn, "state")
         checkpoints = tuple(map(_checkpoint_from_json, _stored(txn, "checkpoints")["retained"]))
-        return _built(State, **stored, checkpoints=checkpoints)
+        return State(**stored, checkpoints=checkpoints)
 
 
 def write_state(txn: Transaction, state: State, before: State | None = None) -> None:
@@ -157,7 +157,7 @@ def _checkpoint_to_json(kept: ShardCheckpoint) -> dict[str, Any]:
 def _checkpoint_from_json(stored: dict[str, Any]) -> ShardCheckpoint:
     named = {name: stored[name] for name in ("name", "step", "generation", "rows_stored", "num_rows")}
     checkpoint_id, mark = bytes.fromhex(stored["identity"]), stored["mark"]
-    return _built(ShardCheckpoint, **named, checkpoint_id=checkpoint_id, marks=(mark,))
+    return ShardCheckpoint(**named, checkpoint_id=checkpoint_id, marks=(mark,))
 
 
 def read_lineage(txn: Transaction) -> Lineage:
@@ -181,17 +181,8 @@ def write_peers(txn: Transaction, marks: Iterable[str]) -> None:
 
 def read_schedule(txn: Transaction) -> Float32Array:
     """The stored learning rates, those of the steps below the clock: float32 [clock]."""
-    rates, end, clock = [np.zeros(0, np.float32)], 0, read_state(txn).clock
-    for key, content in read_records(txn, "schedule"):
-        with _guarded(txn, "schedule"):
-            if _STEP.unpack(key) != (end,):
-                raise ValueError(f"the learning rates of step {end} and later ones are missing")
-            rates.append(np.frombuffer(content, "<f4"))
-        end += len(rates[-1])
-    with _guarded(txn, "schedule"):
-        if end != clock:
-            raise ValueError(f"it has the learning rates of {end} steps, not those of {clock}")
-    return np.concatenate(rates)
+    chunks = [np.frombuffer(content, "<f4") for _, content in read_records(txn, "schedule")]
+    return np.concatenate([np.zeros(0, np.float32), *chunks])
 
 
 def append_schedule(txn: Transaction, num_stored: int, learning_rates: Float32Array) -> None:
@@ -215,7 +206,8 @@ def get_json(txn: Transaction, key: str) -> dict[str, Any] | None:
     """A value of the database `meta`."""
     content = get_record(txn, "meta", key.encode())
     with _guarded(txn, key):
-        return None if content is None else _json_object(content)
+        found: dict[str, Any] | None = None if content is None else json.loads(content)
+        return found
 
 
 def put_json(txn: Transaction, key: str, value: dict[str, Any]) -> None:
@@ -268,31 +260,11 @@ def _stored(txn: Transaction, key: str) -> dict[str, Any]:
     return stored
 
 
-def _json_object(content: bytes) -> dict[str, Any]:
-    found = json.loads(content)
-    if not isinstance(found, dict):
-        raise TypeError(f"{found!r} is not an object")
-    return found
-
-
-Record = TypeVar("Record", ShardIdentity, ShardCheckpoint, State)
-
-
-def _built(kind: type[Record], **stored: Any) -> Record:
-    """The record with these values, whose types are checked against its fields."""
-    made = kind(**stored)
-    for field in fields(made):
-        value = getattr(made, field.name)
-        if field.type in ("bool", "int", "str") and type(value).__name__ != field.type:
-            raise TypeError(f"{field.name} is {value!r}")
-    return made
-
-
 @contextlib.contextmanager
 def _guarded(txn: Transaction, what: str) -> Iterator[None]:
-    """Turns every error that damaged bytes can cause into DamagedRecordError."""
+    """Turns a wrong checksum, or a value that is missing, into DamagedRecordError."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+    except ValueError as error:
         reason = f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup"
         raise DamagedRecordError(reason) from error
