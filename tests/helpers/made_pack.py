@@ -61,7 +61,15 @@ def make_pack(directory: Path, *, num_images: int, num_tars: int, num_classes: i
 
     with index_path(directory, 0).open("wb") as file:
         file.writelines(records())
-    part = Range(first=0, count=num_images, source="/made", root="/made", rows_per_tar=each, shards=tuple(shards))
+    part = Range(
+        first=0,
+        count=num_images,
+        source="/made",
+        root="/made",
+        listing_sha256="",
+        rows_per_tar=each,
+        shards=tuple(shards),
+    )
     classes = tuple(f"class {number:06d}" for number in range(num_classes))
     Manifest(order_seed=0, labelled=True, classes=classes, ranges=(part,)).save(directory)
     return directory

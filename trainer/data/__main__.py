@@ -3,12 +3,15 @@
 pic inspect images/                          # what they are read as, and what they are
 pic pack images/train packed/                # repeat it to continue after an interruption
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
+pic pack images/train packed/ --part 2/8     # one of eight processes, each with a part
+pic pack merge packed/                       # when all parts are packed
 pic verify packed/
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import NoReturn
 
 from trainer.command_line import parsed
@@ -21,6 +24,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line. Exit status 0; 1 with one line on stderr on failure; 2 for invalid arguments."""
     with loading_libraries("trainer.data"):
         parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:2] == ["pack", "merge"]:
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     options = parsed(parser, arguments)
     with loading_libraries("trainer.data"):
         from trainer.data.command import run
@@ -29,6 +35,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     from trainer.cores import usable_cores
+    from trainer.data.parts import to_part
     from trainer.data.source_arguments import add_source_arguments
 
     parser = Parser(prog="pic", description=(__doc__ or "").splitlines()[0])
@@ -46,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")
+    packing.add_argument("--part", type=to_part, metavar="I/N", help="pack one of N parts, from 0/N on: see pack merge")
     add_source_arguments(packing)
+
+    merging = commands.add_parser("pack merge", help="join the parts that pack --part has packed")
+    merging.add_argument("directory", type=to_path)
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_path)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
+from trainer.data.pack_parts import merge
 from trainer.data.reading import counted, read_source
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
@@ -18,9 +20,10 @@ from trainer.stopping import exit_on_error
 
 def run(options: argparse.Namespace) -> NoReturn:
     """Runs a command. Exit status 0; 1 with one line on stderr on failure."""
+    commands = {"inspect": _inspect, "pack": _pack, "pack merge": _merge, "verify": _verify}
     with exit_on_error(f"pic {options.command}", after_interrupt="repeat the command to continue"):
         with shown():
-            lines = {"inspect": _inspect, "pack": _pack, "verify": _verify}[options.command](options)
+            lines = commands[options.command](options)
         print(*lines, sep="\n")
     sys.exit(0)
 
@@ -32,23 +35,17 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 def _pack(options: argparse.Namespace) -> list[str]:
     of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
-    manifest = pack(
-        options.source,
-        options.output,
-        PackOptions(
-            order_seed=options.order_seed,
-            extend=options.extend,
-            threads=options.threads,
-            source=of_source,
-        ),
+    how = PackOptions(
+        order_seed=options.order_seed,
+        extend=options.extend,
+        threads=options.threads,
+        source=of_source,
+        part=options.part,
     )
-    broken = sum(shard.num_broken for shard in manifest.shards)
-    labels = counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
-    packed = (
-        f"{options.output}: {counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
-        f"{labels if manifest.labelled else 'no labels'}, {counted(len(manifest.shards), 'tar')}, "
-        f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
-    )
+    manifest = pack(options.source, options.output, how)
+    if not manifest.complete:
+        images = counted(manifest.ranges[-1].count, "image")
+        return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
     with stage("comparing the source with the pack"):
         reading = read_source(options.source.resolve(), of_source)
         changed = changes_since(reading, options.output).lines()
@@ -57,7 +54,23 @@ def _pack(options: argparse.Namespace) -> list[str]:
         f"{split.name} packs it for evaluation"
         for split in reading.splits[2:]
     ]
-    return [packed, *changed, *unused]
+    return [_packed(options.output, manifest), *changed, *unused]
+
+
+def _packed(output: Path, manifest: Manifest) -> str:
+    """What a pack holds."""
+    broken = sum(shard.num_broken for shard in manifest.shards)
+    labels = counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
+    return (
+        f"{output}: {counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
+        f"{labels if manifest.labelled else 'no labels'}, {counted(len(manifest.shards), 'tar')}, "
+        f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
+    )
+
+
+def _merge(options: argparse.Namespace) -> list[str]:
+    with stage("joining the parts"):
+        return [_packed(options.directory, merge(options.directory))]
 
 
 def _verify(options: argparse.Namespace) -> list[str]:

@@ -4,6 +4,8 @@
     shards-FIRST.jsonl              a range's tars with their checksums, one per line, added when the tar is finished
     index-FIRST.bin                 a range's index, one record per row (`index.py`), appended tar by tar
     images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
+    shards-FIRST.PLAN.I-of-N.jsonl  the same two of a part that is not joined yet (`pack_parts.py`)
+    index-FIRST.PLAN.I-of-N.bin
     rows-FIRST.tar                  a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
 
 Only files that the manifest names count: they are written and synced first, then named. A process that dies while it
@@ -13,15 +15,17 @@ adds a line leaves an incomplete line, which is ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.data.config import SourceOptions
+from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
-from weightserver.common.atomic_files import append_synced, atomic_write
+from weightserver.common.atomic_files import append_synced, atomic_write, sync
 
 FORMAT = 5
 
@@ -51,6 +55,7 @@ class Range:
     """The folder or list that they came from."""
     root: str
     """The folder to which the listing's paths are relative."""
+    listing_sha256: str
     rows_per_tar: int
     """Number of rows of each tar but the last."""
     shards: tuple[Shard, ...]
@@ -59,6 +64,21 @@ class Range:
     @property
     def rows_packed(self) -> int:
         return self.shards[-1].first + self.shards[-1].count - self.first if self.shards else 0
+
+    @property
+    def num_tars(self) -> int:
+        return -(-self.count // self.rows_per_tar)
+
+    def tars(self, part: Part) -> range:
+        """The first row of each tar of a part; it stops at the row after the last."""
+        numbers, end = part.range(self.num_tars), self.first + self.count
+        first, stop = (min(end, self.first + number * self.rows_per_tar) for number in (numbers.start, numbers.stop))
+        return range(first, stop, self.rows_per_tar)
+
+    def is_of(self, source: Path) -> bool:
+        """Whether images of a source are packed: of a folder all of it, not of one in it."""
+        source, root = source.resolve(), str((source if source.is_dir() else source.parent).resolve())
+        return self.root == root and Path(self.source).is_relative_to(source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +112,7 @@ class Manifest:
 
     def is_of(self, source: Path) -> bool:
         """Whether images of a source are packed: of a folder all of it, not of one in it."""
-        source, root = source.resolve(), str((source if source.is_dir() else source.parent).resolve())
-        return any(part.root == root and Path(part.source).is_relative_to(source) for part in self.ranges)
+        return any(part.is_of(source) for part in self.ranges)
 
     @property
     def finished(self) -> Manifest:
@@ -112,7 +131,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Reads the files of `save` and `add_shard`.
+        """Reads the files of `save` and `add_shard`; parts that are not joined do not count.
 
         Raises:
             ValueError: no manifest, or one of an unknown format.
@@ -124,7 +143,7 @@ class Manifest:
                 raise ValueError(
                     f"{path} is of another version of this program: pack the images again, into a new directory"
                 )
-            ranges = [Range(**part | {"shards": _listed(directory, part)}) for part in content.pop("ranges")]
+            ranges = [_with_shards(directory, Range(**part, shards=())) for part in content.pop("ranges")]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
                     f"{path} names an incomplete range before its last: pack the images again, into a new directory"
@@ -133,14 +152,19 @@ class Manifest:
             return cls(classes=tuple(content.pop("classes")), options=options, ranges=tuple(ranges), **content)
         except OSError:
             raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
-        except (TypeError, KeyError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
+        except (TypeError, KeyError, AttributeError, ArithmeticError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
 
 
-def add_shard(directory: Path, part: Range, shard: Shard) -> Range:
-    """Names a tar, whose files are in place, in its range's manifest; returns the range with it."""
-    append_synced(shards_path(directory, part.first), _line(shard))
-    return replace(part, shards=(*part.shards, shard))
+def add_shard(path: Path, shard: Shard) -> None:
+    """Names a tar, whose files are in place, in a list of `shards_path`."""
+    append_synced(path, _line(shard))
+
+
+def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
+    """Truncates a list to its first tars, before others are added: a killed process may have left half a line."""
+    os.truncate(path, sum(len(_line(shard)) for shard in shards))
+    sync(path)
 
 
 def is_packed(directory: Path) -> bool:
@@ -156,12 +180,12 @@ def tar_path(directory: Path, first: int) -> Path:
     return directory / f"rows-{first:012d}.tar"
 
 
-def index_path(directory: Path, first: int) -> Path:
-    return directory / f"index-{first:012d}.bin"
+def index_path(directory: Path, first: int, part: str = "") -> Path:
+    return directory / f"index-{first:012d}{part}.bin"
 
 
-def shards_path(directory: Path, first: int) -> Path:
-    return directory / f"shards-{first:012d}.jsonl"
+def shards_path(directory: Path, first: int, part: str = "") -> Path:
+    return directory / f"shards-{first:012d}{part}.jsonl"
 
 
 def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -172,19 +196,22 @@ def _line(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 
-def _listed(directory: Path, part: Mapping[str, Any]) -> tuple[Shard, ...]:
-    """The tars named in a range's own file. An incomplete last line is ignored."""
-    path = shards_path(directory, part["first"])
+def _with_shards(directory: Path, part: Range) -> Range:
+    return replace(part, shards=shards_in(shards_path(directory, part.first), part.tars(WHOLE)))
+
+
+def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
+    """The tars named in a list, which are the first ones of `tars`. An incomplete last line is ignored."""
     try:
         *lines, rest = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     shards: list[Shard] = []
-    row, end = part["first"], part["first"] + part["count"]
+    row = tars.start
     for number, line in enumerate(lines, 1):
         try:
             shard = Shard(**json.loads(line))
-            if shard.first != row or not row < row + shard.count <= end:
+            if shard.first != row or not row < row + shard.count <= tars.stop:
                 raise ValueError(f"rows from {shard.first} on")
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines) and not rest:

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import io
 import logging
-import os
 import tarfile
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -34,15 +33,20 @@ from trainer.data.manifest import (
     Range,
     Shard,
     add_shard,
+    cut_shards,
     index_path,
     is_packed,
     listing_path,
+    shards_in,
+    shards_path,
     tar_path,
 )
+from trainer.data.pack_parts import LOCK, locked, part_name, parts_begun
 from trainer.data.pack_plan import PackOptions as PackOptions
-from trainer.data.pack_plan import planned
+from trainer.data.pack_plan import begun, planned
 from trainer.data.packed import PackedImages
-from trainer.data.reading import Split, read_source
+from trainer.data.parts import WHOLE
+from trainer.data.reading import Reading, read_source
 from trainer.display import Counting, counting, stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
@@ -75,6 +79,21 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         ValueError: a source without images, a directory that holds another pack, too many broken images.
         OSError: the directory cannot be written, or another process packs into it.
     """
+    with planned_pack(source, output, options) as directories, counting("packing") as progress, stage("packing"):
+        manifest, *_ = [_pack_split(directory, options, progress) for directory in directories]
+        return manifest
+
+
+@contextmanager
+def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[list[Path]]:
+    """Plans a pack unless it is planned, and yields its directories: its own, and that of its test images, if any.
+
+    While it is open, no other process packs into them, except other parts if `options` have one. The first of these
+    lists the images while the others wait; they do not read the source again.
+
+    Raises:
+        ValueError, OSError: as `pack`.
+    """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
     source = source.resolve()
@@ -82,30 +101,56 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    reading = read_source(source, options.source)
+    reading = None if options.part else read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
-    with _only_packer(output), counting("packing") as progress, stage("packing"):
-        if options.extend or not is_packed(output):
-            for line in filter(None, (reading.left_out.line(source), *map(Remark, reading.notes))):
-                say(line, logging.WARNING)
-        packed = list[Manifest]()
-        for split, directory in reading.to_pack(output):
-            directory.mkdir(exist_ok=True)
-            extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
-            known = packed[0].classes if packed else ()
-            packed.append(_pack_split(split, directory, extended, progress, known))
-        return packed[0]
+    with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
+        if reading:
+            yield _plan(reading, output, options)
+            return
+        directories = begun(source, output, options)
+        if not directories:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            directories = begun(source, output, options) or _plan(read_source(source, options.source), output, options)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield directories
 
 
-def _pack_split(
-    split: Split, output: Path, options: PackOptions, progress: Counting, known: tuple[str, ...]
-) -> Manifest:
-    manifest = planned(split, output, options, known)
-    part = manifest.ranges[-1]
-    listing = Listing.open(listing_path(output, part.first), Path(part.root))
-    packed = _Packer(output, manifest, listing, options, progress).run()
-    PackedImages(output)  # finds indexes that are missing or cut off
-    return packed
+def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
+    """Plans the splits of a source; the manifest in `output` is saved last, because it says that all are planned."""
+    if options.extend or not is_packed(output):
+        for line in filter(None, (reading.left_out.line(reading.source), *map(Remark, reading.notes))):
+            say(line, logging.WARNING)
+    plans = dict[Path, Manifest]()
+    for split, directory in reading.to_pack(output):
+        directory.mkdir(exist_ok=True)
+        extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
+        plans[directory] = planned(split, directory, extended, plans[output].classes if plans else ())
+    for directory, manifest in reversed(plans.items()):
+        if not (is_packed(directory) and Manifest.load(directory) == manifest):
+            manifest.save(directory)
+    return list(plans)
+
+
+def _pack_split(directory: Path, options: PackOptions, progress: Counting) -> Manifest:
+    """Packs the last range of a directory, or a part of it, as far as it is not packed."""
+    manifest = Manifest.load(directory)
+    range_ = manifest.ranges[-1]
+    if not manifest.complete and options.part:
+        others = parts_begun(directory, range_)
+        if others and (of := max(others).of) != options.part.of:
+            raise ValueError(f"{directory} is being packed in {of} parts: give --part I/{of}")
+        if range_.rows_packed:
+            raise ValueError(f"{directory} is being packed by one process: repeat its command, without --part")
+        packer = _Packer(directory, manifest, options, progress)
+        with locked(packer.shards, fcntl.LOCK_EX):
+            packer.run()
+        return manifest
+    if not manifest.complete:
+        if parts_begun(directory, range_):
+            raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
+        _Packer(directory, manifest, options, progress).run()
+    packed = PackedImages(directory)  # finds indexes that are missing or cut off
+    return packed.manifest
 
 
 def verify(directory: Path) -> list[str]:
@@ -123,6 +168,7 @@ def verify(directory: Path) -> list[str]:
 
 
 def _damage(directory: Path, part: Range) -> Iterator[str]:
+    yield from _file_damage(listing_path(directory, part.first), part.listing_sha256)
     for shard in part.shards:
         yield from _file_damage(tar_path(directory, shard.first), shard.sha256)
     if not part.shards:
@@ -144,63 +190,43 @@ def _file_damage(path: Path, expected: str) -> Iterator[str]:
         yield f"{path} is damaged"
 
 
-@contextmanager
-def _only_packer(output: Path) -> Iterator[None]:
-    descriptor = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(f"another process is packing into {output}: wait for it, or end it") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 class _Packer:
-    """Packs the missing rows of a manifest's last range."""
+    """Packs the missing rows of a manifest's last range, or of a part of it."""
 
-    def __init__(
-        self, output: Path, manifest: Manifest, listing: Listing, options: PackOptions, progress: Counting
-    ) -> None:
-        self._output, self._manifest, self._listing, self._progress = output, manifest, listing, progress
-        self._threads = options.threads
-        self._part = manifest.ranges[-1]
-        if len(listing) != self._part.count:
-            raise ValueError(
-                f"{listing_path(output, self._part.first)} does not have as many images as the manifest says"
-            )
+    def __init__(self, output: Path, manifest: Manifest, options: PackOptions, progress: Counting) -> None:
+        self._output, self._progress, self._options = output, progress, options
+        self._range = manifest.ranges[-1]
+        first = self._range.first
+        self._listing = Listing.open(listing_path(output, first), Path(self._range.root))
+        if len(self._listing) != self._range.count:
+            raise ValueError(f"{listing_path(output, first)} does not have as many images as the manifest says")
+        self._tars = self._range.tars(options.part or WHOLE)
+        name = part_name(output, options.part) if options.part else ""
+        self.shards, self._index = shards_path(output, first, name), index_path(output, first, name)
+        self._order = RangesOrder(manifest.sizes, manifest.order_seed)
         self._rendering = options.source.rendering("none")
-        self._options = options.source
 
-    def run(self) -> Manifest:
-        """Packs tar after tar, each named in the manifest when its files are in place."""
-        first, end = self._part.first, self._part.first + self._part.count
-        packed = first + self._part.rows_packed
-        if packed < end:
-            self._truncate_to_manifest()
-            self._broken = BrokenImages(self._options, self._part.count, self._known_broken())
-        with closing(self._samples(packed - first)) as samples:
-            for row in range(packed, end, self._part.rows_per_tar):
-                shard = self._write_shard(row, min(self._part.rows_per_tar, end - row), samples)
-                self._part = add_shard(self._output, self._part, shard)
-        self._progress.update(self._part.count, self._part.count)
-        return replace(self._manifest, ranges=(*self._manifest.ranges[:-1], self._part))
+    def run(self) -> None:
+        """Packs tar after tar, each named in the list when its files are in place."""
+        tars, done = self._tars, shards_in(self.shards, self._tars)
+        packed = sum(shard.count for shard in done)
+        if packed < tars.stop - tars.start:  # a pack that was killed may have written more than it named
+            cut_shards(self.shards, done)
+            cut_index(self._index, packed)
+            self._broken = BrokenImages(self._options.source, self._range.count, self._known_broken(packed))
+        with closing(self._samples(tars.start + packed, tars.stop)) as samples:
+            for row in tars[len(done) :]:
+                add_shard(self.shards, self._write_shard(row, min(tars.step, tars.stop - row), samples))
+        self._show(tars.stop)
 
-    def _truncate_to_manifest(self) -> None:
-        """Truncates files to what the manifest names: a pack that was killed may have written more."""
-        self._part = self._manifest.ranges[-1]
-        self._manifest.save(self._output)
-        cut_index(index_path(self._output, self._part.first), self._part.rows_packed)
+    def _show(self, row: int) -> None:
+        self._progress.update(row - self._tars.start, self._tars.stop - self._tars.start)
 
-    def _known_broken(self) -> Iterator[int]:
+    def _known_broken(self, packed: int) -> Iterator[int]:
         """The images, numbered in the range, that are broken in the rows that are packed already."""
-        first = self._part.first
-        for shard in self._part.shards:
-            start = shard.first - first
-            content = read_records(index_path(self._output, first), start, start + shard.count)
-            records = np.frombuffer(content, INDEX)
-            yield from (records["image"][records["image"] != records["shown"]] - first).tolist()
+        for start in range(0, packed, _ROWS_TOGETHER):
+            records = np.frombuffer(read_records(self._index, start, min(packed, start + _ROWS_TOGETHER)), INDEX)
+            yield from (records["image"][records["image"] != records["shown"]] - self._range.first).tolist()
 
     def _write_shard(self, first: int, count: int, samples: Iterator[_Sample]) -> Shard:
         """Writes the tar of rows first … first+count−1, and adds its records to the index."""
@@ -211,7 +237,7 @@ class _Packer:
             nonlocal num_broken
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
                 for row, sample in enumerate(islice(samples, count), first):
-                    self._progress.update(row - self._part.first, self._part.count)
+                    self._show(row)
                     offset = tar.offset + tarfile.BLOCKSIZE  # after the header
                     _add(tar, f"{row:012d}.{sample.suffix}", sample.content)
                     if sample.label != NO_LABEL:
@@ -228,28 +254,26 @@ class _Packer:
             count=count,
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
-            index_sha256=add_records(index_path(self._output, self._part.first), np.array(index, INDEX)),
+            index_sha256=add_records(self._index, np.array(index, INDEX)),
             num_broken=num_broken,
         )
 
     def _name_broken(self, sample: _Sample) -> None:
-        path = self._listing.path(sample.image - self._part.first)
-        shown = self._listing.path(sample.shown - self._part.first)
+        path = self._listing.path(sample.image - self._range.first)
+        shown = self._listing.path(sample.shown - self._range.first)
         sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
         say(Remark(sentence, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
 
-    def _samples(self, start: int) -> Generator[_Sample, None, None]:
-        """The samples of the range's rows from `start` on, some of them computed ahead."""
-        first, count = self._part.first, self._part.count
-        order = RangesOrder(self._manifest.sizes, self._manifest.order_seed)
+    def _samples(self, start: int, stop: int) -> Generator[_Sample, None, None]:
+        """The samples of rows start … stop−1, some of them computed ahead."""
         ahead: deque[Future[_Sample]] = deque()
-        with ThreadPoolExecutor(self._threads) as pool:
+        with ThreadPoolExecutor(self._options.threads) as pool:
             try:
-                for chunk in range(start, count, _ROWS_TOGETHER):
-                    rows = np.arange(first + chunk, first + min(count, chunk + _ROWS_TOGETHER))
-                    for image in order.images(rows).tolist():
+                for chunk in range(start, stop, _ROWS_TOGETHER):
+                    rows = np.arange(chunk, min(stop, chunk + _ROWS_TOGETHER))
+                    for image in self._order.images(rows).tolist():
                         ahead.append(pool.submit(self._sample, image))
-                        if len(ahead) > 4 * self._threads:
+                        if len(ahead) > 4 * self._options.threads:
                             yield ahead.popleft().result()
                 while ahead:
                     yield ahead.popleft().result()
@@ -257,7 +281,7 @@ class _Packer:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _sample(self, image: int) -> _Sample:
-        own = shown = image - self._part.first
+        own = shown = image - self._range.first
         broken = ""
         while True:
             try:
@@ -269,7 +293,7 @@ class _Packer:
                 shown = self._broken.first_from(shown)
                 continue
             label = self._listing[own].label
-            return _Sample(image, self._part.first + shown, label, suffix, content, broken)
+            return _Sample(image, self._range.first + shown, label, suffix, content, broken)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -13,8 +13,9 @@ from trainer.data.changes import any_intact, split_changes
 from trainer.data.config import SourceOptions
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
+from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import atomic_write, sha256
 
 _MEASURED = 1_000
 
@@ -31,6 +32,8 @@ class PackOptions:
     """How to read the source where it can be read in several ways."""
     extend: bool = False
     """Whether to add those of the source's images that are not packed yet."""
+    part: Part | None = None
+    """Which part of the rows to pack; None for all."""
     threads: int = field(default_factory=usable_cores)
     """Reading and decoding threads; default: one per core that this process may use."""
 
@@ -40,7 +43,7 @@ class PackOptions:
 
 
 def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, ...] = ()) -> Manifest:
-    """The manifest to pack a split by: the existing one, with a new range if images are added.
+    """The manifest to pack a split by: the existing one, with a new range if images are added, which is not saved.
 
     A range that was begun, and none of whose images was packed or can be read any more, is given up.
 
@@ -88,13 +91,29 @@ def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
     return replace(kept, classes=())  # it is planned anew
 
 
+def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
+    """The directories of a pack of `source` that is planned: its own, and that of its test images, if any. Empty if it
+    is to be planned.
+
+    Raises:
+        ValueError: the pack is another one.
+    """
+    directories = [directory for directory in (output, output / "test") if is_packed(directory)]
+    if output not in directories:
+        return []
+    manifests = [Manifest.load(directory) for directory in directories]
+    if options.extend and all(manifest.complete for manifest in manifests):
+        return []
+    for wrong, remedy in _contradictions_of_options(manifests[0], options):
+        raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
+    if not (last := manifests[0].ranges[-1]).is_of(source):
+        raise ValueError(f"{output} holds images of {last.source}: give another directory")
+    return directories
+
+
 def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
-    if options.order_seed not in (None, manifest.order_seed):
-        wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
-        yield wrong, f"give --order-seed {manifest.order_seed}"
-    if differing := manifest.options.differing(options.source):
-        yield f"was packed with {differing}", "omit that"
+    yield from _contradictions_of_options(manifest, options)
     last = manifest.ranges[-1]
     if last.source != split.source and (not manifest.complete or not options.extend):
         remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
@@ -102,6 +121,14 @@ def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> It
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if split.kind_of_labels != kind:
         yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
+
+
+def _contradictions_of_options(manifest: Manifest, options: PackOptions) -> Iterator[tuple[str, str]]:
+    if options.order_seed not in (None, manifest.order_seed):
+        wrong = f"is packed in the order of seed {manifest.order_seed}, not {options.order_seed}"
+        yield wrong, f"give --order-seed {manifest.order_seed}"
+    if differing := manifest.options.differing(options.source):
+        yield f"was packed with {differing}", "omit that"
 
 
 def _with_range(
@@ -132,10 +159,16 @@ def _with_range(
     atomic_write(listing_path(output, first), write)
     root = str(split.listing.root)
     rows_per_tar = max(1, options.tar_bytes // _mean_bytes(split.listing, new))
-    part = Range(first=first, count=len(new), source=split.source, root=root, rows_per_tar=rows_per_tar, shards=())
-    manifest = replace(manifest, classes=names, ranges=(*manifest.ranges, part))
-    manifest.save(output)
-    return manifest
+    part = Range(
+        first=first,
+        count=len(new),
+        source=split.source,
+        root=root,
+        listing_sha256=sha256(listing_path(output, first)),
+        rows_per_tar=rows_per_tar,
+        shards=(),
+    )
+    return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
 
 
 def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:

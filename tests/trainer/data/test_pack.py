@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -15,12 +16,12 @@ import pytest
 
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
-from trainer.data import pack as pack_module
 from trainer.data.config import SourceOptions
 from trainer.data.index import INDEX
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, verify
+from trainer.data.pack_parts import LOCK, locked
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
 from trainer.display import Counting
@@ -123,8 +124,8 @@ def test_packing_twice_gives_the_same_bytes_whatever_the_threads(packed: Path, t
 @pytest.mark.parametrize(
     ("fatal", "moment"),
     [
-        *itertools.product(range(1, 8), ["before", "after"]),  # list, manifest twice, index, first tar
-        *itertools.product([8, 9, 11, 12], ["half", "after"]),  # the calls for the first two tars
+        *itertools.product(range(1, 6), ["before", "after"]),  # listing, list of tars, manifest, index, first tar
+        *itertools.product([6, 7, 9, 10], ["half", "after"]),  # the calls for the first two tars
     ],
 )
 def test_an_interrupted_pack_continues_to_the_same_bytes(
@@ -243,7 +244,7 @@ def test_too_many_broken_images_end_the_pack(tree: Path, tmp_path: Path) -> None
     (nothing / "a.jpg").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"none of 1 images of .*nothing can be read, first a.jpg: repair"):
         pack(nothing, tmp_path / "other", options())
-    assert not list((tmp_path / "other").iterdir()), "once they are repaired, they are packed"
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [LOCK], "once they are repaired, they are packed"
 
 
 def test_a_stretch_of_broken_images_is_not_searched_for_each_of_them(
@@ -327,7 +328,7 @@ def test_a_list_that_is_refused_leaves_no_pack(tmp_path: Path) -> None:
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
-    with pack_module._only_packer(tmp_path), pytest.raises(OSError, match="another process is packing into"):
+    with locked(tmp_path / LOCK, fcntl.LOCK_SH), pytest.raises(OSError, match="another process is packing into"):
         pack(tree, tmp_path, options())
 
 
@@ -353,6 +354,11 @@ def test_damage_is_found(tree: Path, tmp_path: Path) -> None:
         PackedImages(tmp_path).read_row(shards[2].first + 1)
     os.truncate(index, len(records) - 64)
     assert verify(tmp_path)[-1] == f"{index} is damaged in rows {shards[-1].first}..52"
+    listing = tmp_path / "images-000000000000.tsv"
+    content = bytearray(listing.read_bytes())
+    listing.write_bytes(content.replace(b"a/", b"b/", 1))
+    assert verify(tmp_path)[0] == f"{listing} is damaged"
+    listing.write_bytes(content)
     for lost in (False, True):
         if lost:
             index.unlink()

@@ -1,0 +1,283 @@
+"""Packs in parts: several processes, killed and repeated, make the bytes of one; parts that do not fit are refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.dying_pack import Killed, contents, die_at
+from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.watching import wait_until
+from trainer.data.__main__ import main
+from trainer.data.config import SourceOptions
+from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack, verify
+from trainer.data.pack_parts import LOCK, locked, merge
+from trainer.data.packed import PackedImages
+from trainer.data.parts import Part
+from weightserver.common.atomic_files import sha256
+
+ROOT = Path(__file__).parents[3]
+PACK = """
+import sys
+from pathlib import Path
+from trainer.data.pack import PackOptions, pack
+from trainer.data.parts import to_part
+
+source, output, part = sys.argv[1:]
+pack(Path(source), Path(output), PackOptions(order_seed=5, tar_bytes=20_000, threads=2, part=to_part(part)))
+"""
+
+
+def options(part: Part | None = None, **changes: Any) -> PackOptions:
+    return PackOptions(**{"order_seed": 5, "tar_bytes": 20_000, "threads": 2, "part": part} | changes)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training and test images, some of them broken."""
+    root = tmp_path_factory.mktemp("images") / "tree"
+    odd_tree(root / "train", 40)
+    plain_tree(root / "test", 20)
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pack of one process."""
+    directory = tmp_path_factory.mktemp("packed")
+    pack(tree, directory, options())
+    return directory
+
+
+def files(directory: Path) -> dict[str, str]:
+    """SHA-256 of each file of a pack and of its test images."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != LOCK)
+    return {str(path.relative_to(directory)): sha256(path) for path in found}
+
+
+@contextmanager
+def processes(*commands: list[object]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Runs Python at the same time with these arguments; kills what is left of it."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for command in commands
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def part_command(tree: Path, output: Path, part: str) -> list[object]:
+    return ["-c", PACK, tree, output, part]
+
+
+def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, packed: Path, tmp_path: Path) -> None:
+    """One of them lists the images."""
+    output = tmp_path / "packed"
+    with processes(*(part_command(tree, output, f"{number}/3") for number in range(3))) as started:
+        errors = [process.communicate(timeout=300)[1] for process in started]
+        assert [process.returncode for process in started] == [0, 0, 0], errors
+    assert "".join(errors).count("left out of") == 1
+    with pytest.raises(ValueError, match="is not completely packed"):
+        PackedImages(output)
+    merge(output)
+    assert files(output) == files(packed)
+    assert verify(output) == verify(output / "test") == []
+
+
+def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed: Path, tmp_path: Path) -> None:
+    images, output = tmp_path / "images", tmp_path / "packed"
+    shutil.copytree(tree, images)
+    pack(images, tmp_path / "whole", options())
+    pack(images, output, options(Part(1, 2)))
+    last = PackedImages(tmp_path / "whole").order.images(np.array(Manifest.load(output).ranges[-1].tars(Part(0, 2))))[
+        -1
+    ]
+    stuck = Path(PackedImages(tmp_path / "whole").path(int(last)))
+    content = stuck.read_bytes()
+    stuck.unlink()
+    os.mkfifo(stuck)  # whoever opens it waits
+    with processes(part_command(images, output, "0/2")) as (process,):
+        wait_until(lambda: any(path.stat().st_size for path in output.glob("shards-*.0-of-2.jsonl")))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    stuck.unlink()
+    stuck.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"lacks 1 part that .* 0/2: repeat 'pic pack .*/images/train .*packed --part 0/2'"
+    ):
+        merge(output)
+    pack(images, output, options(Part(0, 2)))
+    merge(output)
+    assert files(output) == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("of", [1, 2, 5, 100])
+def test_any_number_of_parts_in_any_order(of: int, tree: Path, packed: Path, tmp_path: Path) -> None:
+    """Also more than there are tars; parts may be repeated, and be joined twice."""
+    output = tmp_path / "packed"
+    for number in (*reversed(range(of)), of // 2):
+        assert not pack(tree, output, options(Part(number, of))).complete
+    before = files(output)
+    assert merge(output).complete
+    assert files(output) == files(packed)
+    assert {name: digest for name, digest in before.items() if name.endswith(".tar")}.items() <= files(output).items()
+    assert merge(output) == pack(tree, output, options(Part(0, of))) == pack(tree, output, options())
+    assert files(output) == files(packed)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("fatal", range(1, 7))
+def test_an_interrupted_merge_is_repeated(
+    fatal: int, moment: str, tree: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Index, list of tars and manifest, of the training images and of the test images."""
+    output = tmp_path / "packed"
+    for number in range(2):
+        pack(tree, output, options(Part(number, 2)))
+    die_at(fatal, moment, monkeypatch)
+    with pytest.raises(Killed):
+        merge(output)
+    monkeypatch.undo()
+    merge(output)
+    assert files(output) == files(packed)
+
+
+def test_images_are_added_in_parts(tmp_path: Path) -> None:
+    tree, whole, output = plain_tree(tmp_path / "tree", 20), tmp_path / "whole", tmp_path / "packed"
+    for directory in (whole, output):
+        pack(tree, directory, options())
+    plain_tree(tree, 30, first=20)
+    pack(tree, whole, options(extend=True))
+    for number in range(3):
+        pack(tree, output, options(Part(number, 3), extend=True))
+        assert len(PackedImages(output)) == 20
+    merge(output)
+    assert contents(output) == contents(whole)
+    pack(tree, output, options(Part(0, 3), extend=True))
+    assert contents(output) == contents(whole), "nothing is new any more"
+
+
+def test_parts_that_were_packed_in_places_of_their_own_are_copied_together(
+    tree: Path, packed: Path, tmp_path: Path
+) -> None:
+    for number in range(2):
+        pack(tree, tmp_path / str(number), options(Part(number, 2)))
+        shutil.copytree(tmp_path / str(number), tmp_path / "packed", dirs_exist_ok=True)
+    merge(tmp_path / "packed")
+    assert files(tmp_path / "packed") == files(packed)
+
+
+def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path) -> None:
+    """Parts that were packed elsewhere and copied: some are missing, overlap, or are of another pack."""
+    halves, thirds, seeds = (tmp_path / name for name in ("halves", "thirds", "seeds"))
+    for directory, of, seed in ((halves, 2, 5), (thirds, 3, 5), (seeds, 2, 6)):
+        for number in range(of - 1):
+            pack(tree, directory, options(Part(number, of), order_seed=seed))
+    shutil.copy(tree / "train/a/0000.jpg", tmp_path / "more.jpg")
+    (tmp_path / "more").mkdir()
+    others = shutil.copytree(tree, tmp_path / "more/tree")
+    (others / "train/b/more.jpg").write_bytes((tree / "train/a/0000.jpg").read_bytes())
+    changed = tmp_path / "changed"
+    pack(others, changed, options(Part(1, 2)))
+    for other, message in (
+        (None, r"halves lacks 1 part that .* finished, 1/2: repeat 'pic pack .*/train .*/halves --part 1/2'"),
+        (thirds, "halves has parts of 2 and of 3, which overlap: remove the shards- and index- files of one"),
+        (seeds, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
+        (changed, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
+    ):
+        gathered = shutil.copytree(halves, tmp_path / f"gathered {other and other.name}" / "halves")
+        for path in other.glob("*-of-*") if other else ():
+            shutil.copy(path, gathered)
+        before = files(gathered)
+        with pytest.raises(ValueError, match=message) as caught:
+            merge(gathered)
+        assert "\n" not in str(caught.value)
+        assert files(gathered) == before
+
+
+def test_a_pack_is_made_in_one_way(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one process or in so many parts, of one source by the same options."""
+    output, whole = tmp_path / "packed", tmp_path / "whole"
+    pack(tree, output, options(Part(0, 4)))
+    die_at(10, "after", monkeypatch)
+    with pytest.raises(Killed):
+        pack(tree, whole, options())
+    monkeypatch.undo()
+    for directory, source, changes, message in (
+        (output, tree, {}, "is being packed in parts: pack them, then 'pic pack merge"),
+        (output, tree, {"part": Part(0, 5)}, "is being packed in 4 parts: give --part I/4"),
+        (output, tree, {"part": Part(1, 4), "order_seed": 6}, "is packed in the order of seed 5, not 6"),
+        (output, tree, {"part": Part(1, 4), "source": SourceOptions(alpha="ignore")}, "was packed with"),
+        (output, tree / "test", {"part": Part(1, 4)}, f"holds images of {tree}/train: give another"),
+        (whole, tree, {"part": Part(0, 4)}, "is being packed by one process: repeat its command, without --part"),
+    ):
+        before = files(directory)
+        with pytest.raises(ValueError, match=message):
+            pack(source, directory, options(**changes))
+        assert files(directory) == before
+    with pytest.raises(ValueError, match="whole has no parts to join"):
+        merge(whole)
+
+
+def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Path, tmp_path: Path) -> None:
+    output = tmp_path / "packed"
+    for number in range(2):
+        pack(tree, output, options(Part(number, 2)))
+    before = files(output)
+    with locked(output / LOCK, fcntl.LOCK_SH), pytest.raises(BlockingIOError, match="another process is packing into"):
+        merge(output)
+    assert files(output) == before
+    with processes() as started:
+        with locked(output / LOCK, fcntl.LOCK_EX):
+            started += [subprocess.Popen([sys.executable, *map(str, part_command(tree, output, "0/2"))], cwd=ROOT)]
+            waiting = re.compile(rf"-> FLOCK .* {started[0].pid} ")
+            wait_until(lambda: waiting.search(Path("/proc/locks").read_text()) is not None)
+        assert started[0].wait(300) == 0
+
+
+def call(*arguments: object) -> object:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
+    for number in range(2):
+        assert call("pack", tree, packed, "--part", f"{number}/2") == 0
+        line = f"{packed}: part {number}/2 of 9 images; 'pic pack merge {packed}' joins all parts\n"
+        assert capsys.readouterr().out == line
+    for _ in range(2):
+        assert call("pack", "merge", packed) == 0
+        assert f"{packed}: 9 images in 1 range(s), 3 named classes, 1 tar" in capsys.readouterr().out
+    assert call("pack", "merge", tmp_path / "absent") == 1
+    assert capsys.readouterr().err == (
+        f"pic pack merge: {tmp_path / 'absent'} holds no packed images: pack them by pic pack\n"
+    )
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("part", ["0/0", "5/4", "4/4", "-1/4", "1", "a/b", ""])
+def test_there_is_no_such_part(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("pack", plain_tree(tmp_path / "tree", 3), tmp_path / "packed", f"--part={part}") == 2
+    assert f"there is no part {part}: give I/N, with I from 0 to N − 1" in capsys.readouterr().err
+    assert not (tmp_path / "packed").exists()

@@ -1,0 +1,136 @@
+"""Parts of a pack, which several processes make, and how they become one pack.
+
+Each part has a list and an index of its own, whose names tell the plan (a digest of manifest.json, which has that of
+the listing) and the part: shards-FIRST.PLAN.2-of-4.jsonl. Its tars are those of the pack.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.data.index import check_index
+from trainer.data.manifest import Manifest, Range, Shard, index_path, is_packed, shards_in, shards_path
+from trainer.data.parts import Part
+from trainer.data.reading import counted
+from weightserver.common.atomic_files import atomic_write, sha256
+
+LOCK = ".packing"
+"""File in a packed directory that those who pack into it lock: parts together, others alone."""
+_LISTED = 5
+"""Most parts that a message names."""
+
+
+def part_name(directory: Path, part: Part) -> str:
+    """What the names of a part's files have before their suffix."""
+    return f".{_plan(directory)}.{part.number}-of-{part.of}"
+
+
+def parts_begun(directory: Path, range_: Range) -> set[Part]:
+    """The parts of a range that were begun.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    found, plan = set[Part](), _plan(directory)
+    for path in sorted(directory.glob(f"shards-{range_.first:012d}.*.jsonl")):
+        named = re.fullmatch(r"shards-\d+\.(\w+)\.(\d+)-of-(\d+)\.jsonl", path.name)
+        if named is None or named[1] != plan:
+            raise ValueError(
+                f"{path} is a part of other images, or in another order, than {directory} has: remove it, or pack all "
+                "parts again, into a new directory"
+            )
+        found.add(Part(int(named[2]), int(named[3])))
+    if len(numbers := sorted({part.of for part in found})) > 1:
+        raise ValueError(
+            f"{directory} has parts of {numbers[0]} and of {numbers[1]}, which overlap: remove the shards- and index- "
+            "files of one"
+        )
+    return found
+
+
+def merge(output: Path) -> Manifest:
+    """Joins the parts of a pack, and of its test images; reads and copies no tar. A pack that is joined stays as it is.
+
+    Returns the manifest of the training images.
+
+    Raises:
+        ValueError: parts that are missing, not finished, or do not belong together; nothing is changed.
+    """
+    joined = {each: _joined(each, output) for each in (output, output / "test") if each == output or is_packed(each)}
+    with locked(output / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        for directory, manifest in joined.items():
+            range_ = manifest.ranges[-1]
+            if manifest != Manifest.load(directory):
+                indexes = [path for _, path, _ in _parts(directory, range_)]
+                atomic_write(index_path(directory, range_.first), partial(_concatenate, indexes))
+                manifest.save(directory)
+            for kind in ("shards", "index"):
+                for path in directory.glob(f"{kind}-{range_.first:012d}.*.*"):
+                    path.unlink()
+    return joined[output]
+
+
+@contextmanager
+def locked(path: Path, kind: int) -> Iterator[BinaryIO]:
+    """Locks a file of a packed directory, which is made if it is missing; `kind` is one of flock's."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, kind)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process is packing into {path.parent}: wait for it, or end it") from None
+        yield file
+
+
+def _joined(directory: Path, output: Path) -> Manifest:
+    """The manifest with the tars of all parts."""
+    manifest = Manifest.load(directory)
+    range_ = manifest.ranges[-1]
+    if manifest.complete:
+        return manifest
+    if not parts_begun(directory, range_):
+        raise ValueError(f"{directory} has no parts to join: 'pic pack {range_.source} {output} --part I/N' packs them")
+    unfinished, shards = list[Part](), list[Shard]()
+    for part, index, found in _parts(directory, range_):
+        rows = range_.tars(part)
+        number = sum(shard.count for shard in found)
+        if number < rows.stop - rows.start:
+            unfinished.append(part)
+        else:
+            check_index(index, number)
+        shards += found
+    if unfinished:
+        named = ", ".join(map(str, unfinished[:_LISTED])) + (", …" if len(unfinished) > _LISTED else "")
+        raise ValueError(
+            f"{directory} lacks {counted(len(unfinished), 'part')} that are missing or not finished, {named}: repeat "
+            f"'pic pack {range_.source} {output} --part {unfinished[0]}'"
+        )
+    return replace(manifest, ranges=(*manifest.ranges[:-1], replace(range_, shards=tuple(shards))))
+
+
+def _parts(directory: Path, range_: Range) -> Iterator[tuple[Part, Path, tuple[Shard, ...]]]:
+    """Each part that has rows, with its index and the tars that it names."""
+    of = max(parts_begun(directory, range_)).of
+    for part in (Part(number, of) for number in range(of)):
+        if tars := range_.tars(part):
+            name = part_name(directory, part)
+            path = shards_path(directory, range_.first, name)
+            yield part, index_path(directory, range_.first, name), shards_in(path, tars) if path.exists() else ()
+
+
+def _concatenate(paths: Sequence[Path], output: Path) -> None:
+    with output.open("wb") as joined:
+        for path in paths:
+            with path.open("rb") as file:
+                shutil.copyfileobj(file, joined)
+
+
+def _plan(directory: Path) -> str:
+    return sha256(directory / "manifest.json")[:12]
