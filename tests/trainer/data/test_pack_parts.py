@@ -246,12 +246,11 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
     with locked(output / LOCK, fcntl.LOCK_SH), pytest.raises(BlockingIOError, match="another process is packing into"):
         merge(output)
     assert files(output) == before
-    with processes() as started:
-        with locked(output / LOCK, fcntl.LOCK_EX):
-            started += [subprocess.Popen([sys.executable, *map(str, part_command(tree, output, "0/2"))], cwd=ROOT)]
-            waiting = re.compile(rf"-> FLOCK .* {started[0].pid} ")
-            wait_until(lambda: waiting.search(Path("/proc/locks").read_text()) is not None)
-        assert started[0].wait(300) == 0
+    with locked(output / LOCK, fcntl.LOCK_EX) as lock, processes(part_command(tree, output, "0/2")) as (process,):
+        waiting = re.compile(rf"-> FLOCK .* {process.pid} ")
+        wait_until(lambda: waiting.search(Path("/proc/locks").read_text()) is not None)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert process.wait(300) == 0
 
 
 def call(*arguments: object) -> object:
