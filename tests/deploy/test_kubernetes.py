@@ -94,7 +94,6 @@ def run(found: list[Manifest], template: Manifest, folder: Path, **environment: 
     assert container(template)["command"][:2] == ["tini", "--"]
     words = [*container(template)["command"][2:], *container(template)["args"]]
     words = [re.sub(r"\$\((\w+)\)", lambda match: values[match.group(1)], word) for word in words]
-    words = [word.replace("/backups", str(folder / "backups")) for word in words]
     subprocess.run(words, check=True, env=values | {"PATH": programs.path}, timeout=60)
     (started,) = programs.started()
     return started
@@ -156,22 +155,10 @@ def test_the_numbers_are_in_one_place(overlay: str, tmp_path: Path) -> None:
             None if overlay == "pytorchjob" else "4"
         )  # the operator sets it
         assert trainer.arguments.parse_config(started.arguments).servers.addresses == addresses(5)
-    backups(tmp_path)
     started = run(found, dict(pods(found))["weightserver-backup"], tmp_path)
-    assert parse_addresses(*weightserver.cli._parser().parse_args(started.arguments).addresses) == addresses(5)
-
-
-def backups(folder: Path, number: int = 1) -> list[Path]:
-    made = [folder / "backups" / f"2026-01-{day + 1:02}T031500" for day in range(number)]
-    for each in made:
-        each.mkdir(parents=True)
-    return made
-
-
-def test_seven_backups_are_kept(tmp_path: Path) -> None:
-    found, made = manifests("small"), backups(tmp_path, 9)
-    run(found, dict(pods(found))["weightserver-backup"], tmp_path)
-    assert sorted((tmp_path / "backups").iterdir()) == made[2:]
+    backup = weightserver.cli._parser().parse_args(started.arguments)
+    assert parse_addresses(*backup.addresses) == addresses(5)
+    assert (backup.output.parent, backup.keep) == (Path("/backups"), 7)
 
 
 def test_shards_start_empty_only_if_told(tmp_path: Path) -> None:

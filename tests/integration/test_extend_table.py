@@ -24,6 +24,7 @@ from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
+from weightserver.operations.backup_places import Folder
 from weightserver.operations.export import export_rows
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.restore import restore
@@ -142,7 +143,11 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         client.rollback("after")
         assert same(client.fetch_state(ALL), after)
         reshard_all(client, directories(tmp_path / "three", 3), rows_per_block=4)
-    assert [read_backup(tmp_path / name).spec.num_rows for name in ("small", "late", "large")] == [100, 263, 263]
+    assert [read_backup(Folder(tmp_path / name)).spec.num_rows for name in ("small", "late", "large")] == [
+        100,
+        263,
+        263,
+    ]
 
     old, copied, three = (directories(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
     assert [inspect_directory(directory)["spec"]["num_rows"] for directory in old] == [263, 263]

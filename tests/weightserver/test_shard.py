@@ -37,7 +37,7 @@ from weightserver.core.errors import (
 from weightserver.core.initial import initial_rows
 from weightserver.core.lineage import MAX_ANCESTORS, Lineage, split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.core.versions import NEWEST
+from weightserver.core.versions import NEWEST, digest
 from weightserver.protocol.codec import table_number
 from weightserver.protocol.status import ERROR_OF_STATUS
 from weightserver.shard import checkpoints, reading, sweeper
@@ -310,17 +310,21 @@ def test_the_newest_version_of_a_block_is_found(tmp_path: Path) -> None:
 def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks that were written at the time, from any number on, whatever the size of an answer."""
 
-    def read_blocks(first: int, checkpoint: str, is_needed: Callable[[int], bool]) -> reading.CheckpointBlocks:
+    def read_blocks(
+        first: int, checkpoint: str, is_needed: Callable[[int], bool] = lambda block: True, since: str = ""
+    ) -> reading.CheckpointBlocks:
         table = served.shard.require_table()
-        return reading.read_blocks(served.storage, table, first, checkpoint=checkpoint, is_needed=is_needed)
+        return reading.read_blocks(
+            served.storage, table, first, checkpoint=checkpoint, since=since, is_needed=is_needed
+        )
 
     def read(
-        checkpoint: str, first: int = 0, is_needed: Callable[[int], bool] = lambda block: True
+        checkpoint: str, first: int = 0, is_needed: Callable[[int], bool] = lambda block: True, since: str = ""
     ) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         following: int | None = first
         while following is not None:
-            some = read_blocks(following, checkpoint, is_needed)
+            some = read_blocks(following, checkpoint, is_needed, since)
             blocks, following = {version.block: content for version, content in some.blocks}, some.next_block
             assert not found or min(blocks, default=99) > max(found)
             found |= blocks
@@ -345,12 +349,20 @@ def test_the_blocks_of_a_checkpoint_are_read(served: Served, monkeypatch: pytest
         assert sorted(read("two", first=4)) == [8, 16]
         assert read("two", first=17) == {}
         assert sorted(read("two", is_needed=lambda block: block % 2 == 0)) == [0, 8, 16]
+        assert sorted(read("two", since="one")) == [0, 3, 16]
+        assert read("two", since="empty") == read("two")
+        assert read("two", since="two") == {}
     served.do(lambda batch: batch.extend_table(200))
     far = np.array([150], np.int64)  # of block 25, after the table of the checkpoint
     served.do(lambda batch: batch.push_gradients(header(6, 2), far, gradient[:1]))
-    assert read_blocks(16, "two", lambda block: True).next_block is None
+    assert read_blocks(16, "two").next_block is None
     whole, part = (read_blocks(17, "two", is_needed).digest for is_needed in (lambda block: True, lambda block: False))
     assert whole != part == bytes(16)
+    with served.storage.read() as snapshot:
+        changed = [(block, version_of(snapshot, block).write_id) for block in (0, 3, 16)]
+    assert read_blocks(17, "two", since="one").digest == digest(changed)
+    with pytest.raises(InvalidRequestError, match="'two' is later than 'one'"):
+        read("one", since="two")
     with pytest.raises(NoTableError, match="no checkpoint 'three'"):
         read("three")
     with served.storage.write() as txn:

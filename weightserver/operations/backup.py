@@ -3,6 +3,8 @@
 The shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the first.
 They keep it until a backup of a later checkpoint has ended: a shard that is lost until then can be restored from the
 backup, and the others rolled back to the same state. What a failed or killed backup left is released at the same time.
+
+Because they keep it, they also know which blocks were written since: an increment has only these.
 """
 
 from __future__ import annotations
@@ -15,30 +17,24 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
-from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from weightserver.client.client import WeightClient
 from weightserver.client.results import TableInfo
-from weightserver.common.atomic_files import (
-    PRIVATE_DIRECTORY,
-    PRIVATE_FILE,
-    atomic_directory,
-    atomic_write,
-    sha256,
-    to_path,
-)
+from weightserver.common.atomic_files import to_path
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint
-from weightserver.core.errors import NoTableError
+from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint, common_checkpoints
+from weightserver.core.errors import ClusterError, NoTableError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
-from weightserver.operations.backup_files import MANIFEST, SCHEDULE, Backup
+from weightserver.operations.backup_files import SCHEDULE, Backup, read_backup
+from weightserver.operations.backup_places import MANIFEST, Folder, Write
 from weightserver.operations.checkpoint_blocks import CheckpointReader
 
 _FILE_BYTES = 64 << 20
@@ -49,27 +45,41 @@ _SHARDS_AT_ONCE = 8
 _log = logging.getLogger(__name__)
 
 
-def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = None) -> Backup:
+def backup(
+    client: WeightClient,
+    directory: Path,
+    *,
+    checkpoint: str | None = None,
+    incremental: bool = False,
+    keep: int | None = None,
+) -> Backup:
     """Copies a checkpoint that all shards keep, by default the newest, to a new or empty `directory`.
 
     The directory appears once it is complete. From then on the shards keep this checkpoint for backups, and no earlier
     one. Ctrl-C while it copies closes the client.
 
+    Args:
+        incremental: copy only the blocks that were written since the last backup, if that is beside this one.
+        keep: afterwards, remove the table's other backups beside this one, but the newest (`keep` with this one) and
+            those that they need.
+
     Raises:
         ValueError: the directory holds something.
         NoTableError: the checkpoint does not exist or was released, by a backup of a later one too.
         StorageError: a block is damaged.
-        ClusterError: a shard sent other blocks than it keeps.
+        ClusterError: a shard sent other blocks than it keeps, or keeps other ones than the base of an increment has.
         OSError: the disk is full, or another process writes to the directory.
     """
-    with atomic_directory(directory, mode=PRIVATE_DIRECTORY) as new:
+    place = Folder(directory)
+    with place.new() as write:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
         held = replace(chosen, name=backup_name(chosen))
         client.copy_checkpoint(chosen, held.name)  # by its identity: another may take its name meanwhile
         info = client.describe()
+        name, base = _last_backup(place, held, info) if incremental else ("", None)
         try:
-            shards = _copy_shards(client, held, info, new)
+            shards = _copy_shards(client, held, base, info, write)
         except NoTableError as error:
             raise NoTableError(
                 f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was copied, "
@@ -86,11 +96,55 @@ def backup(client: WeightClient, directory: Path, *, checkpoint: str | None = No
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             shards=shards,
             table_identity=info.identity.hex(),
+            base=name,
+            base_sha256="" if base is None else base.digest,
         )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
-        atomic_write(new / MANIFEST, lambda path: path.write_text(text), mode=PRIVATE_FILE)
+        write(MANIFEST, text.encode())
     _release_earlier(client, chosen)
+    if keep is not None:
+        _remove_others(place, made, keep)
     return made
+
+
+def _others(place: Folder, table_identity: str) -> dict[str, Backup]:
+    """The table's backups beside this one, oldest first, by name."""
+    found = dict[str, Backup]()
+    for name in place.complete():
+        with contextlib.suppress(ValueError):  # damaged, or of another version
+            found[name] = read_backup(place.beside(name))
+    return {
+        name: made
+        for name, made in sorted(found.items(), key=lambda item: (item[1].created, item[1].step))
+        if name != place.name and made.table_identity == table_identity
+    }
+
+
+def _last_backup(place: Folder, held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
+    """The newest backup beside this one, and its name, whose checkpoint all shards still keep, not later than `held`;
+    empty and None if there is none."""
+    kept = {
+        one.name for one in common_checkpoints([shard.checkpoints for shard in info.shards]) if one.step <= held.step
+    }
+    for name, made in reversed(_others(place, info.identity.hex()).items()):
+        if backup_name(made.kept) in kept and len(made.shards) == len(info.shards):
+            return name, made
+    return "", None
+
+
+def _remove_others(place: Folder, made: Backup, keep: int) -> None:
+    """Removes the table's older backups beside this one, newest first, but those that a kept one needs."""
+    others = _others(place, made.table_identity)
+    newest, needed = [*reversed(others)], set[str]()
+    wanted = [made.base, *newest[: keep - 1]]
+    while wanted:
+        if (name := wanted.pop()) in others and name not in needed:
+            needed.add(name)
+            wanted.append(others[name].base)
+    for name in newest:  # increments before their bases
+        if name not in needed:
+            place.beside(name).remove()
+            _log.info("removed backup %(name)s", {"name": name})
 
 
 def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
@@ -104,14 +158,14 @@ def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
 
 
 def _copy_shards(
-    client: WeightClient, checkpoint: Checkpoint, info: TableInfo, directory: Path
+    client: WeightClient, checkpoint: Checkpoint, base: Backup | None, info: TableInfo, write: Write
 ) -> tuple[dict[str, Any], ...]:
     """Writes the files of all shards, several at once; returns `Backup.shards`."""
     stop = threading.Event()
     with ThreadPoolExecutor(_SHARDS_AT_ONCE) as threads:
         try:
             copies = [
-                threads.submit(_copy_shard, client, shard, checkpoint, info, directory / f"shard-{shard}", stop)
+                threads.submit(_copy_shard, client, shard, checkpoint, base, info, write, stop)
                 for shard in range(len(info.shards))
             ]
             for copy in as_completed(copies):
@@ -125,21 +179,31 @@ def _copy_shards(
 
 
 def _copy_shard(
-    client: WeightClient, shard: int, checkpoint: Checkpoint, info: TableInfo, directory: Path, stop: threading.Event
+    client: WeightClient,
+    shard: int,
+    checkpoint: Checkpoint,
+    base: Backup | None,
+    info: TableInfo,
+    write: Write,
+    stop: threading.Event,
 ) -> dict[str, Any]:
     """Writes a shard's files, unless told to stop; returns the shard's entry in `Backup.shards`."""
-    directory.mkdir(PRIVATE_DIRECTORY)
     files = dict[str, dict[str, Any]]()
 
-    def write(name: str, columns: dict[str, Any]) -> None:
+    def write_columns(name: str, columns: dict[str, Any]) -> None:
         if stop.is_set():  # another shard's copy has failed
             raise CancelledError
-        path = directory / name
-        atomic_write(path, partial(save_file, columns), mode=PRIVATE_FILE)
-        files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        content = save(columns)
+        write(f"shard-{shard}/{name}", content)
+        files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
 
-    reader = CheckpointReader(client, shard, checkpoint.name, info)
-    write(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: checkpoint.step]})
+    reader = CheckpointReader(client, shard, checkpoint.name, info, since=backup_name(base.kept) if base else "")
+    if base is not None and reader.digest(reader.since).hex() != base.shards[shard]["digest"]:
+        raise ClusterError(
+            f"shard {shard} keeps other blocks of checkpoint {base.checkpoint!r} than its backup has, as after a "
+            "reshard: make a backup that is not incremental"
+        )
+    write_columns(SCHEDULE, {"learning_rates": client.learning_rates(shard=shard)[: checkpoint.step]})
     found, per_file = reader.blocks(), max(1, _FILE_BYTES // BlockCodec(info.spec).num_bytes)
     while blocks := list(islice(found, per_file)):
         columns = {
@@ -147,10 +211,11 @@ def _copy_shard(
             "write_id": np.array([block.write_id for block in blocks], np.uint64),
             "content": np.frombuffer(b"".join(block.content for block in blocks), np.uint8).reshape(len(blocks), -1),
         }
-        write(f"blocks-{blocks[0].number:015d}.safetensors", columns)
+        write_columns(f"blocks-{blocks[0].number:015d}.safetensors", columns)
     counts = {"shard": shard, "rows": reader.rows_stored, "files": len(files)}
     _log.info("shard %(shard)d: %(rows)d rows in %(files)d files", counts)
-    return {"rows_stored": reader.rows_stored, "lineage": reader.lineage, "files": files}
+    whole = reader.digest(checkpoint.name).hex()
+    return {"rows_stored": reader.rows_stored, "lineage": reader.lineage, "digest": whole, "files": files}
 
 
 # ---- the command
@@ -162,12 +227,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=non_empty_name, help="the checkpoint's name (default the newest that all shards keep)"
     )
+    parser.add_argument(
+        "--incremental",
+        action="store_true",
+        help="copy only what was written since the last backup, which is beside OUTPUT; all if there is none",
+    )
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="then remove the table's older backups beside OUTPUT, except the newest N and those that they need",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.keep is not None and arguments.keep < 1:
+        raise ValueError(f"--keep {arguments.keep} would remove this backup too: give at least 1")
     with connect(arguments) as client:
-        made = backup(client, arguments.output, checkpoint=arguments.checkpoint)
+        made = backup(
+            client,
+            arguments.output,
+            checkpoint=arguments.checkpoint,
+            incremental=arguments.incremental,
+            keep=arguments.keep,
+        )
+    kind = f", since backup {made.base}" if made.base else ", all: there is no base" if arguments.incremental else ""
     print(
         f"backed up {made.rows_stored} rows of checkpoint {made.checkpoint} (step {made.step}) of {len(made.shards)} "
-        f"shards, {made.num_bytes} bytes, to {arguments.output}"
+        f"shards, {made.num_bytes} bytes, to {arguments.output}{kind}"
     )

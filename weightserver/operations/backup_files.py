@@ -1,33 +1,39 @@
-"""The files of a backup: a checkpoint of all shards in a directory.
+"""The files of a backup: a checkpoint of all shards.
 
 manifest.json           the table, the checkpoint, and the size and SHA-256 of every file; written last
 shard-K/
   schedule.safetensors  learning_rates float32 [step of the checkpoint]
   blocks-N.safetensors  stored blocks from number N on: number int64 [n], write_id uint64 [n], content uint8
                         [n, block bytes], see `core.blocks`; rows never written are in no file
+
+An increment has the blocks that were written since another backup beside it, its base, which its manifest names. It is
+restored with its base, and the base of that, up to one that has all blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
-from weightserver.common.atomic_files import sha256
 from weightserver.common.version import FORMAT, refusal
+from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import Version
+from weightserver.operations.backup_places import MANIFEST, Folder
 
-MANIFEST, SCHEDULE = "manifest.json", "schedule.safetensors"
+SCHEDULE = "schedule.safetensors"
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,14 @@ class Backup:
     """Version of the software that made the backup."""
     created: str
     shards: tuple[dict[str, Any], ...]
-    """Per shard: rows_stored, lineage (marks up to the checkpoint), and files: name -> {bytes, sha256}."""
+    """Per shard: rows_stored (in its files), lineage (marks up to the checkpoint), digest (of all blocks of the
+    checkpoint, see `core.versions`, hexadecimal), and files: name -> {bytes, sha256}."""
     table_identity: str
     """Hexadecimal."""
+    base: str = ""
+    """Name of the backup beside this one since which the blocks were written; empty if these are all."""
+    base_sha256: str = ""
+    """Its digest."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,53 +73,110 @@ class Backup:
         """SHA-256 of the manifest."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
-    def block_files(self, shard: int) -> list[str]:
-        """Names of a shard's files of blocks, in ascending order of their blocks."""
-        return sorted(self.shards[shard]["files"].keys() - {SCHEDULE})
+    @property
+    def kept(self) -> Checkpoint:
+        """The checkpoint."""
+        return Checkpoint(self.checkpoint, self.step, bytes.fromhex(self.identity))
 
 
-def read_backup(directory: Path) -> Backup:
+def read_backup(place: Folder) -> Backup:
     """Reads the manifest of a backup.
 
     Raises:
         ValueError: the manifest is missing, damaged or of another format.
+        OSError: it cannot be read.
     """
-    path = directory / MANIFEST
-    if not path.exists():
-        raise ValueError(f"{directory} holds no backup")
     try:
-        stored = json.loads(path.read_text())
+        text = place.read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{place} holds no backup") from None
+    try:
+        stored = json.loads(text)
         if stored["format"] != FORMAT:
-            raise ValueError(f"{directory} {refusal(stored['format'])}")
+            raise ValueError(f"{place} {refusal(stored['format'])}")
         fields = stored["backup"]
         made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): use another backup") from None
+        raise ValueError(f"{place}/{MANIFEST} is damaged ({error}): use another backup") from None
     if made.digest != stored["sha256"]:
-        raise ValueError(f"{path} is damaged (checksum): use another backup")
+        raise ValueError(f"{place}/{MANIFEST} is damaged (checksum): use another backup")
     return made
 
 
-def read_blocks(path: Path, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
-    """Yields the blocks in a file, checked, as versions of generation 0.
+@dataclass(frozen=True)
+class BackupReader:
+    """Reads a backup together with those that it needs; newest first."""
 
-    Raises:
-        StorageError: the file or a block is damaged.
-    """
+    links: Sequence[tuple[Folder, Backup]]
+
+    @classmethod
+    def of(cls, place: Folder) -> BackupReader:
+        """Raises ValueError if a manifest is missing, damaged, or that of another backup than the needed one."""
+        links = [(place, read_backup(place))]
+        while (made := links[-1][1]).base:
+            base = place.beside(made.base)
+            try:
+                before = read_backup(base)
+            except ValueError as error:
+                raise ValueError(f"{place} needs its base {made.base}, but {error}") from None
+            if before.digest != made.base_sha256:
+                raise ValueError(f"{place} needs its base {made.base}, but {base} is another backup: use another one")
+            links.append((base, before))
+        return cls(links)
+
+    @property
+    def made(self) -> Backup:
+        """The backup itself."""
+        return self.links[0][1]
+
+    def learning_rates(self, shard: int) -> Float32Array:
+        """float32 [step of the checkpoint]. Raises as `blocks`."""
+        place, made = self.links[0]
+        rates: Float32Array = load(_read_file(place, made, shard, SCHEDULE))["learning_rates"]
+        return rates
+
+    def blocks(self, shard: int) -> Iterator[tuple[Version, bytes]]:
+        """Yields a shard's blocks, checked, ascending, as versions of generation 0.
+
+        Raises:
+            StorageError: a file or a block is damaged or missing.
+            OSError: a file cannot be read.
+        """
+        codec, last = BlockCodec(self.made.spec), -1
+        found = [_blocks(place, made, shard, codec) for place, made in self.links]
+        for version, block in heapq.merge(*found, key=_number):  # of equal ones the newest backup's is first
+            if version.block != last:
+                last = version.block
+                yield version, block
+
+
+def _number(found: tuple[Version, bytes]) -> int:
+    return found[0].block
+
+
+def _blocks(place: Folder, made: Backup, shard: int, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
+    for name in sorted(made.shards[shard]["files"].keys() - {SCHEDULE}):  # in ascending order of their blocks
+        yield from _blocks_in(_read_file(place, made, shard, name), f"{place}/shard-{shard}/{name}", codec)
+
+
+def _blocks_in(content: bytes, path: str, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
     try:
-        columns = load_file(path)
+        columns = load(content)
         named = columns["number"].astype(np.int64).tolist(), columns["write_id"].astype(np.uint64).tolist()
         blocks = list(zip(*named, columns["content"], strict=True))
     except (SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"{path} is damaged ({error}): use another backup") from None
-    for number, write_id, content in blocks:
-        block = content.tobytes()
+    for number, write_id, values in blocks:
+        block = values.tobytes()
         if problem := codec.problem(number, write_id, block):
             raise StorageError(f"{path}: {codec.name(number)} {problem}: use another backup")
         yield Version(number, 0, write_id), block
 
 
-def check_file(path: Path, entry: dict[str, Any]) -> None:
+def _read_file(place: Folder, made: Backup, shard: int, name: str) -> bytes:
     """Raises StorageError unless the file matches its entry in the manifest."""
-    if not path.exists() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-        raise StorageError(f"{path} is damaged or missing: use another backup")
+    with contextlib.suppress(FileNotFoundError):
+        content = place.read(f"shard-{shard}/{name}")
+        if hashlib.sha256(content).hexdigest() == made.shards[shard]["files"][name]["sha256"]:
+            return content
+    raise StorageError(f"{place}/shard-{shard}/{name} is damaged or missing: use another backup")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weightserver.client.client import WeightClient
 from weightserver.client.results import TableInfo
@@ -16,13 +16,15 @@ from weightserver.protocol.codec import table_number
 
 @dataclass
 class CheckpointReader:
-    """Reads one shard's blocks of a checkpoint, all of them or those of `part`."""
+    """Reads one shard's blocks of a checkpoint: all of them, those of `part`, or those written after another one."""
 
     client: WeightClient
     shard: int
     checkpoint: str
     info: TableInfo
     part: pb.Part | None = None
+    since: str = ""
+    """The checkpoint after which the blocks were written; empty for all."""
     rows_stored: int = 0
     """Rows of the blocks so far that were ever written."""
     lineage: list[str] = field(default_factory=list)
@@ -54,10 +56,16 @@ class CheckpointReader:
             )
         self.lineage = list(last.lineage)
 
+    def digest(self, checkpoint: str) -> bytes:
+        """The digest of all blocks of a checkpoint, as the shard keeps it. Raises NoTableError if it does not."""
+        return bytes(replace(self, checkpoint=checkpoint, since="")._read(self.info.spec.num_blocks).digest)
+
     def _read(self, first_block: int) -> pb.ReadBlocksResponse:
         """Some blocks from a number on. After the last one, the digest of all of them and the marks up to the
         checkpoint."""
         table = table_number(self.info.spec, self.info.identity)
-        request = pb.ReadBlocksRequest(checkpoint=self.checkpoint, table=table, first_block=first_block, part=self.part)
+        request = pb.ReadBlocksRequest(
+            checkpoint=self.checkpoint, table=table, first_block=first_block, part=self.part, since=self.since
+        )
         answer: pb.ReadBlocksResponse = self.client.call_shard(self.shard, "ReadBlocks", request)
         return answer

@@ -5,47 +5,49 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from safetensors.numpy import load_file
-
 from weightserver.common.atomic_files import to_path
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint
+from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
-from weightserver.operations.backup_files import SCHEDULE, Backup, check_file, read_backup, read_blocks
+from weightserver.core.versions import digest
+from weightserver.operations.backup_files import Backup, BackupReader
+from weightserver.operations.backup_places import Folder
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 
-def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> Backup:
-    """Creates the new directory `data_dir` of shard `shard` from a backup; an interrupted call may be repeated.
+def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | None = None) -> tuple[Backup, int]:
+    """Creates the new directory `data_dir` of shard `shard` from a backup; an interrupted call may be repeated. Returns
+    the backup's manifest and the number of restored rows.
 
     The shard keeps the rows as a checkpoint of the backed-up name, and as the other shards keep them for the backup, so
     that `rollback` can return these to them. It fences off all former writers until a new session is opened.
 
     Raises:
-        ValueError: the directory holds no backup of that many shards, or `data_dir` is not empty.
+        ValueError: the directory holds no backup of that many shards, a backup that this one needs is not beside it, or
+            `data_dir` is not empty.
         StorageError: a file is damaged.
     """
-    made = read_backup(directory)
+    reader = BackupReader.of(Folder(directory))
+    made = reader.made
     if num_shards not in (None, len(made.shards)):
         raise ValueError(
             f"{directory} is of {len(made.shards)} shards, not {num_shards}: restore all of them, then 'reshard'"
         )
     if not 0 <= shard < len(made.shards):
         raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
-    source, files = directory / f"shard-{shard}", made.shards[shard]["files"]
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin={"backup": made.digest}) as builder:
         if builder.finished:
             raise ValueError(f"{data_dir} was already restored from {directory}: serve it, or give another directory")
-        codec = BlockCodec(made.spec)
-        for name in made.block_files(shard):
-            check_file(source / name, files[name])
-            for version, content in read_blocks(source / name, codec):
-                builder.add(version, content)
-        check_file(source / SCHEDULE, files[SCHEDULE])
-        table = _table_state(made, shard, load_file(source / SCHEDULE)["learning_rates"])
-        builder.finish(table, rows_stored=made.shards[shard]["rows_stored"])
-    return made
+        codec, named, num_rows = BlockCodec(made.spec), list[tuple[int, int]](), 0
+        for version, content in reader.blocks(shard):
+            builder.add(version, content)
+            named.append((version.block, version.write_id))
+            num_rows += codec.num_written(content)
+        if digest(named).hex() != made.shards[shard]["digest"]:
+            raise StorageError(f"{directory} has other blocks of shard {shard} than it had: use another backup")
+        builder.finish(_table_state(made, shard, reader.learning_rates(shard)), rows_stored=num_rows)
+    return made, num_rows
 
 
 def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> TableState:
@@ -55,7 +57,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
         learning_rates,
         epoch=made.epoch,
         run=made.run,
-        checkpoint=Checkpoint(made.checkpoint, made.step, bytes.fromhex(made.identity)),
+        checkpoint=made.kept,
         identity=bytes.fromhex(made.table_identity),
         lineage=Lineage().joined(copied["lineage"]),
         is_backed_up=True,
@@ -73,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    made = restore(arguments.backup, arguments.data_dir, shard=arguments.shard, num_shards=arguments.num_shards)
+    made, num_rows = restore(
+        arguments.backup, arguments.data_dir, shard=arguments.shard, num_shards=arguments.num_shards
+    )
     print(
-        f"restored {made.shards[arguments.shard]['rows_stored']} rows of shard {arguments.shard} of {len(made.shards)} "
+        f"restored {num_rows} rows of shard {arguments.shard} of {len(made.shards)} "
         f"to {arguments.data_dir}: checkpoint {made.checkpoint} (step {made.step})"
     )

@@ -261,7 +261,12 @@ class WeightServerService:
         self._memory.reserve(answer_bytes(num_bytes), context)
         is_needed = needed_blocks(request, table.spec.rows_per_block)
         found = read_blocks(
-            self._shard.storage, table, request.first_block, checkpoint=request.checkpoint, is_needed=is_needed
+            self._shard.storage,
+            table,
+            request.first_block,
+            checkpoint=request.checkpoint,
+            since=request.since,
+            is_needed=is_needed,
         )
         return read_blocks_response(found)
 

@@ -12,7 +12,7 @@ from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec, RowBuffer
 from weightserver.core.correction import correct, require_finite
-from weightserver.core.errors import DamagedRecordError, StepError
+from weightserver.core.errors import DamagedRecordError, InvalidRequestError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import Version, by_block, digest, newest
@@ -163,20 +163,29 @@ class CheckpointBlocks:
 
 
 def read_blocks(
-    storage: Storage, table: Table, first: int, *, checkpoint: str, is_needed: Callable[[int], bool]
+    storage: Storage, table: Table, first: int, *, checkpoint: str, since: str = "", is_needed: Callable[[int], bool]
 ) -> CheckpointBlocks:
     """A checkpoint's stored blocks from number `first` on, about 4 MiB of them.
 
     Args:
+        since: a checkpoint that is not later: only blocks that were written after it are read. Empty for all.
         is_needed: whether to read a block, by its number.
 
     Raises:
         NoTableError: there is no such checkpoint.
+        InvalidRequestError: `since` is the later one.
         StorageError: a block is damaged, or, where no more follow, the shard has lost some.
     """
     num_wanted, wanted, next_block = max(1, READ_BYTES // table.codec.num_bytes), list[Version](), None
     with storage.read() as txn:
-        kept = read_state(txn).checkpoint(checkpoint)
+        state = read_state(txn)
+        kept, before = state.checkpoint(checkpoint), state.checkpoint(since).generation if since else -1
+        if before > kept.generation:
+            raise InvalidRequestError(f"checkpoint {since!r} is later than {checkpoint!r}: name an earlier one")
+
+        def is_wanted(version: Version) -> bool:
+            return version.generation > before and is_needed(version.block)
+
         end = replace(table.spec, num_rows=kept.num_rows).num_blocks
         for seen, (block, versions) in enumerate(by_block(txn.versions(first))):
             if block >= end:
@@ -184,8 +193,7 @@ def read_blocks(
             if len(wanted) == num_wanted or seen == _MAX_SEEN_BLOCKS:
                 next_block = block
                 break
-            if is_needed(block):
-                wanted += newest(versions, kept.generation)  # none if all are newer
+            wanted += filter(is_wanted, newest(versions, kept.generation))  # none if all are newer
         blocks = txn.newest_blocks(np.array([version.block for version in wanted], np.int64), up_to=kept.generation)
         found = list[tuple[Version, bytes]]()
         for version, content in zip(wanted, blocks.contents, strict=True):
@@ -196,5 +204,5 @@ def read_blocks(
             return CheckpointBlocks(found, next_block)
         txn.check_contents()
         known = itertools.takewhile(lambda version: version.block < end, newest(txn.versions(), kept.generation))
-        named = digest((version.block, version.write_id) for version in known if is_needed(version.block))
+        named = digest((version.block, version.write_id) for version in filter(is_wanted, known))
         return CheckpointBlocks(found, None, named, read_lineage(txn).up_to(kept.mark).marks)

@@ -26,8 +26,10 @@ from weightserver.common.atomic_files import atomic_write
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.initial import initial_rows
 from weightserver.operations import backup as backups
+from weightserver.operations import backup_places
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
+from weightserver.operations.backup_places import Folder
 from weightserver.operations.restore import restore
 from weightserver.operations.verify import verify_directory
 from weightserver.shard import reading
@@ -70,7 +72,7 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         push(client, STEPS - 1, ROWS[:5])  # no session was fenced
         epoch = client.describe().epoch
         assert [known.checkpoint_id for known in before if known.name == "one"] == [bytes.fromhex(made.identity)]
-    assert made == read_backup(tmp_path / "backup")
+    assert made == read_backup(Folder(tmp_path / "backup"))
     assert len(made.shards[0]["files"]) > 2
     for shard in range(2):
         status, said, _ = weightserver(
@@ -157,7 +159,7 @@ def test_two_backups_of_one_checkpoint_at_once(
     monkeypatch.setattr(backups, "_copy_shards", copy_while_another_backs_up)
     with WeightClient(cluster.addresses) as operator:
         backup(operator, tmp_path / "backup", checkpoint="one")
-    assert read_backup(tmp_path / "backup").shards == read_backup(tmp_path / "other").shards
+    assert read_backup(Folder(tmp_path / "backup")).shards == read_backup(Folder(tmp_path / "other")).shards
     restore(tmp_path / "backup", tmp_path / "new/shard-0", shard=0)
     restore(tmp_path / "other", tmp_path / "new/shard-1", shard=1)
     assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
@@ -178,7 +180,7 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
             seen.extend(known.name for known in client.checkpoints())
             client.open_session("run")
 
-    monkeypatch.setattr(backups, "atomic_write", watch)
+    monkeypatch.setattr(backup_places, "atomic_write", watch)
     second = backup(client, tmp_path / "second")
     names = [f"backup-{made.identity[:16]}" for made in (first, second)]
     assert set(seen) == {*names, "two"}, "the second is not yet complete"

@@ -149,8 +149,10 @@ def test_an_interrupt_ends_a_backup_whose_shard_stands_still(
     ("place", "number"),
     [
         ("weightserver.client.client:pb.CopyCheckpointRequest", 1),  # before the shards keep the checkpoint
-        ("weightserver.operations.backup:atomic_write", 3),  # after files of both shards
-        pytest.param("weightserver.operations.backup:atomic_write", 5, marks=pytest.mark.slow),  # after its manifest
+        ("weightserver.operations.backup_places:atomic_write", 3),  # after files of both shards
+        pytest.param(
+            "weightserver.operations.backup_places:atomic_write", 5, marks=pytest.mark.slow
+        ),  # after its manifest
     ],
 )
 @pytest.mark.guard

@@ -29,6 +29,7 @@ from weightserver import DataLossError, FencedError, LocalCluster, NoTableError,
 from weightserver.common.atomic_files import sha256
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
+from weightserver.operations.backup_places import Folder
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.restore import restore
 
@@ -83,7 +84,7 @@ def test_a_restored_cluster_can_be_backed_up_and_its_checkpoints_released(
         assert (client.describe().epoch, client.describe().run) == (epoch + 1, "run")
         assert weightserver("release", "one", *cluster.addresses)[0] == 0
         assert {known.name[:7] for known in client.checkpoints()} == {"backup-"}
-    assert read_backup(tmp_path / "again").run == "run"
+    assert read_backup(Folder(tmp_path / "again")).run == "run"
 
 
 @pytest.mark.guard
@@ -210,7 +211,7 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
     fails("is damaged or missing: use another backup", source=damaged("shard-0/blocks*", flipped))
     certified = damaged("shard-0/blocks*", flipped)
     (path,) = certified.glob("shard-0/blocks*")
-    manifest = read_backup(certified)
+    manifest = read_backup(Folder(certified))
     manifest.shards[0]["files"][path.name]["sha256"] = sha256(path)
     text = json.dumps({"format": "0.3", "sha256": manifest.digest, "backup": asdict(manifest)})
     (certified / "manifest.json").write_text(text)

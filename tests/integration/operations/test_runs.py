@@ -52,27 +52,35 @@ def assert_goes_on(
 
 
 @pytest.mark.parametrize(
-    "lost", [pytest.param([1], id="one shard"), pytest.param([0, 1, 2, 3], id="all shards", marks=pytest.mark.slow)]
+    ("lost", "last"),
+    [
+        pytest.param([1], 1, id="one shard"),
+        pytest.param([1], 2, id="one shard, by an increment"),
+        pytest.param([0, 1, 2, 3], 1, id="all shards", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.guard
 def test_a_run_resumes_after_lost_shards_are_restored(
     lost: list[int],
+    last: int,
     undisturbed: tuple[list[float], RowState],
     weightserver: Weightserver,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run has released the checkpoint of the backup since; the other shards are rolled back to it."""
-    output, name = tmp_path / "run", f"step-{EVERY:012d}"
+    """The run has released the checkpoint of the last backup since; the other shards are rolled back to it."""
+    output, names = tmp_path / "run", [f"step-{number * EVERY:012d}" for number in range(3)]
+    name = names[last]
     with LocalCluster(4, tmp_path / "servers") as cluster, WeightClient(cluster.addresses) as client:
         save = Checkpoints.save
 
         def save_and_back_up(checkpoints: Checkpoints, step: int, *arguments: Any) -> None:
             save(checkpoints, step, *arguments)
-            if step == EVERY:
-                shutil.copytree(output / "checkpoints", tmp_path / "files")
-                arguments = ("backup", *cluster.addresses, "--output", tmp_path / "backup", "--checkpoint", name)
-                assert weightserver(*arguments)[0] == 0
+            if (number := step // EVERY) <= last:
+                shutil.copytree(output / "checkpoints", tmp_path / "files", dirs_exist_ok=True)
+                options = ["--output", tmp_path / f"backups/{number}", "--checkpoint", names[number], "--incremental"]
+                said = weightserver("backup", *cluster.addresses, *options)[1]
+                assert said.endswith(", since backup 1\n" if number > 1 else ", all: there is no base\n")
 
         monkeypatch.setattr(Checkpoints, "save", save_and_back_up)
         train(run_on(cluster, output, keep_checkpoints=1))
@@ -89,14 +97,14 @@ def test_a_run_resumes_after_lost_shards_are_restored(
                 if len(lost) == 1:  # only its data is gone, as `serve` would print_error
                     data_dir.mkdir()
                     (data_dir / "owner.lock").write_text("999999\n")
-                restore = ["restore", tmp_path / "backup", "--data-dir", data_dir, "--shard", shard, "--num-shards", 4]
-                assert weightserver(*restore)[0] == 0
+                source, options = tmp_path / f"backups/{last}", ["--shard", shard, "--num-shards", 4]
+                assert weightserver("restore", source, "--data-dir", data_dir, *options)[0] == 0
                 cluster.restart(shard)
             rows = np.arange(5, 10)  # of shard 1
             with pytest.raises(DataLossError, match="lacks what it had acknowledged"):
                 old_writer.push_gradients(rows, np.ones((len(rows), 16), np.float32), step=30)
         with WeightClient(cluster.addresses) as operator:
-            assert {known.step for known in operator.checkpoints()} == {EVERY}, "complete on all shards"
+            assert {known.step for known in operator.checkpoints()} == {last * EVERY}, "complete on all shards"
             with pytest.raises(FencedError, match=r"open a (session first|new one)"):
                 operator.open_session("another", join=before)
         assert weightserver("rollback", name, *cluster.addresses, "--yes")[0] == 0
@@ -106,7 +114,7 @@ def test_a_run_resumes_after_lost_shards_are_restored(
         with pytest.raises(DataLossError, match="lacks what it had acknowledged"):
             train(run_on(cluster, output, resume=True))
         shutil.copy(tmp_path / f"files/{name}.safetensors", output / "checkpoints")
-        assert_goes_on(cluster, output, undisturbed, resume_step=EVERY)
+        assert_goes_on(cluster, output, undisturbed, resume_step=last * EVERY)
 
 
 @pytest.mark.guard

@@ -137,16 +137,18 @@ class CopyCheckpointRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., name: _Optional[str] = ..., source: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("checkpoint", "first_block", "table", "part")
+    __slots__ = ("checkpoint", "first_block", "table", "part", "since")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     checkpoint: str
     first_block: int
     table: int
     part: Part
-    def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+    since: str
+    def __init__(self, checkpoint: _Optional[str] = ..., first_block: _Optional[int] = ..., table: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., since: _Optional[str] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("shard", "num_shards", "rows_per_block")

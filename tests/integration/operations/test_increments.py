@@ -1,0 +1,185 @@
+"""Backups that have only what was written since another one, and the removal of old ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.operations import (
+    NUM_STORED,
+    ROWS,
+    SPEC,
+    Weightserver,
+    assert_one_line,
+    flipped,
+    make_table,
+    push,
+    targets_in,
+)
+from weightserver import ClusterError, LocalCluster, RowState, StorageError, WeightClient
+from weightserver.operations.backup import backup
+from weightserver.operations.backup_files import Backup, read_backup
+from weightserver.operations.backup_places import Folder
+from weightserver.operations.restore import restore
+
+FEW = ROWS[210:222]
+"""Rows of three blocks, two of which make_table() has written."""
+
+
+def make_chain(client: WeightClient, directory: Path) -> dict[str, RowState]:
+    """Makes a backup `full` of checkpoint `one`, and increments `tue` and `wed`; returns the rows of each."""
+    kept = {"full": make_table(client)}
+    assert backup(client, directory / "full", checkpoint="one", incremental=True).base == ""
+    for step, name, rows in ((4, "tue", FEW), (5, "wed", FEW[:1])):
+        push(client, step, rows)
+        client.checkpoint(name, step=step + 1)
+        client.release("two" if name == "tue" else "tue")
+        kept[name] = client.fetch_state(ROWS)
+        backup(client, directory / name, incremental=True)
+    push(client, 6, ROWS)
+    return kept
+
+
+def restored(backed_up: Path, directory: Path) -> RowState:
+    """The rows of all shards of a backup, which are restored to a new directory."""
+    for shard, target in enumerate(targets_in(directory, 2)):
+        restore(backed_up, target, shard=shard)
+    return rows_in(targets_in(directory, 2))
+
+
+def rewrite(place: Path, made: Backup) -> None:
+    text = json.dumps({"format": "0.3", "sha256": made.digest, "backup": asdict(made)})
+    (place / "manifest.json").write_text(text)
+
+
+def test_each_backup_of_a_chain_is_its_checkpoint(client: WeightClient, tmp_path: Path) -> None:
+    kept = make_chain(client, tmp_path)
+    made = {name: read_backup(Folder(tmp_path / name)) for name in kept}
+    assert [(one.base, one.base_sha256) for one in made.values()] == [
+        ("", ""),
+        ("full", made["full"].digest),
+        ("tue", made["tue"].digest),
+    ]
+    assert made["full"].rows_stored == NUM_STORED
+    assert made["wed"].rows_stored == SPEC.rows_per_block, "of one block, all rows of which were written"
+    assert len(made["wed"].shards[1]["files"]) == 1, "its schedule: nothing of it was written"
+    for name, rows in kept.items():
+        assert same(restored(tmp_path / name, tmp_path / f"new-{name}"), rows), name
+
+
+def test_a_chain_without_a_link_says_which(weightserver: Weightserver, client: WeightClient, tmp_path: Path) -> None:
+    """Nothing is made of it, and each backup that lacks none is restored."""
+    kept = make_chain(client, tmp_path)
+    full, tue = tmp_path / "full", tmp_path / "tue"
+
+    def fails(message: str) -> None:
+        outcome = weightserver("restore", tmp_path / "wed", "--data-dir", tmp_path / "new", "--shard", 0)
+        assert_one_line(outcome, message)
+
+    tue.rename(tmp_path / "away")
+    fails(f"{tmp_path}/wed needs its base tue, but {tue} holds no backup")
+    shutil.copytree(full, tue)
+    fails(f"{tmp_path}/wed needs its base tue, but {tue} is another backup: use another one")
+    assert not (tmp_path / "new").exists()
+    shutil.rmtree(tue)
+    (tmp_path / "away").rename(tue)
+    (path,) = full.glob("shard-0/blocks*")
+    path.write_bytes(flipped(path.read_bytes()))
+    fails(f"{path} is damaged or missing: use another backup")
+    path.write_bytes(flipped(path.read_bytes()))
+    changed = read_backup(Folder(tue))
+    (name,) = changed.shards[0]["files"].keys() - {"schedule.safetensors"}
+    del changed.shards[0]["files"][name]  # with a manifest that says so
+    rewrite(tue, changed)
+    rewrite(tmp_path / "wed", replace(read_backup(Folder(tmp_path / "wed")), base_sha256=changed.digest))
+    with pytest.raises(StorageError, match="wed has other blocks of shard 0 than it had"):
+        restore(tmp_path / "wed", tmp_path / "new", shard=0)
+    assert same(restored(full, tmp_path / "again"), kept["full"])
+
+
+@pytest.mark.parametrize("what", ["rolled back", "released", "an earlier checkpoint", "another table", "moved away"])
+def test_a_backup_without_a_base_is_full(
+    what: str, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """The shards no longer know what was written since the last one, or it is not there."""
+    make_table(client)
+    last = backup(client, tmp_path / "last", checkpoint="two")
+    options = ["--output", tmp_path / "next", "--incremental"]
+    match what:
+        case "rolled back":
+            client.rollback("one")
+        case "released":
+            client.release(f"backup-{last.identity[:16]}")
+            client.checkpoint("three", step=4)
+        case "an earlier checkpoint":
+            options += ["--checkpoint", "one"]
+        case "another table":
+            client.drop_table()
+            make_table(client)
+        case "moved away":
+            (tmp_path / "elsewhere").mkdir()
+            (tmp_path / "last").rename(tmp_path / "elsewhere/last")
+    status, said, error = weightserver("backup", *cluster.addresses, *options)
+    assert status == 0, error
+    assert said.endswith("/next, all: there is no base\n")
+    whole = backup(client, tmp_path / "whole", checkpoint=read_backup(Folder(tmp_path / "next")).checkpoint)
+    assert same(restored(tmp_path / "next", tmp_path / "a"), restored(tmp_path / "whole", tmp_path / "b"))
+    assert read_backup(Folder(tmp_path / "next")).shards == whole.shards
+
+
+def test_an_increment_needs_the_blocks_of_its_base_on_the_shards(client: WeightClient, tmp_path: Path) -> None:
+    make_table(client)
+    made = backup(client, tmp_path / "full", checkpoint="one")
+    made.shards[1]["digest"] = made.shards[0]["digest"]
+    rewrite(tmp_path / "full", made)
+    with pytest.raises(ClusterError, match="shard 1 keeps other blocks of checkpoint 'one' than its backup has"):
+        backup(client, tmp_path / "next", incremental=True)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("cluster")] == ["full"]
+
+
+def test_a_table_grows_between_two_links(client: WeightClient, tmp_path: Path) -> None:
+    make_table(client)
+    backup(client, tmp_path / "small", checkpoint="one")
+    client.extend_table(1_200)
+    push(client, 4, np.arange(990, 1_100))
+    client.checkpoint("large", step=5)
+    rows = client.fetch_state(np.arange(1_200))
+    made = backup(client, tmp_path / "large", incremental=True)
+    assert (made.base, made.spec.num_rows) == ("small", 1_200)
+    for shard, target in enumerate(targets_in(tmp_path / "new", 2)):
+        restore(tmp_path / "large", target, shard=shard)
+    with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as reader:
+        assert same(reader.fetch_state(np.arange(1_200)), rows)
+
+
+def test_the_newest_backups_are_kept_with_what_they_need(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """What is of another table stays, and what is no backup."""
+    backups = tmp_path / "backups"
+    make_table(client)
+    backup(client, backups / "other", checkpoint="one")
+    client.drop_table()
+    rows = make_chain(client, backups)
+    (backups / "notes").mkdir()
+
+    def keep(name: str, number: int, *options: str) -> set[str]:
+        command = ["backup", *cluster.addresses, "--output", backups / name, "--keep", number, *options]
+        status, _, error = weightserver(*command)
+        assert status == 0, error
+        return {path.name for path in backups.iterdir()} - {"other", "notes"}
+
+    assert keep("thu", 1, "--incremental") == {"full", "tue", "wed", "thu"}
+    assert keep("fri", 3) == {"full", "tue", "wed", "thu", "fri"}, "wed needs tue, tue needs full"
+    assert same(restored(backups / "wed", tmp_path / "new"), rows["wed"])
+    assert keep("sat", 2, "--incremental") == {"fri", "sat"}
+    assert keep("sun", 1) == {"sun"}
+    assert (backups / "other/manifest.json").exists()
+    message = "--keep 0 would remove this backup too: give at least 1"
+    assert_one_line(weightserver("backup", "localhost:1", "--output", backups / "x", "--keep", 0), message)
