@@ -10,7 +10,11 @@ import torch
 
 from tests.helpers.kernels import AVX2_IN_TWO_THREADS, MIXED, SCALAR, Kernels
 
-QUICK = ["tests/test_arithmetic.py", "tests/trainer/test_loss.py", "tests/trainer/test_rows.py"]
+QUICK = [
+    "tests/test_arithmetic.py",
+    "tests/weightserver/torch/test_loss.py",
+    "tests/weightserver/torch/test_slot_values.py",
+]
 NUMERIC = [
     *QUICK,
     "tests/trainer/test_model.py",
@@ -20,6 +24,7 @@ NUMERIC = [
 TRAINING = [
     "tests/trainer/test_distributed.py",
     "tests/trainer/test_encoders.py",
+    "tests/weightserver/torch/test_margins.py",
     "tests/trainer/test_options.py",
     "tests/trainer/test_resident.py",
     "tests/trainer/test_train.py",

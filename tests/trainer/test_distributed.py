@@ -1,6 +1,6 @@
 """Several ranks compared with one: torchrun starts real processes that communicate by gloo and record their results.
 
-As a script (under torchrun) this file is one of those ranks.
+As a script (under torchrun) this file is one of those ranks. The loss is in tests/weightserver/torch/test_margins.py.
 """
 
 from __future__ import annotations
@@ -8,101 +8,34 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from benchmarks.dealing import table_of_flushes
-from tests.helpers import numerics
 from trainer.batch_norm import BatchNormOfRanks
-from trainer.distributed import process_group
+from trainer.data import Dataset
+from trainer.distributed import process_group, with_first_ranks_buffers
+from trainer.evaluate.knn_probe import KnnProbe
+from trainer.loss import LossConfig
+from trainer.model import EncoderConfig, build_model
+from trainer.monitors import Monitors, Update
 from weightserver.core.sharding import Sharding
-from weightserver.torch import Ranks, cosine_softmax_loss, padded, padded_rows
+from weightserver.torch import Ranks, padded, padded_rows
 from weightserver.torch.ranks import RowOwners
 
 ROOT = Path(__file__).parents[2]
-NUM_INPUTS, DIM, NUM_ROWS = 6, 5, 23
-LOW = 0.01
-"""A temperature at which exp of a logit overflows."""
+PARTS, PART_SIZE, DIM, NUM_ROWS = 2, 7, 5, 23
 TEXTS = ("", "größer als 255: ✓", "x" * 100_000)
-Recorded = dict[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch; `str` of a case names what is recorded of it."""
-
-    batch_size: int
-    owners: str
-    """uneven: each rank has rows, of different numbers; one-empty: rank 1 has none."""
-    temperature: float
-    dtype: torch.dtype
-
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (B, D), weight (K, D), labels (B,).
-
-        At the lower temperature all rows have one direction and images the same or the opposite: logits near 100 or
-        -100.
-        """
-        generator = torch.Generator().manual_seed(self.batch_size)
-        vectors = torch.randn(NUM_ROWS + self.batch_size, DIM, generator=generator, dtype=torch.float64)
-        if self.temperature == LOW:
-            vectors = 0.1 * vectors + torch.randn(DIM, generator=generator, dtype=torch.float64)
-            vectors[NUM_ROWS::2] *= -1
-        weight, features = vectors.to(self.dtype).split([NUM_ROWS, self.batch_size])
-        labels = torch.randint(NUM_ROWS, (self.batch_size,), generator=generator)
-        labels[-1] = labels[0]  # a row that the batch holds twice
-        return features, weight, labels
-
-    def owner(self, world_size: int) -> Tensor:
-        """The rank of each row, (K,)."""
-        rank = (torch.arange(NUM_ROWS) // 2) % world_size
-        return torch.where(rank == 1, 0, rank) if self.owners == "one-empty" else rank
-
-    def share(self, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-        """One rank's share of the inputs."""
-        features, weight, labels = self.inputs()
-        mine = self.owner(ranks.world_size) == ranks.rank
-        local = torch.where(mine, mine.cumsum(0) - 1, -1)
-        return features[ranks.share(self.batch_size)], weight[mine], local[labels]
-
-    def __str__(self) -> str:
-        return f"{self.batch_size} images, {self.owners}, temperature {self.temperature}, {self.dtype}"
-
-
-CASES = [
-    Case(*case)  # batches that divide, that do not, and that leave a rank without images
-    for case in product((12, 7, 2), ("uneven", "one-empty"), (0.2, LOW), (torch.float32, torch.float64))
-]
-
-
-def loss_and_gradients(
-    features: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    ranks: Ranks,
-    *,
-    autocast: bool = False,
-    num_rows: int | None = None,
-) -> dict[str, Tensor]:
-    features, weight = features.clone().requires_grad_(), weight.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, ranks=ranks, num_rows=num_rows)
-    loss.backward()
-    assert features.grad is not None
-    assert weight.grad is not None
-    return {"loss": loss.detach(), "features": features.grad, "weight": weight.grad}
+Recorded = dict[str, Tensor]
 
 
 def normed(ranks: Ranks) -> dict[str, Tensor]:
@@ -116,26 +49,71 @@ def normed(ranks: Ranks) -> dict[str, Tensor]:
     return {"embeddings": found.detach(), "gradient": mine.grad, **norm.state_dict()}
 
 
+def monitors(ranks: Ranks, owners: str) -> dict[str, Tensor]:
+    """Two steps with unequal shares of the images, and rows of which rank 1 has a few or none."""
+    generator = torch.Generator().manual_seed(0)
+    encoder = nn.Linear(2, 2)
+    encoder.weight.grad, encoder.bias.grad = torch.ones(2, 2), torch.ones(2)
+    found = Monitors(encoder, LossConfig(), ranks, batch_size=PARTS * PART_SIZE)
+    found._steps = type(found._steps)(maxlen=2)
+    values: dict[str, float] = {}
+    for _ in range(2):
+        embeddings = torch.randn(PARTS, PART_SIZE, DIM, generator=generator)
+        classes = torch.randn(NUM_ROWS, DIM, generator=generator)
+        labels = torch.randint(NUM_ROWS, (PARTS * PART_SIZE,), generator=generator)
+        classes[labels] += 2 * embeddings.flatten(0, 1)  # so that some are recognised
+        owner = (torch.arange(NUM_ROWS) % 5 == 0).long() if owners == "uneven" else torch.zeros(NUM_ROWS)
+        mine = (owner == ranks.rank) if ranks.world_size > 1 else torch.ones(NUM_ROWS, dtype=torch.bool)
+        labels = torch.where(mine, mine.cumsum(0) - 1, -1)[labels]
+        embeddings = embeddings[:, ranks.share(PART_SIZE)]
+        found.keep(embeddings)
+        update = Update(torch.tensor(0.0), embeddings, padded(classes[mine], 20), labels)
+        values = found.measure(update, num_rows=int(mine.sum()))
+    return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def knn(ranks: Ranks) -> dict[str, Tensor]:
+    """kNN top-1 and features by an encoder whose BatchNorm statistics differ between ranks."""
+    model = build_model(EncoderConfig(width=8, stem_stride=2, blocks=(1,)), 4, seed=0)
+    encoder = model.encoder
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            module.running_mean += ranks.rank
+    own = [buffer.clone() for buffer in encoder.buffers()]
+    with with_first_ranks_buffers(encoder, ranks):
+        assert all(map(torch.equal, own, encoder.buffers())) == ranks.is_first
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (301,), generator=generator)
+    pixels = torch.randint(256, (301, 1, 28, 28), generator=generator) * (1 + labels[:, None, None, None]) // 2
+    images = pixels.to(torch.uint8)
+    data = Dataset(train_images=images, train_labels=labels, test_images=images[:0], test_labels=labels[:0])
+    probe = KnnProbe(model, data, ranks, seed=0, fraction=1e6)
+    found = probe.observe(1e6, due=True, last=False)
+    assert all(map(torch.equal, own, encoder.buffers())), "its own statistics are back"
+    assert bool(found) == ranks.is_first
+    features = {"features": probe._features()}
+    probe._images = probe._images[:1]  # one of two ranks has none
+    features["of one image"] = probe._features()
+    return features | {name: torch.tensor(value) for name, value in found.items()}
+
+
+def computed(ranks: Ranks) -> Recorded:
+    """What all ranks compute alike, and of the normed embeddings and their gradient this rank's part."""
+    parts: dict[str, Recorded] = {
+        "monitors": monitors(ranks, "uneven"),
+        "monitors, one empty": monitors(ranks, "one-empty"),
+        "knn": knn(ranks),
+        "norm": normed(ranks),
+    }
+    return {f"{part}: {name}": tensor for part, found in parts.items() for name, tensor in found.items()}
+
+
 def record_rank(out: Path) -> None:
     """Computes and records the results of one rank of several."""
     torch.set_num_threads(1)
-    recorded: dict[str, Any] = {}
     with process_group(torch.device("cpu"), timeout_seconds=60) as ranks:
-        for case in CASES:
-            features, weight, labels = case.share(ranks)
-            result = loss_and_gradients(features, weight, labels, case.temperature, ranks)
-            recorded |= {f"{case}: {name}": value.numpy() for name, value in result.items()}
-
-            result = loss_and_gradients(
-                features, padded(weight, NUM_ROWS), labels, case.temperature, ranks, num_rows=len(weight)
-            )
-            assert not result["weight"][len(weight) :].any(), "rows that only fill up have a gradient"
-            result["weight"] = result["weight"][: len(weight)]
-            recorded |= {f"{case}: padded {name}": value.numpy() for name, value in result.items()}
-
-            result = loss_and_gradients(features, weight, labels, case.temperature, ranks, autocast=True)
-            recorded |= {f"{case}: autocast {name}": value.numpy() for name, value in result.items()}
-        recorded |= {f"norm {name}": value.numpy() for name, value in normed(ranks).items()}
+        save_file(computed(ranks), out / f"{ranks.rank}.safetensors")
         told = {
             "ranks": [ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size],
             "texts": [ranks.broadcast_text(text if ranks.is_first else None) for text in TEXTS],
@@ -144,83 +122,36 @@ def record_rank(out: Path) -> None:
         }
         ranks.barrier()
     assert not dist.is_initialized(), "the process group outlived its context"
-    np.savez(out / f"{ranks.rank}.npz", told=np.array(json.dumps(told)), **recorded)
+    (out / f"{ranks.rank}.json").write_text(json.dumps(told))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
-    """The results of each rank."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}"]
-    command += ["-m", "tests.trainer.test_distributed", str(out)]
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.guard), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path, one_thread: None) -> None:
+    """BatchNorm, as torch does on one rank; monitors and kNN; what they tell each other. Parts differ in size."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command += ["-m", "tests.trainer.test_distributed", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
-    return [dict(np.load(out / f"{rank}.npz")) for rank in range(request.param)]
-
-
-def of_whole(recorded: list[Recorded], case: Case, kind: str = "") -> dict[str, Tensor]:
-    """Loss and gradients of the whole batch and all rows, put together from those of the ranks."""
-    parts = {name: [part[f"{case}: {kind}{name}"] for part in recorded] for name in ("loss", "features", "weight")}
-    assert len({part.tobytes() for part in parts["loss"]}) == 1, "ranks differ in the loss"
-    weight = np.empty((NUM_ROWS, DIM), parts["loss"][0].dtype)
-    for rank, part in enumerate(parts["weight"]):
-        weight[case.owner(len(recorded)) == rank] = part
-    features = np.concatenate(parts["features"]) / len(recorded)  # what averaging over ranks makes of it
-    whole = {"loss": parts["loss"][0], "features": features, "weight": weight}
-    return {name: torch.from_numpy(value) for name, value in whole.items()}
-
-
-def expected_of(case: Case, features: numerics.Rounded | None = None) -> numerics.RoundedLoss:
-    given, weight, labels = case.inputs()
-    return numerics.softmax_loss(given if features is None else features, weight, labels, temperature=case.temperature)
-
-
-@pytest.mark.guard
-def test_loss_and_gradients_are_those_of_one_rank(recorded: list[Recorded]) -> None:
-    """Each equals the formula up to rounding."""
-    for case in CASES:
-        expected = expected_of(case)
-        one = loss_and_gradients(*case.inputs(), case.temperature, Ranks())
-        # also with rows that fill up each rank's share
-        for found in (one, of_whole(recorded, case), of_whole(recorded, case, "padded ")):
-            for name, value in found.items():
-                getattr(expected, name).assert_near(value, f"{case}, {name}")
-
-
-@pytest.mark.guard
-def test_autocast_changes_no_bit(recorded: list[Recorded]) -> None:
-    for case in CASES:
-        plain, autocast = of_whole(recorded, case), of_whole(recorded, case, "autocast ")
-        assert all(torch.equal(plain[name], autocast[name]) for name in plain), str(case)
-
-
-@pytest.mark.guard
-def test_embeddings_are_normalised_over_all_ranks(recorded: list[Recorded]) -> None:
-    """As torch's BatchNorm does on one rank; ranks may have different numbers of images."""
-    for name, expected in normed(Ranks()).items():
-        parts = [part[f"norm {name}"] for part in recorded]
-        found = [np.concatenate(parts)] if name in ("embeddings", "gradient") else parts
-        for one in found:
-            np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-12, err_msg=name)
-
-
-def test_extreme_logits_are_extreme() -> None:
-    features, weight, _ = Case(12, "uneven", LOW, torch.float32).inputs()
-    logits = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=-1) / LOW
-    assert logits.exp().isinf().any(), "exp overflows"
-    assert (logits.exp().sum(dim=1) < 1e-30).any(), "exp of a whole row is next to nothing"
-
-
-@pytest.mark.guard
-def test_ranks_exchange_values(recorded: list[Recorded]) -> None:
-    world_size = len(recorded)
-    for rank, part in enumerate(recorded):
-        told = json.loads(str(part["told"]))
-        assert told["ranks"] == [rank, world_size, rank, world_size]
-        assert told["texts"] == list(TEXTS)
-        total = sum(range(world_size))
-        assert told["sums"] == [world_size, world_size * 2.0**40 + total, -0.5 * total]
-        assert told["maxima"] == [world_size - 1, 0]
+    expected, ranks = computed(Ranks()), [load_file(tmp_path / f"{rank}.safetensors") for rank in range(world_size)]
+    assert expected["knn: knn_top1"] > 60, "chance is 50 %"
+    assert 0 < expected["monitors: instance_top1"] < 100
+    for name, tensor in expected.items():
+        parts = [found[name] for found in ranks[: 1 if name.startswith("knn: knn") else None]]
+        if name in ("norm: embeddings", "norm: gradient"):
+            parts = [torch.cat(parts)]
+        assert all(torch.equal(part, parts[0]) for part in parts), f"ranks differ in {name}"
+        exact = name.startswith("norm")
+        torch.testing.assert_close(parts[0], tensor, rtol=1e-12 if exact else 1e-4, atol=1e-12 if exact else 1e-6)
+    total = sum(range(world_size))
+    for rank in range(world_size):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "ranks": [rank, world_size, rank, world_size],
+            "texts": list(TEXTS),
+            "sums": [world_size, world_size * 2.0**40 + total, -0.5 * total],
+            "maxima": [world_size - 1, 0],
+        }
 
 
 def test_a_single_rank_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:

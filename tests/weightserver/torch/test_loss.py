@@ -1,4 +1,4 @@
-"""The loss in chunks of rows, as a CPU computes it of many rows, against formulas in float64."""
+"""The loss, of all rows at once and in chunks of them, as a CPU computes it of many, against formulas in float64."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def assert_equals_formula(
     *,
     cosines: bool = True,
     label_smoothing: float = 0.0,
+    temperature: float = 0.2,
 ) -> None:
     """The bounds are those of `numerics`, by running error analysis."""
-    margin, temperature = margin_of(kind, None), 0.2 if cosines else 1.0
+    margin, temperature = margin_of(kind, None), temperature if cosines else 1.0
     loss_of = cosine_softmax_loss if cosines else softmax_loss
     given: dict[str, Any] = {"temperature": temperature, "margin": margin, "label_smoothing": label_smoothing}
     loss = loss_of(features, weight, labels, **given)
@@ -81,14 +82,50 @@ def test_chunks_equal_the_formula(
     assert_equals_formula(features, weight, labels, kind, cosines=cosines, label_smoothing=label_smoothing)
 
 
-@pytest.mark.parametrize("kind", MARGINS)
+@pytest.mark.parametrize("kind", [*MARGINS, "plain"])
 @pytest.mark.parametrize("num_own", [1, 3])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-def test_all_rows_at_once_equal_the_formula(kind: MarginKind, num_own: int, label_smoothing: float) -> None:
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.2), (torch.float64, 0.2), (torch.float32, 0.03)])
+def test_all_rows_at_once_equal_the_formula(
+    kind: Any, num_own: int, label_smoothing: float, dtype: torch.dtype, temperature: float
+) -> None:
     """As few rows on a CPU, and all on other devices."""
-    features, weight = inputs(7, 30)
+    features, weight = inputs(7, 30, dtype=dtype)
     assert not condensed.are_many(features, weight)
-    assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind, label_smoothing=label_smoothing)
+    given: dict[str, Any] = {"label_smoothing": label_smoothing, "temperature": temperature, "cosines": kind != "plain"}
+    kind = kind if kind != "plain" else "none"
+    assert_equals_formula(features, weight, labels_of(7, 30, num_own), kind, **given)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
+def test_the_formula_is_torchs_in_float64(label_smoothing: float) -> None:
+    """The oracle, written out with its gradients, equals autograd of torch's own cross_entropy."""
+    features, weight = inputs(6, 9, dtype=torch.float64)
+    labels = labels_of(6, 9, 1)
+    cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2)
+    loss = torch.nn.functional.cross_entropy(cosines / 0.2, labels, label_smoothing=label_smoothing)
+    loss.backward()
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2, label_smoothing=label_smoothing)
+    expected.loss.assert_near(loss)
+    expected.features.assert_near(features.grad)
+    expected.weight.assert_near(weight.grad)
+    assert expected.loss.error < 1e-13
+
+
+def test_the_bounds_are_tight_enough_to_find_faults() -> None:
+    """They detect a temperature off by a thousandth, a wrong label, and a mean without one image."""
+    (features, weight), labels = inputs(6, 9), labels_of(6, 9, 1)
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
+    wrong_label = labels.clone().index_fill_(0, torch.tensor([2]), (int(labels[2]) + 1) % 9)
+    off = cosine_softmax_loss(features, weight, labels, temperature=0.2001)
+    of_others = cosine_softmax_loss(features, weight, wrong_label, temperature=0.2)
+    for wrong in (off, of_others, cosine_softmax_loss(features, weight, labels, temperature=0.2) + 1e-4):
+        with pytest.raises(AssertionError, match="of which rounding explains"):
+            expected.loss.assert_near(wrong)
+    off.backward()
+    with pytest.raises(AssertionError, match="of which rounding explains"):
+        expected.weight.assert_near(weight.grad)
+    assert expected.loss.error < 1e-5 * expected.loss.value
 
 
 def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5(monkeypatch: pytest.MonkeyPatch) -> None:
