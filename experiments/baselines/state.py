@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.run.checkpoint import tensors_to_save
-from trainer.run.checkpoint_file import FORMAT, file_path, load, restore, saved_steps
+from trainer.run.checkpoint_file import FORMAT, file_path, load, restore, saved_steps, tensors_to_save
 from weightserver.common.atomic_files import atomic_write, make_directory
 from weightserver.torch import Ranks
 

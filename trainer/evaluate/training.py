@@ -19,6 +19,7 @@ from trainer.batch_norm import BatchNormOfRanks
 from trainer.cores import decode_threads
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.evaluation import Evaluation
+from trainer.run.checkpoint_file import give_state, tensors_to_save
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.background import computed_ahead
 from weightserver.torch import Ranks
@@ -131,11 +132,7 @@ def cosine(progress: float) -> float:
 
 def save_state(path: Path, network: nn.Module, optimizer: torch.optim.SGD, num_done: int) -> None:
     """Writes a network, SGD's momentum and the number of finished steps."""
-    tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
-    for name, parameter in network.named_parameters():
-        if (momentum := optimizer.state[parameter].get("momentum_buffer")) is not None:  # None with momentum 0
-            tensors[f"momentum.{name}"] = momentum
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    tensors = tensors_to_save(network, optimizer)
     atomic_write(path, lambda target: save_file(tensors, target, {"steps": str(num_done)}))
 
 
@@ -149,12 +146,7 @@ def load_state(path: Path, network: nn.Module, optimizer: torch.optim.SGD) -> in
         return 0
     try:
         with safe_open(path, framework="pt") as file:
-            network.load_state_dict({name: file.get_tensor(f"network.{name}") for name in network.state_dict()})
-            saved = set(file.keys())
-            for name, parameter in network.named_parameters():
-                if f"momentum.{name}" in saved:
-                    momentum = torch.empty_like(parameter).copy_(file.get_tensor(f"momentum.{name}"))
-                    optimizer.state[parameter]["momentum_buffer"] = momentum
+            give_state({name: file.get_tensor(name) for name in file.keys()}, network, optimizer)  # noqa: SIM118
             return int(file.metadata()["steps"])
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"cannot read the state {path} ({error}): remove it to start over") from error

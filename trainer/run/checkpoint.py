@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.display import stage
@@ -18,8 +18,6 @@ from trainer.run.checkpoint_file import (
     FORMAT,
     HEAD,
     IMAGES,
-    MODEL,
-    MOMENTUM,
     RESUME_STEP,
     STEM,
     begun_path,
@@ -27,12 +25,13 @@ from trainer.run.checkpoint_file import (
     file_path,
     set_aside,
     steps_on_both,
+    tensors_to_save,
 )
 from trainer.run.run_images import RunImages
 from trainer.run.totals import TOTALS, Totals, Usage
 from weightserver import FencedError, NoTableError, WeightClient
 from weightserver.common.atomic_files import make_directory, sync, write_synced
-from weightserver.torch import ClassifierHead, HostCopy, Ranks, SavedRows
+from weightserver.torch import ClassifierHead, Ranks, SavedRows
 
 _log = logging.getLogger(__name__)
 
@@ -128,14 +127,3 @@ class Checkpoints:
         for name in sorted(client.describe().checkpoint_names - kept):
             if STEM.fullmatch(name):  # a run's, including those that a failure left on some of the shards
                 client.release(name)
-
-
-def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and momentum under their names in the file, copied to the host."""
-    tensors = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        momentum_buffer = optimizer.state[parameter].get("momentum_buffer")
-        if momentum_buffer is not None:
-            tensors[MOMENTUM + name] = momentum_buffer.detach()
-    copies = HostCopy(list(tensors.values())).wait()
-    return {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}

@@ -25,7 +25,7 @@ from trainer.distributed import tensors_of_first
 from trainer.run.run_images import RunImages
 from weightserver import Checkpoint
 from weightserver.common.atomic_files import sync
-from weightserver.torch import Ranks, SavedRows
+from weightserver.torch import HostCopy, Ranks, SavedRows
 
 _log = logging.getLogger(__name__)
 
@@ -85,17 +85,32 @@ def load(directory: Path, step: int, ranks: Ranks) -> dict[str, Tensor]:
     return tensors_of_first(read, ranks)
 
 
-def restore(tensors: Mapping[str, Tensor], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives model and optimizer the state in the tensors of `path`. Raises ValueError for those of another model."""
-    try:
-        model.load_state_dict(_named(tensors, MODEL))
-    except RuntimeError as error:
-        raise _unreadable(path, error) from None
+def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and momentum under their names in the file, copied to the host."""
+    tensors = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        if (momentum_buffer := optimizer.state[parameter].get("momentum_buffer")) is not None:
+            tensors[MOMENTUM + name] = momentum_buffer.detach()
+    copies = HostCopy(list(tensors.values())).wait()
+    return {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
+
+
+def give_state(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives model and optimizer what `tensors_to_save` found. Raises RuntimeError for the state of another model."""
+    model.load_state_dict(_named(tensors, MODEL))
     momentum = _named(tensors, MOMENTUM)
     for name, parameter in model.named_parameters():
         if name in momentum:
             # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
             optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
+
+
+def restore(tensors: Mapping[str, Tensor], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """`give_state` of the tensors of `path`. Raises ValueError for those of another model."""
+    try:
+        give_state(tensors, model, optimizer)
+    except RuntimeError as error:
+        raise _unreadable(path, error) from None
 
 
 def saved_rows(directory: Path, step: int) -> SavedRows:
