@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests.head.conftest import MakeHead
-from tests.head.test_ranks import launch
 from tests.helpers.failing_steps import (
     ATTEMPTS,
     BATCHES,
@@ -41,6 +40,7 @@ from tests.helpers.own_loop import (
     loaded,
     shuffled,
 )
+from tests.helpers.torchrun import torchrun
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import ClassifierHead
 
@@ -187,7 +187,7 @@ def test_a_step_that_is_skipped_at_its_first_batch(make_head: MakeHead) -> None:
 @pytest.mark.guard
 def test_on_both_of_two_ranks(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
     lines = {attempt.__name__: lines_of(attempt, make_head("dense")) for attempt in ATTEMPTS}
-    launch("tests.head.test_failures", str(tmp_path), json.dumps(lines), *cluster.addresses)
+    torchrun("tests.head.test_failures", tmp_path, json.dumps(lines), *cluster.addresses)
     for rows, attempt, then in OF_RANKS:
         for point in lines[attempt.__name__]:
             expected = run(DenseHead(make_head("dense")), loaded(BATCHES), attempt, then, Tracer(attempt, point))

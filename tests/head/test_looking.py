@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.head.test_exact import WINDOW, windows
-from tests.head.test_ranks import ROOT, launch
 from tests.helpers.own_loop import (
     DIM,
     NUM_CLASSES,
@@ -32,6 +31,7 @@ from tests.helpers.own_loop import (
     shuffled,
     trained,
 )
+from tests.helpers.torchrun import ROOT, torchrun
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import ClassifierHead, Evaluation, looking
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(make_head: MakeHead) -> None:
 @pytest.mark.guard
 def test_two_ranks_look_as_one(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
     """Each at images of its own, more on one than on the other; no rank has the other's rows."""
-    launch("tests.head.test_looking", str(tmp_path), *cluster.addresses)
+    torchrun("tests.head.test_looking", tmp_path, *cluster.addresses)
     parts = [torch.load(tmp_path / f"looked-{rank}", weights_only=True) for rank in range(2)]
     one = looked_at("dense", [], slice(None))
     for rows in STORES:

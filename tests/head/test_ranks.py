@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,10 +31,10 @@ from tests.helpers.own_loop import (
     shuffled,
     trained,
 )
+from tests.helpers.torchrun import torchrun
 from weightserver import InvalidRequestError
 from weightserver.torch import ClassifierHead
 
-ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {
     "num_negatives": NUM_NEGATIVES,
     "rows_per_block": 3,
@@ -258,22 +256,6 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
 }
 
 
-def launch(module: str, *arguments: str) -> None:
-    """Runs a module as two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", module, *arguments]
-    finished = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-
-
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
@@ -286,7 +268,7 @@ def launch(module: str, *arguments: str) -> None:
 def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, rows: str) -> None:
     """Also after a checkpoint was restored in the middle, with embedded shards that rank 0 starts."""
     expected = run(tmp_path / "one", kind, rows)
-    launch("tests.head.test_ranks", str(tmp_path), kind, rows)
+    torchrun("tests.head.test_ranks", tmp_path, kind, rows)
     for rank in range(2):
         Result(**torch.load(tmp_path / f"result-{rank}", weights_only=True)).assert_close(expected)
 
@@ -294,7 +276,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, row
 @pytest.mark.guard
 def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
     """Each of them says so in one line, in that step, and none waits for the other."""
-    launch("tests.head.test_ranks", str(tmp_path), "errors", "dense")
+    torchrun("tests.head.test_ranks", tmp_path, "errors", "dense")
     for rank in range(2):
         errors = torch.load(tmp_path / f"errors-{rank}", weights_only=True)
         for error, messages in zip(errors, DISAGREEMENTS.values(), strict=True):

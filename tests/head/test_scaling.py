@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.head.conftest import MakeHead
-from tests.head.test_ranks import launch
 from tests.helpers.own_loop import (
     BATCH_SIZE,
     DIM,
@@ -27,6 +26,7 @@ from tests.helpers.own_loop import (
     loaded,
     shuffled,
 )
+from tests.helpers.torchrun import torchrun
 from weightserver import LocalCluster
 from weightserver.torch import ClassifierHead
 
@@ -181,7 +181,7 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
 @pytest.mark.guard
 def test_two_ranks_clip_and_overflow_together(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
     """The rows of one rank overflow in the last step."""
-    launch("tests.head.test_scaling", str(tmp_path), *cluster.addresses)
+    torchrun("tests.head.test_scaling", tmp_path, *cluster.addresses)
     dense, encoder = Dense(make_head("dense")), Encoder()
     expected = Result(clipped_by_torch(dense, encoder, MAX_NORM), encoder=encoder.weight())
     dense.visits += BATCHES[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.torchrun import torchrun
 from trainer.data import Dataset
 from trainer.evaluate.__main__ import main
 from trainer.evaluate.evaluation import Evaluation, Outcome
@@ -162,11 +161,7 @@ def interrupted_evaluation(
 def outcomes_of_ranks(module: str, num_ranks: int, directory: Path) -> list[Outcome]:
     """Runs a test module as a script under torchrun; returns what each rank gave to `write_outcome`."""
     directory.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", module, str(directory)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(module, directory, num_ranks=num_ranks)
     return [Outcome(**json.loads((directory / f"{rank}.json").read_text())) for rank in range(num_ranks)]
 
 

@@ -6,7 +6,6 @@ As a script (under torchrun) this file is one of those ranks. The loss is in tes
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.dealing import table_of_flushes
+from tests.helpers.torchrun import torchrun
 from trainer.batch_norm import BatchNormOfRanks
 from trainer.data import Dataset
 from trainer.distributed import process_group, with_first_ranks_buffers
@@ -130,10 +130,7 @@ def record_rank(out: Path) -> None:
 )
 def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path, one_thread: None) -> None:
     """BatchNorm, as torch does on one rank; monitors and kNN; what they tell each other. Parts differ in size."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command += ["-m", "tests.trainer.test_distributed", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert run.returncode == 0, run.stderr
+    torchrun("tests.trainer.test_distributed", tmp_path, num_ranks=world_size)
     expected, ranks = computed(Ranks()), [load_file(tmp_path / f"{rank}.safetensors") for rank in range(world_size)]
     assert expected["knn: knn_top1"] > 60, "chance is 50 %"
     assert 0 < expected["monitors: instance_top1"] < 100

@@ -18,7 +18,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
 from weightserver.torch import ResidentRows, Rows
 from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows.slots import NoRoomError, SlotMap
+from weightserver.torch.rows.slots import NoRoomError
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)
 RATES = np.full(200, 0.1, np.float32)
@@ -215,36 +215,6 @@ def test_a_failed_write_stops_the_next_call(client: WeightClient, watched: Watch
         store.flush()
     with pytest.raises(FencedError, match="another"):
         store.prefetch(rows(3), step=2)
-
-
-def test_too_few_slots_say_what_to_do() -> None:
-    slots = SlotMap(3)
-    slots.last_announced[slots.add(rows(1, 2, 3))] = 5
-    with pytest.raises(ValueError, match=r"3 resident rows are too few: step 5 needs 1 more; raise --capacity"):
-        slots.leaving(1, step=5)
-    assert len(slots.leaving(1, step=6)) == 1
-
-
-def test_slots_find_what_they_hold() -> None:
-    """Compared with a dictionary, while random rows enter and leave."""
-    generator = np.random.default_rng(0)
-    slots = SlotMap(40)
-    held: dict[int, int] = {}
-    for step in range(200):
-        wanted = np.sort(generator.choice(100, size=generator.integers(1, 20), replace=False))
-        found = slots.find(wanted)
-        assert found.tolist() == [held.get(row, -1) for row in wanted.tolist()]
-        slots.last_announced[found[found >= 0]] = step
-        entering = wanted[found < 0]
-        leaving = slots.leaving(len(entering), step=step)
-        for slot in leaving.tolist():
-            assert held.pop(int(slots.row[slot])) == slot
-        slots.remove(leaving)
-        added = slots.add(entering)
-        slots.last_announced[added] = step
-        held.update(zip(entering.tolist(), added.tolist(), strict=True))
-        assert len(set(held.values())) == len(held) == len(slots) <= 40
-        assert slots.held().tolist() == [held[row] for row in sorted(held)]
 
 
 def test_unstable_learning_rates_are_refused_at_once(watched: WatchedClient) -> None:

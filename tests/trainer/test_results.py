@@ -16,7 +16,7 @@ import torch
 
 import trainer.results
 from tests.helpers.bars import write_bars
-from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
+from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
 from trainer.arguments import parse_config
 from trainer.command_line import pic
 from trainer.config import TrainConfig
@@ -50,14 +50,6 @@ def summary_of(output: Path) -> dict[str, Any]:
     return dict(json.loads((output / "summary.json").read_text()))
 
 
-def stops_before(step: int) -> Any:
-    def on_step(now: int) -> None:
-        if now == step:
-            raise OSError("the power went out")
-
-    return on_step
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("ended") / "run"
@@ -70,8 +62,8 @@ def test_the_summary_adds_up_over_all_parts(ended: Path, tmp_path: Path) -> None
     """Killed in step 20 and 30, and resumed from steps 13 and 26: repeated steps do not count twice."""
     output = tmp_path / "run"
     for resume, at in ((False, 20), (True, 30)):
-        with pytest.raises(OSError, match="power"):
-            train(remote(output, resume=resume), on_step=stops_before(at))
+        with pytest.raises(PowerLoss):
+            train(remote(output, resume=resume), on_step=power_loss_at(at))
     train(remote(output, resume=True))
     undisturbed, summary = summary_of(ended), summary_of(output)
     assert undisturbed["parts"] == 1
@@ -90,7 +82,7 @@ def test_a_run_that_has_ended_stays_as_it_is(ended: Path, tmp_path: Path) -> Non
     assert saved_steps(output / "checkpoints")[-1] == NUM_STEPS
     files = ("summary.json", "encoder.safetensors", "metrics.jsonl")
     before = [(output / name).read_bytes() for name in files]
-    result = train(remote(output, resume=True), on_step=stops_before(NUM_STEPS - 1))
+    result = train(remote(output, resume=True), on_step=power_loss_at(NUM_STEPS - 1))
     assert result.summary == summary_of(ended)
     assert [(output / name).read_bytes() for name in files] == before
     assert not list((output / "checkpoints").glob("set-aside-*"))
@@ -101,7 +93,7 @@ def test_a_run_that_was_killed_in_its_evaluation_is_only_evaluated(ended: Path, 
     output = shutil.copytree(ended, tmp_path / "run")
     (output / "summary.json").unlink()
     (output / "encoder.safetensors").unlink()
-    train(remote(output, resume=True), on_step=stops_before(NUM_STEPS - 1))
+    train(remote(output, resume=True), on_step=power_loss_at(NUM_STEPS - 1))
     assert (output / "encoder.safetensors").exists()
     same = ("steps", "loss", "fetched_rows", "pushed_rows")
     assert {name: summary_of(output)[name] for name in same} == {name: summary_of(ended)[name] for name in same}
@@ -122,8 +114,8 @@ def rates(num_steps: int) -> np.ndarray:
 def test_a_run_is_made_longer(ended: Path, tmp_path: Path) -> None:
     """From then on with the learning rates of the longer run; stopped and resumed again on the way."""
     output, longer = shutil.copytree(ended, tmp_path / "run"), NUM_STEPS + 2 * EVERY
-    with pytest.raises(OSError, match="power"):
-        train(remote(output, resume=True, steps=longer), on_step=stops_before(longer - 5))
+    with pytest.raises(PowerLoss):
+        train(remote(output, resume=True, steps=longer), on_step=power_loss_at(longer - 5))
     assert not (output / "summary.json").exists()
     train(parse_config(["--resume", "--output", str(output)]))
     assert losses(output)[:NUM_STEPS] == losses(ended)

@@ -7,16 +7,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.small_run import EVERY, ONLY_ROWS, losses, small_run
+from tests.helpers.small_run import EVERY, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
+from tests.helpers.torchrun import torchrun
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.run import checkpoint_file
@@ -26,7 +24,6 @@ from trainer.run.directory import read_settings
 from trainer.run.resume import step_to_resume
 from weightserver import DataLossError, LocalCluster, WeightClient
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -35,20 +32,12 @@ def run(output: Path, **changes: Any) -> TrainConfig:
     return small_run(output, **{"encoder": ONLY_ROWS, "keep_checkpoints": 9, "steps": 3 * EVERY} | changes)
 
 
-def stops_before(step: int) -> Callable[[int], None]:
-    def on_step(begun: int) -> None:
-        if begun == step:
-            raise OSError("the power went out")
-
-    return on_step
-
-
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has ended, and `older`: its servers as they were between the checkpoints of steps 13 and 26."""
     output = tmp_path_factory.mktemp("ended") / "run"
-    with pytest.raises(OSError, match="power"):
-        train(run(output), on_step=stops_before(20))
+    with pytest.raises(PowerLoss):
+        train(run(output), on_step=power_loss_at(20))
     shutil.copytree(output / "servers", output.parent / "older")
     train(run(output, resume=True))
     assert saved_steps(output / "checkpoints") == [0, EVERY, 2 * EVERY, 3 * EVERY]
@@ -104,8 +93,8 @@ def test_a_restarted_command_resumes_its_own_checkpoints(
 ) -> None:
     """As torchrun or another supervisor does; by hand, after a plain --resume, it returns to the step again."""
     begun: list[int] = []
-    with pytest.raises(OSError, match="power"):
-        train(run(stale, resume=True, resume_step=EVERY), on_step=stops_before(30))
+    with pytest.raises(PowerLoss):
+        train(run(stale, resume=True, resume_step=EVERY), on_step=power_loss_at(30))
     train(run(stale, resume="auto", resume_step=EVERY, keep_checkpoints=1), on_step=begun.append)
     assert begun[0] == 2 * EVERY
     assert f"was resumed from step {EVERY} before: resuming from step {2 * EVERY}, its newest" in caplog.text
@@ -178,10 +167,10 @@ def test_a_copy_older_by_one_checkpoint_than_a_stopped_run_is_refused(
     def copies_and_stops(step: int) -> None:
         if step == 5:
             shutil.copytree(output, older, ignore=shutil.ignore_patterns("servers"))
-        stops_before(stopped)(step)
+        power_loss_at(stopped)(step)
 
     settings = {"rows": rows, "keep_checkpoints": keep}
-    with pytest.raises(OSError, match="power"):
+    with pytest.raises(PowerLoss):
         train(run(output, **settings), on_step=copies_and_stops)
     shutil.move(output / "servers", older)
     before = contents(older)
@@ -206,8 +195,8 @@ def test_a_copy_made_during_a_checkpoint_is_refused_if_the_run_continued(
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "_write", copies_and_writes)
-        with pytest.raises(OSError, match="power"):
-            train(run(output, rows="remote"), on_step=stops_before(EVERY + 2))
+        with pytest.raises(PowerLoss):
+            train(run(output, rows="remote"), on_step=power_loss_at(EVERY + 2))
     shutil.move(output / "servers", older)
     with pytest.raises(ValueError, match=r"have checkpoints of steps \[13\], and .* may be an older copy"):
         train(run(older, resume=True))
@@ -285,20 +274,16 @@ def test_a_directory_with_a_runs_files_starts_no_run(left: str, ended: Path, tmp
 @pytest.mark.guard
 def test_rank_0_decides_for_all(stale: Path, ended: Path) -> None:
     settings = run(stale).with_settings(resume=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
-    command += ["synthetic", "--resume", "--output", str(stale), "--num-images", str(settings.data.num_images)]
+    command = ["trainer", "synthetic", "--resume", "--output", stale, "--num-images", settings.data.num_images]
     command += ["--encoder.name", "none", "--encoder.image-size", "16", "--encoder.stem-stride", "1"]
     command += ["--learning-rate", "0.2", "--dim", "16"]
     for name in ("steps", "batch_size", "num_negatives", "window_size", "window_stride", "rows_per_block", "log_every"):
-        command += [f"--{name.replace('_', '-')}", str(settings.settings()[name])]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        command += [f"--{name.replace('_', '-')}", settings.settings()[name]]
+    refused = torchrun(*command, check=False)
     assert refused.returncode == 1
     assert f"or give --resume-step {EVERY}," in refused.stderr
     assert set_aside(stale) == []
-    done = subprocess.run(
-        [*command, "--resume-step", str(EVERY)], cwd=ROOT, capture_output=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(*command, "--resume-step", EVERY)
     assert losses(stale) == pytest.approx(losses(ended), rel=1e-4)
     assert len(set_aside(stale)) == 1
     assert json.loads((stale / "summary.json").read_text())["steps"] == 3 * EVERY

@@ -13,7 +13,7 @@ import pytest
 
 import weightserver.torch.table
 from tests.helpers.comparing import rows_in, same
-from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, losses, small_run
+from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, PowerLoss, losses, small_run
 from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export
 from trainer.loop import train
@@ -132,9 +132,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 with WeightClient(cluster.addresses) as operator:
                     backup(operator, root / "backup")
             if step == STOPPED_AT:
-                raise OSError("the power went out")
+                raise PowerLoss
 
-        with pytest.raises(OSError, match="power"):
+        with pytest.raises(PowerLoss):
             train(run(root / "run", servers=",".join(cluster.addresses)), on_step=on_step)
     return root
 

@@ -31,9 +31,7 @@ from trainer.results import finish
 from weightserver import (
     LocalCluster,
     ShardUnavailableError,
-    TableSpec,
     WeightClient,
-    WeightServerError,
 )
 from weightserver.operations.certificates import write_certificates
 
@@ -110,14 +108,6 @@ def test_a_seed_is_a_run(data_dir: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "a") != losses(tmp_path / "order")
 
 
-def test_the_ablation_changes_training(data_dir: Path, tmp_path: Path) -> None:
-    for name, correction in (("with", "exact"), ("without", "none")):
-        train(config(data_dir, tmp_path / name, rows="dense", correction=correction, weight_decay=0.01))
-    with_it, without = np.array(losses(tmp_path / "with")), np.array(losses(tmp_path / "without"))
-    assert with_it[0] == without[0]
-    assert np.abs(with_it - without).max() > 1e-5
-
-
 def test_a_run_that_ends_within_its_warm_up_says_so(
     data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,20 +149,6 @@ def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     assert encoder(torch.zeros(2, 1, 28, 28)).shape == (2, 16)
 
 
-def test_a_table_that_another_run_wrote_is_refused(data_dir: Path, tmp_path: Path) -> None:
-    with LocalCluster(1) as cluster:
-        with WeightClient(cluster.addresses) as client:
-            client.create_table(TableSpec(num_rows=NUM_IMAGES, dim=16))
-            client.extend_schedule(0, np.full(30, 0.1, np.float32))
-            client.open_session("earlier")
-            client.push_gradients([3], np.ones((1, 16), np.float32), step=21)
-        with pytest.raises(ValueError, match="rows of run 'earlier' up to step 22"):
-            train(config(data_dir, tmp_path / "run", servers=cluster.addresses[0]))
-        with WeightClient(cluster.addresses) as client:
-            assert client.describe().run == "earlier"
-            assert client.describe().clock == 22
-
-
 def test_a_used_directory_is_refused(data_dir: Path, tmp_path: Path) -> None:
     train(config(data_dir, tmp_path / "run", rows="dense", steps=1))
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -194,18 +170,6 @@ def test_as_many_other_images_in_memory_are_refused(data_dir: Path, tmp_path: Pa
     moved = shutil.copytree(data_dir, tmp_path / "moved")
     train(run.with_settings(data_dir=moved, resume=True))
     assert json.loads((run.run.output / "config.json").read_text())["data_dir"] == str(moved)
-
-
-def test_a_run_that_never_started_can_be_repeated(data_dir: Path, tmp_path: Path) -> None:
-    with LocalCluster(1) as cluster:
-        output, servers = tmp_path / "run", cluster.addresses[0]
-        with WeightClient(cluster.addresses) as client:
-            client.create_table(TableSpec(num_rows=3, dim=2))
-        with pytest.raises(WeightServerError, match="spec"):
-            train(config(data_dir, output, servers=servers, steps=1))
-        with WeightClient(cluster.addresses) as client:
-            client.drop_table()
-        train(config(data_dir, output, servers=servers, steps=1))
 
 
 @pytest.mark.guard  # seconds

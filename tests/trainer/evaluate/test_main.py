@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from PIL import Image
 
 from tests.helpers.evaluations import evaluate
 from tests.helpers.image_tree import plain_tree
+from tests.helpers.torchrun import torchrun
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.evaluate import knn as knn_module
@@ -283,11 +282,8 @@ def test_damaged_weights_and_unknown_classes_are_refused(
 @pytest.mark.guard
 def test_the_documented_command_of_two_ranks(run_dir: Path, data_dir: Path) -> None:
     """torchrun takes options that it knows, or could mean, for its own unless -- precedes the module's name."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-    command += ["trainer.evaluate", "linear", *SHORT["linear"], "--run", str(run_dir), "--data-dir", str(data_dir)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = ["linear", *SHORT["linear"], "--run", run_dir, "--data-dir", data_dir]
+    done = torchrun("--", "trainer.evaluate", *options)
     assert json.loads(done.stdout)["ranks"] == 2
 
 

@@ -6,7 +6,6 @@ As a script (under torchrun) this file is one rank, which writes down what it re
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import EVERY, small_run
+from tests.helpers.torchrun import torchrun
 from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.pack import PackOptions, pack
 from trainer.distributed import process_group
@@ -210,9 +210,7 @@ def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, A
 def test_every_rank_has_the_subject_of_the_first(tmp_path: Path) -> None:
     """The file is on the first rank's machine only."""
     path = saved(tmp_path / "moco.safetensors")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "tests.trainer.evaluate.test_subjects", str(path)]
-    subprocess.run(command, cwd=Path(__file__).parents[3], timeout=240, check=True)
+    torchrun("tests.trainer.evaluate.test_subjects", path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert [found["name"] for found in first] == [str(path), "raw pixels"]
