@@ -8,7 +8,7 @@ EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: install first-hour fashion-mnist demo tables tables-quick test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
+.PHONY: install first-hour fashion-mnist demo tables tables-quick million test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
 
 # Trains on real images, with weight servers of its own, beside the same run without correction. Optional: EPOCHS, DATA_DIR
 # (Fashion-MNIST's files), OUTPUT, RESUME=1 (an interrupted demo: the one in OUTPUT, or the last one).
@@ -37,6 +37,10 @@ tables-quick: $(EXPERIMENTS) fashion-mnist
 	rm -rf build/tables-quick
 	$(BIN)/python -m experiments run --quick --seeds 1 $(TABLES_FLAGS)
 	$(BIN)/python -m experiments page --quick
+
+# A million glyphs of Debian's fonts, from rendering to nearest neighbours, in hours; repeat it to resume.
+million: $(EXPERIMENTS)
+	$(BIN)/python -m experiments.million && $(BIN)/python -m experiments page
 
 # Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
 test: $(INSTALLED) fashion-mnist

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,14 +63,14 @@ FORMATS: dict[str, Callable[[Image.Image], Image.Image]] = {
 """The end of a file's name, and how the icon is changed before it is saved."""
 
 
-def download_packages(folder: Path) -> None:
-    """Downloads the packages and unpacks each into a folder of its name in `folder`, without installing anything.
+def download_packages(folder: Path, packages: Iterable[str]) -> None:
+    """Downloads packages of Debian and unpacks each into a folder of its name in `folder`, without installing anything.
 
     Raises:
         ValueError: a package cannot be downloaded or unpacked.
     """
     try:
-        _run(["apt-get", "download", "-q", *PACKAGES], folder)
+        _run(["apt-get", "download", "-q", *packages], folder)
         for archive in sorted(folder.glob("*.deb")):
             _run(["dpkg-deb", "-x", archive.name, archive.name.partition("_")[0]], folder)
             archive.unlink()
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with exit_on_error("icons"), tempfile.TemporaryDirectory() as downloads:
         if options.packages is None:
-            download_packages(Path(downloads))
+            download_packages(Path(downloads), PACKAGES)
         icons = icons_in(options.packages or Path(downloads))[:: options.every]
         if not icons:
             raise ValueError(f"{options.packages} has none of {', '.join(PACKAGES)}: give the unpacked packages")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from experiments import million
 from experiments.cells import LOSS, PIC, Cell, Claim, Table
 from experiments.paired import CONFIDENCE, Effect, effects
 from experiments.plots import draw
@@ -86,7 +87,9 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
         raise ValueError(f"{results} has no results of these tables: first run their cells ({cells})")
     pictures = docs / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
-    text = text_of(tables, runs)
+    name = million.RESULTS.with_suffix(".svg").name
+    end_to_end = million.section(results / million.RESULTS.name, pictures / name, f"{PICTURES}/{name}")
+    text = text_of(tables, runs, end_to_end)
     atomic_write(docs / PAGE, lambda path: path.write_text(text))
     for table in drawn_tables(tables, runs):
         draw(table, runs, pictures / f"{table.name}.svg")
@@ -97,11 +100,12 @@ def drawn_tables(tables: Sequence[Table], runs: Runs) -> list[Table]:
     return [table for table in tables if table.name not in _APPENDIX and _has_runs(table, runs)]
 
 
-def text_of(tables: Sequence[Table], runs: Runs) -> str:
-    """The page in Markdown."""
+def text_of(tables: Sequence[Table], runs: Runs, end_to_end: Iterable[str] = ()) -> str:
+    """The page in Markdown; `end_to_end` are the lines of a section that is no table's."""
     planned = [table for table in tables if table.name not in _APPENDIX]
     parts = [_HEAD, *_proportions(), _RULE]
     parts += [_section(table, runs) for table in planned if _has_runs(table, runs) or table.name == GPU.name]
+    parts += [f"\n{line}" for line in end_to_end]
     if missing := [table for table in planned if not _has_runs(table, runs) and table.name != GPU.name]:
         parts.append("\n## Not run yet\n\n" + "".join(f"- {_titled(table)}\n" for table in missing))
     if appendix := [table for table in tables if table.name in _APPENDIX and _has_runs(table, runs)]:

@@ -111,7 +111,7 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     probes = evaluate_features(_features(cell.method, config))
     return {
         "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
-        "processor": _processor(),
+        "processor": processor(),
         "date": date.today().isoformat(),
         "commit": evaluations.source_commit(),
     }
@@ -203,7 +203,7 @@ def _follow_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _processor() -> str:
+def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
