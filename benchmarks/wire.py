@@ -50,7 +50,7 @@ def active_rows(schedule: VisitSchedule, steps: int) -> Iterator[ActiveRows]:
     for step in range(steps):
         batch = schedule.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
         visited = visited.followed_by(batch, num_active=NUM_ACTIVE)
-        yield visited.active(batch)
+        yield ActiveRows.of(visited.held(), batch)
 
 
 def announced(active: Iterator[ActiveRows], store: RowStore) -> Iterator[ActiveRows]:

@@ -41,33 +41,47 @@ def test_active_rows(data: st.DataObject) -> None:
         active = recent_rows(schedule, step, num_active=num_active, batch_size=batch_size)
         assert active.rows.tolist() == walk_back(schedule, (step + 1) * batch_size, num_active)
         assert np.array_equal(active.rows[active.labels], batch)
-        assert np.array_equal(visited.rows, active.rows)
+        assert np.array_equal(visited.held(), active.rows)
         again = visited_before(schedule.visits, (step + 1) * batch_size, num_active=num_active)
-        assert np.array_equal(visited.last_visit, again.last_visit)
+        assert np.array_equal(visited.settled().last_visit, again.last_visit)
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_the_rows_that_leave_are_those_visited_longest_ago(data: st.DataObject) -> None:
-    """However far apart the visits are; and each rank has its part of the rows and of the visits."""
-    visits = data.draw(st.lists(st.integers(0, 2**50), min_size=1, max_size=30, unique=True), label="last visits")
-    batch = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=len(visits)), label="batch")
-    before = Visited(np.arange(len(visits)) * 2, np.array(visits))
-    after = before.followed_by(np.array(batch), num_active=len(visits))
-
-    last = dict(zip(before.rows.tolist(), visits, strict=True))
-    last |= {row: max(visits) + 1 + number for number, row in enumerate(batch)}
-    newest = sorted(last.items(), key=lambda visited: visited[1])[-len(visits) :]
-    assert list(zip(after.rows.tolist(), after.last_visit.tolist(), strict=True)) == sorted(newest)
-
-    active, num_ranks = after.active(np.array(batch)), data.draw(st.integers(1, 3), label="ranks")
-    active = ActiveRows(active.rows, np.append(active.labels, -1))
-    owners = RowOwners(5, data.draw(st.integers(1, 3), label="shards"), num_ranks)
-    for rank in range(num_ranks):
-        mine, of_rank = active.share(owners, rank), owners.rank_of(active.rows) == rank
-        assert mine.rows.tolist() == active.rows[of_rank].tolist()
-        for label, own in zip(active.labels, mine.labels, strict=True):
-            assert own == (-1 if label < 0 or not of_rank[label] else list(mine.rows).index(active.rows[label]))
+@given(
+    seed=st.integers(0, 2**32),
+    num_active=st.integers(1, 100),
+    gap=st.integers(1, 2**40),
+    num_shards=st.integers(1, 3),
+    num_ranks=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_rows_that_leave_are_those_visited_longest_ago(
+    seed: int, num_active: int, gap: int, num_shards: int, num_ranks: int
+) -> None:
+    """However far apart the visits are; and each rank has its part of the rows and of the visits. What was recent
+    before a step stays as it was, so that steps can be forgotten."""
+    generator = np.random.default_rng(seed)
+    visits, rows = generator.permutation(num_active) * gap, np.arange(num_active) * 2
+    all_owners = [RowOwners(5, num_shards, num_ranks, rank) for rank in range(num_ranks)]
+    of_ranks = [Visited(rows, visits) for _ in all_owners]
+    last = dict(zip(rows.tolist(), visits.tolist(), strict=True))
+    before = []
+    for _ in range(12):
+        batch = generator.integers(0, 3 * num_active, generator.integers(1, 2 + num_active // 9))
+        before += [(visited, dict(last)) for visited in of_ranks]
+        newest = max(last.values())
+        last |= {row: newest + 1 + number for number, row in enumerate(batch.tolist())}
+        last = dict(sorted(last.items(), key=lambda item: item[1])[-num_active:])
+        active = np.array(sorted(last))
+        for rank, owners in enumerate(all_owners):
+            of_ranks[rank] = visited = of_ranks[rank].followed_by(batch, num_active=num_active, owners=owners)
+            mine = ActiveRows.of(visited.held(owners), batch, owners)
+            of_rank = owners.rank_of(active) == rank
+            assert mine.rows.tolist() == active[of_rank].tolist()
+            for row, label in zip(batch, mine.labels, strict=True):
+                assert label == (list(mine.rows).index(row) if owners.rank_of(row) == rank else -1)
+    for visited, of_rows in [*before, *((visited, last) for visited in of_ranks)]:
+        settled = visited.settled()
+        assert list(zip(settled.rows.tolist(), settled.last_visit.tolist(), strict=True)) == sorted(of_rows.items())
 
 
 def test_a_long_walk_back_takes_little_memory() -> None:

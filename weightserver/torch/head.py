@@ -623,7 +623,7 @@ class ClassifierHead(nn.Module):
             if classes not in ("all", "recent"):
                 raise ValueError(f"classes must be 'all', 'recent', or integers (n,), got {classes!r}")
             if classes == "recent" and not self.negatives.takes_all:
-                rows = self._steps.visited.rows
+                rows = self._steps.visited.settled().rows
         else:
             given = checked_ids(classes, self.spec.num_rows)
             if given.ndim != 1:

@@ -103,7 +103,7 @@ class Comparison:
         for start in range(0, self.num_classes, at_a_time):
             stop = min(self.num_classes, start + at_a_time)
             rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            rows = rows[self._opened.owners.rank_of(rows) == self._opened.ranks.rank]
+            rows = self._opened.owners.mine(rows)
             if len(rows):
                 yield rows, self._opened.peek(rows, step=self._step)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array, checked_number
 from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.torch.ranks import ONE_OWNER, RowOwners
 from weightserver.torch.recency import ActiveRows, Visited, check_num_active
 from weightserver.torch.windows import RowOrder
 
@@ -132,15 +133,17 @@ class NegativeSampler:
             return 0
         return self.num_active - (self.num_recent or min(num_visits, self._num_rows))
 
-    def active(self, step: int, batch: Int64Array, recent: Visited | None) -> ActiveRows:
-        """The active rows of a step with visits to the rows `batch`, int64 [n], which `recent` ends with.
+    def active(self, step: int, batch: Int64Array, recent: Visited | None, owners: RowOwners = ONE_OWNER) -> ActiveRows:
+        """The active rows of a step with visits to the rows `batch`, int64 [n], which `recent` ends with: this rank's.
 
         `recent` is None if there are no recent rows to keep (`num_recent` is 0).
         """
         if self.takes_all:
-            return ActiveRows(np.arange(self._num_rows), batch)
-        own = ActiveRows(*np.unique(batch, return_inverse=True)) if recent is None else recent.active(batch)
-        return with_rows(own, self._blocks(len(batch)).rows(step)) if self.num_sampled(len(batch)) else own
+            return ActiveRows.of(owners.mine(np.arange(self._num_rows)), batch, owners)
+        rows = owners.mine(np.unique(batch)) if recent is None else recent.held(owners)
+        if self.num_sampled(len(batch)):
+            rows = np.union1d(rows, owners.mine(self._blocks(len(batch)).rows(step)))
+        return ActiveRows.of(rows, batch, owners)
 
     @property
     def takes_all(self) -> bool:
@@ -166,9 +169,3 @@ def share_of_recent(kind: Negatives, share: float | None) -> float:
     if share is not None and kind != "both":
         raise ValueError(f"recent_share is for negatives both, got negatives {kind}: omit it")
     return 0.5 if share is None else share
-
-
-def with_rows(active: ActiveRows, more: Int64Array) -> ActiveRows:
-    """Adds rows (strictly increasing int64 [n]) as negatives; those that are active already count once."""
-    rows = np.union1d(active.rows, more)
-    return ActiveRows(rows, np.searchsorted(rows, active.rows)[active.labels])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -100,9 +101,20 @@ class RowOwners:
     share a place. With one shard, rank = block mod R.
     """
 
-    rows_per_block: int
-    num_shards: int
-    num_ranks: int
+    rows_per_block: int = 1
+    num_shards: int = 1
+    num_ranks: int = 1
+    rank: int = 0
+    """This one."""
+
+    def are_mine(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
+        """Whether this rank holds each row, bool [n]."""
+        are_mine: npt.NDArray[np.bool_] = self.rank_of(rows) == self.rank
+        return are_mine
+
+    def mine(self, rows: Int64Array) -> Int64Array:
+        """Those of the rows, int64 [n], that this rank holds."""
+        return rows if self.num_ranks == 1 else rows[self.are_mine(rows)]
 
     def rank_of(self, rows: Int64Array) -> Int64Array:
         """The rank of each row, int64 [n]."""
@@ -114,6 +126,10 @@ class RowOwners:
     def surplus(self) -> int:
         """How many of consecutive rows a rank may hold beyond its mean: a block, and one for each of its shards."""
         return self.rows_per_block * (1 + -(-self.num_shards // self.num_ranks))
+
+
+ONE_OWNER = RowOwners()
+"""One rank that holds all rows."""
 
 
 def ranks_of_process(device: torch.device) -> Ranks:

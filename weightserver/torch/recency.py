@@ -6,57 +6,107 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
-from weightserver.torch.ranks import RowOwners
+from weightserver.torch.ranks import ONE_OWNER, RowOwners
+
+_GONE = np.iinfo(np.int64).max
+"""In place of the last visit of a row that is no longer among the recent ones, or is among the newest."""
+_PART_OF_NEWEST = 8
+"""The newest rows join the others when they are this part of K: a join takes as long as a few steps."""
 
 
 @dataclass(frozen=True)
 class ActiveRows:
-    """The classes of one step: a pure function of the step."""
+    """The classes of one step that a rank holds: a pure function of the step."""
 
-    rows: Int64Array  # (K,), strictly increasing
+    rows: Int64Array  # (K of this rank,), strictly increasing
     labels: Int64Array  # (B,) or (B, P), position in `rows` of each visit of the batch; -1 for none
 
-    def share(self, owners: RowOwners, rank: int) -> ActiveRows:
-        """The rows that one rank holds; the label of a visit is -1 if another one holds its row."""
-        if owners.num_ranks == 1:
-            return self
-        mine = self.rows[owners.rank_of(self.rows) == rank]
-        visited = self.rows[self.labels]
-        here = (self.labels >= 0) & (owners.rank_of(visited) == rank)
-        return ActiveRows(mine, np.where(here, np.searchsorted(mine, visited), -1))
+    @classmethod
+    def of(cls, rows: Int64Array, batch: Int64Array, owners: RowOwners = ONE_OWNER) -> ActiveRows:
+        """These rows, and the positions of visits to rows, int64 (B,)."""
+        return cls(rows, np.where(owners.are_mine(batch), np.searchsorted(rows, batch), -1))
+
+
+def _nothing() -> Int64Array:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Visited:
-    """The K rows with the latest visits; fewer until as many distinct rows were visited."""
+    """The K rows with the latest visits; fewer until as many distinct rows were visited.
 
-    rows: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (≤ K,), strictly increasing
-    last_visit: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))  # the number of each one's last visit
+    A step changes few of many rows. So those that it visits move to the `newest`, and what they and the oldest leave
+    behind in `rows` stays there until `settled`: no step inserts into all rows, or deletes from them.
+    """
+
+    rows: Int64Array = field(default_factory=_nothing)  # (n,), strictly increasing
+    last_visit: Int64Array = field(default_factory=_nothing)  # (n,), the number of each one's last visit
     drawn_by: object = None
     """The sampler that drew the last visits, if one did."""
+    newest: Int64Array = field(default_factory=_nothing)  # (m,), strictly increasing
+    newest_visits: Int64Array = field(default_factory=_nothing)  # (m,), as `last_visit`
+    num_gone: int = 0
+    """How many of `rows` are no longer recent, or among the newest."""
+    mine: Int64Array | None = None
+    """What `held` returns; None before the first step."""
 
-    def followed_by(self, batch: Int64Array, *, num_active: int) -> Visited:
-        """After visits to rows, int64 [n], which may repeat. Costs about one sort of the rows that enter."""
+    def held(self, owners: RowOwners = ONE_OWNER) -> Int64Array:
+        """The recent rows that this rank holds, strictly increasing int64 [k]."""
+        return owners.mine(self.settled().rows) if self.mine is None else self.mine
+
+    def settled(self) -> Visited:
+        """The same with all recent rows, and no others, in `rows`."""
+        if not len(self.newest):
+            return self
+        stay = self.last_visit != _GONE
+        rows, visits = self.rows[stay], self.last_visit[stay]
+        where = np.searchsorted(rows, self.newest)
+        rows, visits = np.insert(rows, where, self.newest), np.insert(visits, where, self.newest_visits)
+        return Visited(rows, visits, self.drawn_by, mine=self.mine)
+
+    def followed_by(self, batch: Int64Array, *, num_active: int, owners: RowOwners = ONE_OWNER) -> Visited:
+        """After visits to rows, int64 [n], which may repeat."""
         visited, ago = np.unique(batch[::-1], return_index=True)  # the first occurrence is the latest
-        last_visit = int(self.last_visit.max(initial=-1)) + len(batch) - ago
-        position = np.searchsorted(self.rows, visited)
-        known = self.rows.take(position, mode="clip") == visited if len(self.rows) else np.zeros(len(visited), bool)
-        rows, visits = self.rows, self.last_visit.copy()
-        visits[position[known]] = last_visit[known]
-        num_entering = int((~known).sum())
-        if (num_leaving := len(rows) + num_entering - num_active) > 0:
-            leaving = _oldest(visits, num_leaving)
-            rows, visits = np.delete(rows, leaving), np.delete(visits, leaving)
-        if num_entering:
-            where = np.searchsorted(rows, visited[~known])
-            rows, visits = np.insert(rows, where, visited[~known]), np.insert(visits, where, last_visit[~known])
-        return Visited(rows, visits)
+        if len(self.newest) and len(self.newest) + len(visited) > num_active // _PART_OF_NEWEST:
+            return self.settled().followed_by(batch, num_active=num_active, owners=owners)
+        latest = self.newest_visits if len(self.newest) else self.last_visit
+        visits = int(latest.max(initial=-1)) + len(batch) - ago
 
-    def active(self, batch: Int64Array) -> ActiveRows:
-        """The rows, and the positions of the visits that came last."""
-        return ActiveRows(self.rows, np.searchsorted(self.rows, batch))
+        where, were_newest = _find(self.newest, visited)
+        newest_visits, added = self.newest_visits.copy(), ~were_newest
+        newest_visits[where[were_newest]] = visits[were_newest]
+        newest = np.insert(self.newest, where[added], visited[added])
+        newest_visits = np.insert(newest_visits, where[added], visits[added])
+
+        where, were_older = _find(self.rows, visited)
+        were_older[were_older] = self.last_visit[where[were_older]] != _GONE
+        last_visit, num_gone = self.last_visit.copy(), self.num_gone + int(were_older.sum())
+        last_visit[where[were_older]] = _GONE
+        num_leaving = max(0, len(self.rows) - num_gone + len(newest) - num_active)
+        leaving = _oldest(last_visit, num_leaving) if num_leaving else _nothing()
+        last_visit[leaving] = _GONE
+
+        mine = self.held(owners)
+        mine = np.delete(mine, np.searchsorted(mine, owners.mine(np.sort(self.rows[leaving]))))
+        entering = owners.mine(visited[~(were_newest | were_older)])
+        return Visited(
+            rows=self.rows,
+            last_visit=last_visit,
+            newest=newest,
+            newest_visits=newest_visits,
+            num_gone=num_gone + num_leaving,
+            mine=np.insert(mine, np.searchsorted(mine, entering), entering),
+        )
+
+
+def _find(rows: Int64Array, wanted: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Where in increasing rows, int64 [n], each wanted one is or belongs, int64 [m], and whether it is there, [m]."""
+    where = np.searchsorted(rows, wanted)
+    is_there = rows.take(where, mode="clip") == wanted if len(rows) else np.zeros(len(wanted), np.bool_)
+    return where, is_there
 
 
 def _oldest(visits: Int64Array, number: int) -> Int64Array:

@@ -93,6 +93,7 @@ class SavedRows:
 def to_tensor(saved: SavedRows, recent: Visited) -> Tensor:
     """uint8 [n], for any file of tensors: a length, JSON, then recent rows and their last visits as int64."""
     text = json.dumps(asdict(saved)).encode()
+    recent = recent.settled()
     arrays = np.stack([recent.rows, recent.last_visit]).astype("<i8").tobytes()
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + arrays), dtype=torch.uint8)
 

@@ -53,12 +53,11 @@ class StepClasses:
             rows = sampler.rows(step * sampler.step_size, (step + 1) * sampler.step_size)
         recent = None
         if self._negatives.num_recent and not (sampler is not None and self._negatives.takes_all):
-            recent = visited.followed_by(rows, num_active=self._negatives.num_recent)
-        active = self._negatives.active(step, rows, recent)
+            recent = visited.followed_by(rows, num_active=self._negatives.num_recent, owners=self._table.owners)
+        active = self._negatives.active(step, rows, recent, self._table.owners)
         labels = np.full(flat.shape, -1)
         labels[flat >= 0] = active.labels
-        mine = ActiveRows(active.rows, labels).share(self._table.owners, self._table.ranks.rank)
-        return Announced(mine.rows, mine.labels, ids, before, replace(recent or visited, drawn_by=sampler))
+        return Announced(active.rows, labels, ids, before, replace(recent or visited, drawn_by=sampler))
 
     def _past(self, sampler: WindowSampler, step: int) -> Visited:
         """What was recently visited before a step if the sampler drew all earlier ones."""

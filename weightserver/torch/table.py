@@ -251,9 +251,9 @@ class Table:
 
     @property
     def owners(self) -> RowOwners:
-        """The rank of each row."""
+        """Which rank holds a row."""
         num_shards = len(self.client.marks()) if self.client else 1
-        return RowOwners(self.spec.rows_per_block, num_shards, self.ranks.world_size)
+        return RowOwners(self.spec.rows_per_block, num_shards, self.ranks.world_size, self.ranks.rank)
 
     def tell(self, step: int, learning_rate: float) -> None:
         """See `LearningRates.tell`, for the rows' own; the client sends it with their updates."""
