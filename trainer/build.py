@@ -17,6 +17,7 @@ from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.data.augment import Augmentation
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.prefetch import Visits, views_ahead
 from trainer.display import stage
 from trainer.distributed import averaged_over_ranks
@@ -43,6 +44,8 @@ from weightserver.torch import (
 )
 
 _log = logging.getLogger(__name__)
+_VISITS_AHEAD = 1 << 16
+"""Most visits whose images are read ahead."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,16 @@ def views_of_steps(
         )
 
     images = dataset.train_images.to(ranks.device)  # uint8 (N, C, H, W)
-    visits = itertools.starmap(visits_of, itertools.product(steps, range(config.optimization.accumulate)))
+
+    def parts() -> Iterator[tuple[int, int]]:
+        return ((step, part) for step in steps for part in range(config.optimization.accumulate))
+
+    visits: Iterator[Visits] = itertools.starmap(visits_of, parts())
+    if isinstance(images, DecodedImages):
+        # a window moves by its stride: what it comes to is read while it stands
+        ahead = min(sampler.schedule.window_stride, _VISITS_AHEAD) // sampler.batch_size
+        reading = images.read_ahead(itertools.starmap(sampler.images, parts()), ahead)
+        visits = (visit for _, visit in zip(reading, visits, strict=True))
     visits_ahead = stack.enter_context(
         closing(computed_ahead(visits, ahead=2 * config.optimization.accumulate, name="visits"))
     )

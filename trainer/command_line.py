@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from trainer.settings import flag
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import asked_format, log_events, print_error
+from weightserver.common.object_store import to_location
 
 Parsed = TypeVar("Parsed")
 
@@ -35,7 +36,7 @@ def parsed_or_exit(
     """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2.
     Its --help lists every option, as the --help-all of other commands.
 
-    Values of the `settings` that are paths are refused as by `to_path`.
+    Values of the `settings` that are paths are refused as by `to_path`, that of --data-dir as by `to_location`.
     """
     paths = {flag(setting.name) for setting in settings if "Path" in str(setting.type)}
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
@@ -43,7 +44,7 @@ def parsed_or_exit(
         name, text = name.replace("_", "-"), value if is_assigned else following
         if name in paths and text is not None:
             try:
-                to_path(text)
+                (to_location if name == "--data-dir" else to_path)(text)
             except argparse.ArgumentTypeError as error:
                 print_error(f"{command}: {name}: {error}")
                 sys.exit(2)

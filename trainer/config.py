@@ -28,6 +28,7 @@ from trainer.settings import (
     settings_of,
     unused_in,
 )
+from weightserver.common.object_store import shown
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -156,7 +157,7 @@ class TrainConfig:
         del settings["resume_step"]  # concerns one start, not the run
         if self.optimization.warmup_epochs is None:
             settings["warmup_fraction"] = self.optimization.fraction_of_warmup  # also if it is the default
-        return json.dumps(settings, indent=2, default=str) + "\n"
+        return json.dumps(settings, indent=2, default=shown) + "\n"
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> TrainConfig:

@@ -59,6 +59,11 @@ class SourceOptions(Settings):
     """Broken images that a run or a pack may have; without it 100, or one percent if that is more."""
     broken_list: Path | None = resumable(None)
     """File to which the path of each broken image is added, once, with the reason."""
+    cache_dir: Path | None = resumable(None)
+    """For images in a bucket (s3://…): folder on a local disk that keeps what was read of them. The ranks of a machine
+    share it; it has room for a window of images at least."""
+    cache_gib: float | None = resumable(None)
+    """Most that --cache-dir holds (100 without this option): what was used longest ago leaves first."""
 
     @property
     def of_pixels(self) -> SourceOptions:
@@ -110,6 +115,8 @@ class SourceOptions(Settings):
 
     def check(self) -> None:
         check_at_least(self, 0, "max_broken")
+        if self.cache_gib is not None:
+            check_positive(self, "cache_gib")
         if self.max_megapixels is not None:
             check_positive(self, "max_megapixels")
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
@@ -137,7 +144,8 @@ class DataConfig(SourceOptions):
     """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist,
     cifar-10 or idx, whose evaluation uses all images and labels."""
     data_dir: Path | None = resumable(None)
-    """Folder with the data set's files. Without it the usual places are searched, then the files are downloaded."""
+    """Folder with the data set's files; of a pack also in a bucket, s3://BUCKET/PACK. Without it the usual places are
+    searched, then the files are downloaded."""
     background: str = "white"
     """What transparent pixels of images show: a colour, as white, black or '#8090a0', or none for the colours that they
     hide, as versions before this setting."""

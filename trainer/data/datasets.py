@@ -266,7 +266,7 @@ def load_splits(
     found: dict[str, EncodedImages] = {}
     if is_packed(source):
         packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
-        found |= {name: PackedImages(path) for name, path in packed.items()}
+        found |= {name: PackedImages(path, options) for name, path in packed.items()}
         options = options.of_pack(source, Manifest.load(source).options)
     else:
         reading = read_source(source, options)
@@ -337,11 +337,11 @@ def _read(split: Split, decoded: _Decoded) -> _Stored:
 
 
 def _load_packed(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
-    packed, test = PackedImages(directory), directory / "test"
+    packed, test = PackedImages(directory, options), directory / "test"
     decoded = partial(decoded, options=options.of_pack(directory, packed.manifest.options))
     return _dataset(
         _packed(packed, decoded),
-        _packed(PackedImages(test), decoded) if is_packed(test) else None,
+        _packed(PackedImages(test, options), decoded) if is_packed(test) else None,
         test,
         evaluated_side=image_size,
         range_sizes=packed.manifest.sizes,

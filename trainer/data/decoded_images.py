@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,9 @@ class EncodedImages(Protocol):
     def positions(self, images: Int64Array, /) -> Int64Array:
         """Positions, int64 [n], in whose order images (int64 [n]) are read fastest."""
 
+    def read_ahead(self, images: Int64Array, /) -> float:
+        """Begins to read images, int64 [n]; returns how much of what may be read ahead that is, 0 … 1."""
+
     @property
     def replaced(self) -> Int64Array:
         """The ids of images that others stand for, because they were broken when they were packed."""
@@ -65,6 +69,9 @@ class Chosen:
 
     def positions(self, images: Int64Array) -> Int64Array:
         return self._images.positions(self._ids[images])
+
+    def read_ahead(self, images: Int64Array) -> float:
+        return self._images.read_ahead(self._ids[images])
 
     @property
     def replaced(self) -> Int64Array:
@@ -224,6 +231,19 @@ class DecodedImages:
         for _ in self._pool.map(fill, order.tolist()):
             pass
         return [batch.to(self._device, non_blocking=True) for batch in batches]
+
+    def read_ahead(self, batches: Iterable[Int64Array], ahead: int) -> Generator[None, None, None]:
+        """Yields once for each of the coming batches of images, int64 [n] each, when the reading of up to `ahead`
+        batches after it has begun: fewer if that is as much as may be read ahead, and at first."""
+        begun, yielded = deque[float](), 0
+        for batch in batches:
+            begun.append(self._images.read_ahead(batch))
+            while len(begun) > min(ahead, 1 + 3 * yielded) or sum(begun) > 1:
+                begun.popleft()
+                yielded += 1
+                yield
+        for _ in begun:
+            yield
 
     def to(self, device: torch.device) -> DecodedImages:
         return self._with(_device=torch.device(device))

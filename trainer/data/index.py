@@ -44,16 +44,6 @@ def check_index(path: Path, count: int) -> None:
         raise ValueError(f"{path} is not the index of {count} rows: pack the images again, into a new directory")
 
 
-def map_index(path: Path, count: int) -> NDArray[np.void]:
-    """Maps the records of an index of `count` rows, `INDEX` [count], without reading them yet.
-
-    Raises:
-        ValueError: it is not the index of that many rows.
-    """
-    check_index(path, count)
-    return np.memmap(path, INDEX, "r", shape=(count,))
-
-
 def read_records(path: Path, start: int, stop: int) -> bytes:
     """Reads records start … stop−1 of an index, as far as they exist."""
     with path.open("rb") as file:

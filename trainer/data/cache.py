@@ -1,0 +1,201 @@
+"""A cache of pieces of objects on a disk, which processes share; those used longest ago leave first."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from trainer.data.config import SourceOptions
+from weightserver.common.object_store import PART_BYTES, ObjectStoreError, Reason, read_range
+
+_THREADS = 16
+_LOCKS = 256
+_KEPT = 15 / 16
+"""Share of the limit that stays when pieces leave."""
+_ABANDONED_SECONDS = 600
+"""Age of an unfinished piece whose process has died."""
+_TOUCHED_SECONDS = 60.0
+"""How often a piece in use is marked as used."""
+_REMEMBERED = 1 << 16
+_DEFAULT_GIB = 100.0
+
+
+class Piece(NamedTuple):
+    """Bytes start … stop−1 of an object."""
+
+    source: Path
+    version: str
+    """Identifies the object's content."""
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return hashlib.sha256(repr((self.version, self.start, self.stop)).encode()).hexdigest()
+
+
+class Cache:
+    """Thread-safe. One thread of all processes fetches a piece; space is reserved on the disk before that, so that the
+    cache never exceeds its limit.
+
+    Args:
+        directory: created if it is missing.
+        limit: bytes.
+
+    Raises:
+        ValueError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.directory, self.limit = directory, limit
+        self._pieces, self._locks = directory / "pieces", directory / "locks"
+        self._seen: dict[Piece, float] = {}
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        with self._writing():
+            self._pieces.mkdir(parents=True, exist_ok=True)
+            self._locks.mkdir(exist_ok=True)
+            with _locked(self._locks / "size") as descriptor:
+                os.ftruncate(descriptor, 0)  # counted anew
+        weakref.finalize(self, _end, self._queue)
+
+    @classmethod
+    def of(cls, options: SourceOptions) -> Cache:
+        """The cache that options name. Raises ValueError if they name none."""
+        if options.cache_dir is None:
+            raise ValueError("images in a bucket need a folder on a disk for what is read of them: give --cache-dir")
+        return cls(options.cache_dir, int((options.cache_gib or _DEFAULT_GIB) * 2**30))
+
+    def fetched(self, piece: Piece) -> Path:
+        """A file with the bytes of a piece, which is fetched unless it is there. The file may be removed at any time.
+
+        Raises:
+            ValueError: it cannot be fetched or written.
+        """
+        path = self._pieces / piece.name
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            with self._writing(), _locked(self._locks / str(int(piece.name[:8], 16) % _LOCKS)):
+                if not path.exists():
+                    self._fetch(piece, path)
+        return path
+
+    def fetch_ahead(self, piece: Piece) -> float:
+        """Begins to fetch a piece unless it is there or begun; returns its share of a quarter of the limit, or 0."""
+        now = time.monotonic()
+        if now - self._seen.get(piece, -_TOUCHED_SECONDS) < _TOUCHED_SECONDS:
+            return 0.0
+        self._seen[piece] = now
+        if len(self._seen) > _REMEMBERED:
+            with suppress(KeyError, StopIteration, RuntimeError):
+                del self._seen[next(iter(self._seen))]
+        try:
+            os.utime(self._pieces / piece.name)
+        except FileNotFoundError:
+            self._start()
+            self._queue.put(lambda: self.fetched(piece))
+            return (piece.stop - piece.start) / (self.limit / 4)
+        return 0.0
+
+    def _start(self) -> None:
+        with self._starting:
+            while len(self._threads) < _THREADS:
+                # daemons: what is still queued at the end of the process is not waited for
+                thread = threading.Thread(target=_work, args=(self._queue,), daemon=True, name="fetching ahead")
+                self._threads.append(thread)
+                thread.start()
+
+    def _fetch(self, piece: Piece, path: Path) -> None:
+        partial = path.with_suffix(f".{os.getpid()}")
+        self._reserve(partial, piece.stop - piece.start)
+        try:
+            with partial.open("r+b") as file:
+                for start in range(piece.start, piece.stop, PART_BYTES):
+                    stop = min(start + PART_BYTES, piece.stop)
+                    content = read_range(piece.source, start, stop)
+                    if len(content) != stop - start:
+                        raise ObjectStoreError(piece.source, Reason.CUT_OFF)
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _reserve(self, path: Path, num_bytes: int) -> None:
+        """Creates a file of so many bytes; others leave the cache until there is room for it."""
+        with _locked(self._locks / "size") as descriptor:
+            text = os.pread(descriptor, 32, 0)
+            used = int(text) if text else self._removed_to(self.limit)
+            if used + num_bytes > self.limit:
+                used = self._removed_to(int(self.limit * _KEPT) - num_bytes)
+            if used + num_bytes > self.limit:
+                raise ValueError(f"{self.directory}: --cache-gib is too small for what is read at once: give more")
+            new = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.posix_fallocate(new, 0, num_bytes)
+            except OSError:
+                path.unlink()
+                raise
+            finally:
+                os.close(new)
+            os.pwrite(descriptor, b"%32d" % (used + num_bytes), 0)
+
+    def _removed_to(self, most: int) -> int:
+        """Removes the pieces used longest ago, until at most so many bytes are left; returns how many are left."""
+        found = []
+        for entry in os.scandir(self._pieces):
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                found.append((status.st_mtime, status.st_size, entry.path))
+        used = sum(size for _, size, _ in found)
+        now = time.time()
+        for written, size, path in sorted(found):
+            is_partial = "." in os.path.basename(path)
+            if (used > most and not is_partial) or (is_partial and now - written > _ABANDONED_SECONDS):
+                Path(path).unlink(missing_ok=True)
+                used -= size
+        return used
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "free space, or give a lower --cache-gib" if full else "give another --cache-dir"
+            raise ValueError(f"--cache-dir {self.directory} cannot be written ({error.strerror}): {advice}") from None
+
+
+def _end(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+    for _ in range(_THREADS):
+        queue.put(None)
+
+
+def _work(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+    while job := queue.get():
+        with suppress(ValueError):  # whoever needs the piece meets the error
+            job()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """A descriptor of a file that no other thread of any process has meanwhile."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,142 @@
+"""Objects in the buckets of an S3 store, by obstore (the extra `s3`).
+
+A path that begins with s3: names an object, or those below it: `Path("s3://bucket/packed")`. Credentials, region and
+endpoint are those of the environment (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, …) or of the machine's role.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weightserver.common.atomic_files import to_path
+from weightserver.common.installing import install_advice
+
+SCHEME = "s3:"
+PART_BYTES = 1 << 24
+"""Most that is sent or asked for in one request."""
+_REQUEST_SECONDS = 30
+_RETRY_SECONDS = 90
+"""How long a request that met a busy server, a cut connection or a slow answer is tried again."""
+
+
+class Reason(Enum):
+    """Why an object cannot be read or written, and what to do."""
+
+    MISSING = "no such object, or no such bucket: check its name"
+    DENIED = "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rights of their role"
+    CUT_OFF = "it is shorter than it was: upload it again"
+    NO_ANSWER = (
+        f"cannot be reached, in up to {_REQUEST_SECONDS + _RETRY_SECONDS} s: check the network, AWS_ENDPOINT_URL, and "
+        "that there are credentials"
+    )
+
+
+class ObjectStoreError(ValueError):
+    """An object store refuses or does not answer. Never quotes its answer, which may hold credentials.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, path: Path, reason: Reason) -> None:
+        super().__init__(f"{shown(path)}: {reason.value}")
+        self.reason = reason
+
+
+class Found(NamedTuple):
+    """An object in a bucket."""
+
+    path: Path
+    bytes: int
+    version: str
+    """Differs if the content does."""
+    written: datetime
+
+
+def to_location(text: str) -> Path:
+    """Parses a path of the command line, which may be s3://BUCKET/KEY. Raises ArgumentTypeError for any other URL."""
+    scheme, mark, rest = text.partition("://")
+    if mark and scheme == "s3" and rest.strip("/"):
+        return Path(text)
+    if mark and scheme.isalnum():
+        raise ArgumentTypeError(f"{text} is a URL: copy or mount what is there, or give s3://BUCKET/KEY")
+    return to_path(text)
+
+
+def is_remote(path: Path) -> bool:
+    return path.parts[:1] == (SCHEME,)
+
+
+def shown(path: Path) -> str:
+    """A path as people write it: a `Path` has one slash after the scheme."""
+    return f"{SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
+
+
+def read(path: Path) -> bytes:
+    """The content of a small object. Raises ObjectStoreError."""
+    with _asking(path) as (store, key):
+        return bytes(_obstore().get(store, key).bytes())
+
+
+def read_range(path: Path, start: int, stop: int) -> memoryview:
+    """Bytes start … stop−1 of an object, fewer at its end. Raises ObjectStoreError."""
+    with _asking(path) as (store, key):
+        return memoryview(_obstore().get_range(store, key, start=start, end=stop))
+
+
+def find(path: Path) -> Found | None:
+    """An object, or None if there is none. Raises ObjectStoreError."""
+    try:
+        with _asking(path) as (store, key):
+            return _found(path, _obstore().head(store, key))
+    except ObjectStoreError as error:
+        if error.reason is Reason.MISSING:
+            return None
+        raise
+
+
+@contextmanager
+def _asking(path: Path) -> Iterator[tuple[Any, str]]:
+    """The bucket and the key of a path. Errors are told by their type alone."""
+    errors = _obstore().exceptions
+    _, bucket, *parts = (*path.parts, "")
+    try:
+        yield _bucket(bucket), "/".join(filter(None, parts))
+    except FileNotFoundError:
+        raise ObjectStoreError(path, Reason.MISSING) from None
+    except (errors.PermissionDeniedError, errors.UnauthenticatedError):
+        raise ObjectStoreError(path, Reason.DENIED) from None
+    except errors.BaseError:
+        raise ObjectStoreError(path, Reason.NO_ANSWER) from None
+
+
+@lru_cache(16)
+def _bucket(name: str) -> Any:
+    return _obstore().store.S3Store(
+        name,
+        client_options={
+            "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+            "timeout": timedelta(seconds=_REQUEST_SECONDS),
+        },
+        retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+    )
+
+
+def _obstore() -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise ValueError(f"s3:// needs obstore: {install_advice('s3')}") from None
+
+
+def _found(path: Path, meta: Any) -> Found:
+    return Found(path, meta["size"], f"{meta['e_tag']} {meta['size']}", meta["last_modified"])
