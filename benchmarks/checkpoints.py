@@ -15,16 +15,13 @@ import itertools
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
 
 from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -32,7 +29,7 @@ from weightserver.common.malloc import keep_large_buffers
 
 DIM, KEEP, GOAL_SECONDS, NUM_STEPS = 128, 3, 0.1, 100_000
 ROWS_PER_WRITE = 1 << 14
-LONG_ROWS, LONG_CHECKPOINTS, READ_ROWS = 300_000, 120, 4_096
+LONG_ROWS, LONG_CHECKPOINTS = 300_000, 120
 WINDOW_SIZE, WINDOW_STRIDE, STRIDES_PER_CHECKPOINT = 32_768, 8_192, 4
 BLOCK_BYTES = 16 * 4096
 VALUES = np.random.default_rng(0).standard_normal((2, WINDOW_SIZE, DIM), dtype=np.float32) * 0.01
@@ -40,7 +37,7 @@ SHARDS_WRITE = "write of a row to each shard"
 
 
 @contextmanager
-def table(num_rows: int, directory: Path | None) -> Iterator[tuple[LocalCluster, WeightClient]]:
+def table(num_rows: int, directory: Path | None) -> Iterator[WeightClient]:
     """A new table on two shards, whose data are removed at the end."""
     with (
         tempfile.TemporaryDirectory(prefix="checkpoints-", dir=directory) as data,
@@ -50,7 +47,7 @@ def table(num_rows: int, directory: Path | None) -> Iterator[tuple[LocalCluster,
         client.create_table(TableSpec(num_rows=num_rows, dim=DIM))
         client.extend_schedule(0, np.full(NUM_STEPS, 0.06, np.float32))
         client.open_session("benchmark")
-        yield cluster, client
+        yield client
 
 
 class Kept:
@@ -95,7 +92,7 @@ def growing_table(num_rows: int, directory: Path | None, rounds: int) -> dict[st
     sizes = [10**power for power in range(4, 12) if 10**power < num_rows] + [num_rows]
     results: dict[str, Any] = {"sizes": {}, "fill_seconds": 0.0}
     generator = np.random.default_rng(1)
-    with table(num_rows, directory) as (_, client):
+    with table(num_rows, directory) as client:
         kept = Kept(client)
         on_each_shard = np.array([0, client.describe().spec.rows_per_block])
         for before, size in itertools.pairwise([0, *sizes]):
@@ -130,46 +127,27 @@ def rollbacks(client: WeightClient, kept: Kept, num_stored: int, count: int, rou
     return {what: timing(values) for what, values in times.items()}
 
 
-def long_run(directory: Path | None, *, flush: bool = False, reader: bool = False) -> dict[str, Any]:
+def long_run(directory: Path | None, *, flush: bool = False) -> dict[str, Any]:
     """Writes the rows that leave a moving window, S at a time; with `flush` also the window at each checkpoint."""
     sizes, write_seconds, checkpoint_seconds = [], [], []
-    stopped = threading.Event()
-    with table(LONG_ROWS, directory) as (cluster, client), ThreadPoolExecutor(1) as pool:
+    with table(LONG_ROWS, directory) as client:
         kept = Kept(client)
-        reading = pool.submit(read_rows, cluster, kept, stopped) if reader else None
-        try:
-            for step in range(1, STRIDES_PER_CHECKPOINT * LONG_CHECKPOINTS + 1):
-                leaving = ((step - 1) * WINDOW_STRIDE + np.arange(WINDOW_STRIDE)) % LONG_ROWS
-                write_seconds.append(seconds(write, client, leaving, step))
-                if step % STRIDES_PER_CHECKPOINT == 0:
-                    if flush:
-                        write(client, (step * WINDOW_STRIDE + np.arange(WINDOW_SIZE)) % LONG_ROWS, step)
-                    checkpoint_seconds.append(seconds(kept.take))
-                    kept.release_old()
-                    sizes.append(client.describe().disk_bytes)
-        finally:
-            stopped.set()
+        for step in range(1, STRIDES_PER_CHECKPOINT * LONG_CHECKPOINTS + 1):
+            leaving = ((step - 1) * WINDOW_STRIDE + np.arange(WINDOW_STRIDE)) % LONG_ROWS
+            write_seconds.append(seconds(write, client, leaving, step))
+            if step % STRIDES_PER_CHECKPOINT == 0:
+                if flush:
+                    write(client, (step * WINDOW_STRIDE + np.arange(WINDOW_SIZE)) % LONG_ROWS, step)
+                checkpoint_seconds.append(seconds(kept.take))
+                kept.release_old()
+                sizes.append(client.describe().disk_bytes)
         info = client.describe()
         return {
             "disk_bytes": sizes,
             "rows_bytes": info.rows_stored * BLOCK_BYTES // info.spec.rows_per_block,
             "write": timing(write_seconds),
             "checkpoint": timing(checkpoint_seconds),
-            "reads": reading.result() if reading else {},
         }
-
-
-def read_rows(cluster: LocalCluster, kept: Kept, stopped: threading.Event) -> dict[str, Timing]:
-    """Fetches neighbouring rows of the newest checkpoint and current ones in turn, until stopped."""
-    generator = np.random.default_rng(1)
-    times: dict[str, list[float]] = {"of a checkpoint": [], "as they are now": []}
-    with WeightClient(cluster.addresses) as client:
-        while not stopped.is_set():
-            rows = generator.integers(LONG_ROWS - READ_ROWS) + np.arange(READ_ROWS)
-            for name in kept.names[-1:]:
-                for what, checkpoint in zip(times, (name, ""), strict=True):
-                    times[what].append(seconds(client.fetch, rows, step=NUM_STEPS, checkpoint=checkpoint))
-    return {what: timing(values) for what, values in times.items()}
 
 
 def as_table(growing: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
@@ -182,8 +160,6 @@ def as_table(growing: dict[str, Any], runs: dict[str, dict[str, Any]]) -> str:
             *_checkpoint_lines(sizes),
             *_rollback_lines(sizes),
             *_long_run_lines(runs),
-            "",
-            "![Time of a checkpoint; file size over checkpoints](checkpoints.png)",
         ]
     )
 
@@ -241,31 +217,6 @@ def _long_run_lines(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
         megabytes = " | ".join(f"{size / 1e6:.0f} MB" for size in (stored, *passes, max(disk), disk[-1]))
         ratio = f"{max(disk) / stored:.2f} | {KEEP + 1}"
         yield f"| {name} | {megabytes} | {ratio} | {run['checkpoint']} | {run['write']} |"
-    reads = "; ".join(
-        f"{what} {value}, {value.num_calls:,} times" for run in runs.values() for what, value in run["reads"].items()
-    )
-    yield ""
-    yield f"The reader fetches {READ_ROWS:,} neighbouring rows all the time, in the writer's process: {reads}."
-
-
-def draw(sizes: dict[int, dict[str, Any]], runs: dict[str, dict[str, Any]], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5))
-    for name in ("checkpoint", SHARDS_WRITE):
-        times = [result["times"][name] for result in sizes.values()]
-        low, middle, high = 1e3 * np.array([[time.p10, time.p50, time.p90] for time in times]).T
-        left.errorbar(list(sizes), middle, (middle - low, high - middle), fmt="o-", capsize=3, label=name)
-    left.axhline(1e3 * GOAL_SECONDS, color="gray", linestyle="--", label="goal, at 10 M rows")
-    left.set(xscale="log", yscale="log", xlabel="rows stored", ylabel="ms", title="Taking a checkpoint")
-    for (name, run), style in zip(runs.items(), ("-", "--", "-"), strict=True):  # the first two lie on each other
-        right.plot(np.arange(LONG_CHECKPOINTS) + 1, np.array(run["disk_bytes"]) / 1e6, style, label=name)
-    stored = max(run["rows_bytes"] for run in runs.values()) / 1e6
-    right.axhline(stored, color="black", linestyle=":", label="rows stored · their bytes")
-    right.axhline((KEEP + 1) * stored, color="gray", linestyle="-.", label=f"bound: {KEEP + 1} versions of all rows")
-    right.set(xlabel="checkpoints taken", ylabel="MB on disk", title=f"File size, {KEEP} checkpoints kept")
-    right.set_ylim(bottom=0)
-    left.legend(fontsize="small")
-    right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
@@ -280,13 +231,11 @@ def main() -> None:
     growing = growing_table(arguments.rows, arguments.directory, arguments.rounds)
     runs = {
         "rows leave": long_run(arguments.directory),
-        "rows leave, with a reader": long_run(arguments.directory, reader=True),
         "rows leave, window flushed": long_run(arguments.directory, flush=True),
     }
     command = f"python -m benchmarks.checkpoints --rows {arguments.rows} --rounds {arguments.rounds}"
     results = {**growing, "long_runs": runs}
     write_results(arguments.output, "checkpoints", command, results, as_table(growing, runs))
-    draw(growing["sizes"], runs, arguments.output / "checkpoints.png")
 
 
 if __name__ == "__main__":

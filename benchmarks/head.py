@@ -7,36 +7,33 @@ where there is one, else on the CPU. The encoder is left out: it is the same for
 that live at the same time: rows, their gradients and momentum, logits and their gradients (on a CPU, if there are many
 logits, one chunk of them).
 
-On a CPU also: a step with K resident rows, at once (all logits in one matrix, all rows in one update) and in parts, in
-turn, and beside what no step can do without: three matrix products, and one pass over weight and momentum. The peak is
-what a step adds to the memory of the process.
+On a CPU also: a step with K resident rows, and the update of the rows, beside what no step can do without: three
+matrix products, and one pass over weight and momentum. The peak is what a step adds to the memory of the process.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import psutil
 import torch
 
-from benchmarks.measure import Timing, at_least, draw_bars, in_turn, timing, write_results
+from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import TableSpec
 from weightserver.common.malloc import keep_large_buffers, return_free_memory
 from weightserver.torch import LearningRates, condensed, cosine_softmax_loss
-from weightserver.torch.rows import values
 from weightserver.torch.rows.values import SlotValues
 
 BATCH_SIZE, DIM = 512, 128
 NUM_ACTIVE = 65_536
 SHAPES = ((128, 1_024), (512, 1_024), (128, NUM_ACTIVE), (512, NUM_ACTIVE), (4_096, NUM_ACTIVE))
-"""Images and active rows of the steps at once and in parts."""
+"""Images and active rows of the steps."""
+RESIDENT = "a step of K resident rows"
 SIZES = {"ImageNet-1K": 1_281_167, "ImageNet-11K": 7_470_000}
 
 
@@ -65,13 +62,9 @@ def measure(num_rows: int, rounds: int, device: torch.device) -> Timing:
 
 
 class Step:
-    """The loss of some images over K resident rows, its gradients, and the update of the rows.
+    """The loss of some images over K resident rows, its gradients, and the update of the rows."""
 
-    Args:
-        in_parts: whether logits are computed, and rows updated, in parts as far as the code does it.
-    """
-
-    def __init__(self, batch_size: int, num_rows: int, *, in_parts: bool) -> None:
+    def __init__(self, batch_size: int, num_rows: int) -> None:
         spec = TableSpec(num_rows=3 * num_rows // 2, dim=DIM, init_std=0.01, seed=0)
         rates = LearningRates(spec, np.full(1, 0.06, np.float32))
         self._slots = np.random.default_rng(0).permutation(spec.num_rows)[:num_rows]
@@ -80,16 +73,8 @@ class Step:
         self._values.weight.normal_(std=spec.init_std)
         self._features = torch.randn(batch_size, DIM, requires_grad=True)
         self._labels = torch.randint(num_rows, (batch_size,))
-        self._in_parts = in_parts
 
     def __call__(self) -> None:
-        if self._in_parts:
-            self._run()
-            return
-        with patch.object(condensed, "_FEW_VALUES", sys.maxsize), patch.object(values, "_VALUES_OF_PART", sys.maxsize):
-            self._run()
-
-    def _run(self) -> None:
         weight = self._values.weight.index_select(0, self._on_device).requires_grad_()
         self._features.grad = None
         cosine_softmax_loss(self._features, weight, self._labels, temperature=0.2).backward()
@@ -121,19 +106,29 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0]) - before
 
 
-def in_parts_or_not(rounds: int) -> tuple[dict[str, Any], list[str]]:
-    """Results, and lines of a table."""
+def resident_steps(rounds: int) -> dict[str, Any]:
+    """Times and peak bytes of steps with K resident rows."""
     results: dict[str, Any] = {}
-    lines = ["| images | K | step at once | step in parts | floor | peak at once | peak in parts |"]
-    lines.append("|---|---|---|---|---|---|---|")
     for batch_size, num_rows in SHAPES:
-        steps = {name: Step(batch_size, num_rows, in_parts=name == "in parts") for name in ("at once", "in parts")}
-        times = in_turn({**steps, "floor": Floor(batch_size, num_rows)}, rounds=rounds, warm_up=3)
-        peaks = {name: peak_bytes(step) for name, step in steps.items()}
-        results[f"{batch_size} images, K = {num_rows}"] = {"times": times, "peak_bytes": peaks}
-        cells = [*times.values(), *(f"{peak / 2**20:,.0f} MiB" for peak in peaks.values())]
-        lines.append(f"| {batch_size} | {num_rows:,} | {' | '.join(map(str, cells))} |")
-    return results, lines
+        step = Step(batch_size, num_rows)
+        times = in_turn({"step": step, "floor": Floor(batch_size, num_rows)}, rounds=rounds, warm_up=3)
+        results[f"{batch_size} images, K = {num_rows}"] = {"times": times, "peak_bytes": peak_bytes(step)}
+    return results
+
+
+def as_table(results: dict[str, Any], device: str) -> str:
+    lines = ["| data set | rows on the device | bytes of tensors | time of the head's step |", "|---|---|---|---|"]
+    for name, found in [(name, found) for name, found in results.items() if name != RESIDENT]:
+        rows = f"K = {found['rows']:,}" if found["rows"] == NUM_ACTIVE else f"all N = {found['rows']:,}"
+        time_of_step = found["step"] or "does not fit"
+        lines.append(f"| {name} | {rows} | {found['tensor_bytes'] / 2**30:.2f} GiB | {time_of_step} |")
+    lines += ["", f"Device: {device}."]
+    if RESIDENT in results:
+        lines += ["", "| | step | floor | peak |", "|---|---|---|---|"]
+        for name, found in results[RESIDENT].items():
+            times = found["times"]
+            lines.append(f"| {name} | {times['step']} | {times['floor']} | {found['peak_bytes'] / 2**20:,.0f} MiB |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -145,32 +140,19 @@ def main() -> None:
     keep_large_buffers()  # as the trainer does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    lines = ["| data set | rows on the device | bytes of tensors | time of the head's step |", "|---|---|---|---|"]
-    results: dict[str, dict[str, Any]] = {}
-    bars: dict[str, float] = {}
+    results: dict[str, Any] = {}
     for name, num_rows in [("any", NUM_ACTIVE), *((name, SIZES[name]) for name in arguments.data_sets)]:
         num_bytes = tensor_bytes(num_rows, device)
-        fits = 1.2 * num_bytes < free
-        time_of_step = measure(num_rows, arguments.rounds, device) if fits else None
+        time_of_step = measure(num_rows, arguments.rounds, device) if 1.2 * num_bytes < free else None
         results[name] = {"rows": num_rows, "tensor_bytes": num_bytes, "step": time_of_step}
-        bars[f"{num_rows:,} rows"] = num_bytes / 2**30
-        rows = f"K = {num_rows:,}" if num_rows == NUM_ACTIVE else f"all N = {num_rows:,}"
-        lines.append(f"| {name} | {rows} | {num_bytes / 2**30:.2f} GiB | {time_of_step or 'does not fit'} |")
-    lines += ["", f"Device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}."]
     if device.type == "cpu":
-        results["a step of K resident rows"], compared = in_parts_or_not(max(2, arguments.rounds))
-        lines += ["", *compared]
+        results[RESIDENT] = resident_steps(max(2, arguments.rounds))
     write_results(
         arguments.output,
         "head",
         f"python -m benchmarks.head --rounds {arguments.rounds} --data-sets {' '.join(arguments.data_sets)}",
         results,
-        "\n".join(lines) + "\n\n![Bytes of the head's tensors](head.png)",
-    )
-    draw_bars(
-        arguments.output / "head.png",
-        bars,
-        "tensors of the head (GiB)",
+        as_table(results, torch.cuda.get_device_name() if device.type == "cuda" else "CPU"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures a shard larger than memory: written, restarted, read at random, verified and dropped.
+"""Measures a shard larger than memory: written, restarted, and read and written at random.
 
 python -m benchmarks.large_shard [--rows 32000000] [--directory DIR] [--output benchmarks/results]
 
@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import psutil
 
@@ -126,9 +124,6 @@ class Benchmark:
         self.stage("restart", self.restart)
         self.stage("reads", self.reads)
         self.stage("writes", self.writes)
-        self.stage("readahead", self.readahead)
-        self.stage("commands", self.commands)
-        self.stage("drop", self.drop)
 
     @contextmanager
     def served(self) -> Iterator[tuple[LocalCluster, WeightClient, Memory]]:
@@ -253,82 +248,9 @@ class Benchmark:
             results["file_bytes"] = self.data.stat().st_size
         return results
 
-    def readahead(self, num_blocks: int = 2_000) -> dict[str, Any]:
-        """Times reads of blocks anywhere through LMDB's map, with and without readahead, and by pread."""
-        results: dict[str, Any] = {}
-        for _ in range(3):
-            for readahead in (True, False):
-                drop_from_page_cache(self.data)
-                with lmdb.open(
-                    str(self.data.parent),
-                    map_size=self.data.stat().st_size,
-                    max_dbs=5,
-                    readonly=True,
-                    lock=False,
-                    readahead=readahead,
-                    lib_version=0,
-                ) as environment:
-                    database = environment.open_db(b"blocks", create=False)
-                    keys = self.generator.choice(self.spec.num_blocks, num_blocks)
-                    with environment.begin(buffers=True) as txn, txn.cursor(database) as cursor:
-                        started = time.perf_counter()
-                        for key in keys.tolist():
-                            cursor.set_range(key.to_bytes(8, "big"))
-                            np.frombuffer(cursor.value(), np.uint8).max()
-                        name = "with readahead" if readahead else "without readahead"
-                        results.setdefault(name, []).append(time.perf_counter() - started)
-            drop_from_page_cache(self.data)
-            descriptor = os.open(self.data, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            taken = seconds(self._read_blocks, descriptor, num_blocks, neighbours=False)
-            results.setdefault("pread", []).append(taken)
-            os.close(descriptor)
-        return {"blocks": num_blocks, "seconds": {name: timing(values) for name, values in results.items()}}
-
-    def commands(self) -> dict[str, Any]:
-        """Times the commands that read the whole file."""
-        results = {}
-        for command in ("inspect", "verify"):
-            drop_from_page_cache(self.data)
-            started = time.perf_counter()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "weightserver", command, str(self.data.parent)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            with closing(Memory()) as memory:
-                output, _ = process.communicate()
-                taken = time.perf_counter() - started
-                if process.returncode:
-                    raise RuntimeError(output)
-                results[command] = {"seconds": taken, "own_bytes": memory.most()}
-        return results
-
-    def drop(self) -> dict[str, Any]:
-        """Drops the table, and begins a new one in its space."""
-        drop_from_page_cache(self.data)
-        with self.served() as (_, client, memory):
-            before = self.data.stat().st_size
-            taken = seconds(client.drop_table)
-            own_bytes = memory.most()
-            client.create_table(self.spec)
-            client.extend_schedule(0, np.full(NUM_STEPS, 0.01, np.float32))
-            client.open_session("again")
-            first = seconds(self._write_piece, client, 0)
-            times = timing([seconds(self._write_piece, client, k * ROWS_PER_WRITE) for k in range(1, 21)])
-            return {
-                "seconds": taken,
-                "own_bytes": own_bytes,
-                "first_write_seconds": first,
-                "write": times,
-                "own_bytes_after": memory.most(),
-                "grown_bytes": self.data.stat().st_size - before,
-            }
-
 
 def as_table(num_rows: int, results: dict[str, Any]) -> str:
-    last, restart, drop = results["fill"]["parts"][-1], results["restart"], results["drop"]
+    last, restart = results["fill"]["parts"][-1], results["restart"]
     memory_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
     return "\n".join(
         [
@@ -341,11 +263,6 @@ def as_table(num_rows: int, results: dict[str, Any]) -> str:
             f"{restart['warm_seconds']:.1f} s right after that; own memory {_megabytes(restart['own_bytes'])}.",
             *_read_lines(results["reads"]),
             *_write_lines(results["writes"]),
-            *_command_lines(results),
-            "",
-            f"After the drop the first write took {drop['first_write_seconds']:.2f} s, others {drop['write']}, the "
-            f"file grew by {_megabytes(drop['grown_bytes'])}, and the shard's own memory was "
-            f"{_megabytes(drop['own_bytes_after'])}.",
         ]
     )
 
@@ -390,16 +307,6 @@ def _write_lines(writes: dict[str, Any]) -> Iterator[str]:
     for name, written in writes.items():
         if isinstance(written, dict):
             yield f"| {name} | {written['push']} | {_megabytes(written['own_bytes'])} |"
-
-
-def _command_lines(results: dict[str, Any]) -> Iterator[str]:
-    readahead = results["readahead"]
-    times = ", ".join(f"{name} {times.p50:.2f} s" for name, times in readahead["seconds"].items())
-    yield ""
-    yield f"{readahead['blocks']:,} blocks anywhere, nothing cached, one after the other: {times}."
-    yield from ("", "| command, nothing cached | time | own memory |", "|---|---|---|")
-    for name, taken in [*results["commands"].items(), ("drop_table()", results["drop"])]:
-        yield f"| {name} | {taken['seconds']:.1f} s | {_megabytes(taken['own_bytes'])} |"
 
 
 def main() -> None:

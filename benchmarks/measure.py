@@ -16,11 +16,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -106,16 +101,6 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "commit": commit.stdout.strip(),
     }
-
-
-def draw_bars(path: Path, values: dict[str, float], label: str) -> None:
-    """Draws one bar per name on a logarithmic axis."""
-    figure, axes = plt.subplots(figsize=(6, 0.6 + 0.5 * len(values)))
-    bars = axes.barh(list(values), list(values.values()))
-    axes.bar_label(bars, fmt="{:,.3g}", padding=3)
-    axes.set(xscale="log", xlabel=label)
-    axes.margins(x=0.2)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def write_results(directory: Path, name: str, command: str, results: dict[str, Any], table: str) -> None:

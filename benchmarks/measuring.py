@@ -27,7 +27,7 @@ from unittest.mock import Mock
 import grpc
 import numpy as np
 
-from benchmarks.measure import Timing, at_least, draw_bars, in_turn, write_results
+from benchmarks.measure import Timing, at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.metrics import Histograms, Registry, page
@@ -163,7 +163,7 @@ def as_table(results: dict[str, dict[str, Timing]], ratios: dict[str, float], sc
         f"A scrape of a client of 64 shards: {scraped['samples']:,.0f} samples, {scraped['bytes'] / 1e6:.1f} MB, "
         f"{1000 * scraped['seconds']:.1f} ms; every 5 s, {scraped['share']:.2%} of a core (goal: at most 0.5 %).",
     ]
-    return "\n".join([*lines, "", "![Cost of measuring](measuring.png)"])
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -180,7 +180,6 @@ def main() -> None:
     scraped = scrape(arguments.rounds)
     table = as_table(results, ratios, scraped)
     write_results(arguments.output, "measuring", command, {**results, "ratios": ratios, "scrape": scraped}, table)
-    draw_bars(arguments.output / "measuring.png", ratios, "time of a client's fetch / without measuring")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import psutil
 import torch
@@ -273,6 +274,7 @@ def as_table(results: dict[str, Any], sizes: list[int]) -> str:
 
 def draw(file: Path, results: dict[str, Any], sizes: list[int]) -> None:
     """One panel of loss curves for each number of classes, smoothed over a fiftieth of the steps."""
+    mpl.use("Agg")
     figure, panels = plt.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.2), squeeze=False)
     for axes, num_classes in zip(panels[0], sizes, strict=True):
         for method in METHODS:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from math import comb, hypot, log
 from pathlib import Path
@@ -82,18 +82,9 @@ def measured(seconds: float) -> dict[str, Ratio]:
 
 def recorded(records: dict[str, Any], processor: str) -> tuple[dict[str, Any], str]:
     """The record of this processor, or the newest of another one; and why the two may not be compared, if so."""
-    form = {field.name for field in fields(Ratio)}
-    readable = {
-        name: record
-        for name, record in records.items()
-        if all(ratio.keys() == form for ratio in record["ratios"].values())
-    }
-    if processor in readable:
-        return readable[processor], ""
-    newest: dict[str, Any] = max(readable.values(), key=lambda record: record["machine"]["date"], default={})
     if processor in records:
-        facts = records[processor]["machine"]
-        return newest, f"this processor's record of {facts['date']} at {facts['commit']} has an older form"
+        return records[processor], ""
+    newest: dict[str, Any] = max(records.values(), key=lambda record: record["machine"]["date"], default={})
     return newest, "nothing is recorded for this processor: run it at the last release with --record, then here"
 
 

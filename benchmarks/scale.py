@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-from matplotlib import pyplot as plt
 
 from benchmarks.measure import at_least, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
@@ -125,19 +124,6 @@ def dense_fits(num_rows: int) -> bool:
     return 6 * 4 * DIM * num_rows < 0.8 * psutil.virtual_memory().available
 
 
-def draw(cases: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-    for name, results in cases.items():
-        rows = [result["rows"] for result in results]
-        axes[0].plot(rows, [result["step"].p50 for result in results], "o-", label=name)
-        axes[1].plot(rows, [result["trainer_bytes"] / 2**30 for result in results], "o-", label=name)
-    for axis, label in zip(axes, ("time of a step (s)", "trainer's peak memory (GiB)"), strict=True):
-        axis.set(xscale="log", xlabel="rows of the classifier", ylabel=label)
-        axis.set_ylim(bottom=0)
-    axes[0].legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def measure(steps: int, stored_rows: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Results by row store and table."""
     on_disk = os.geteuid() == 0 and CGROUPS.is_dir()
@@ -174,8 +160,6 @@ def as_table(cases: dict[str, list[dict[str, Any]]]) -> str:
         f"Dense rows do not fit into this machine's memory beyond N = {max(r['rows'] for r in cases['dense']):,}. "
         f"Disk that 10⁹ stored rows take: 10⁹ / 63 rows a block · {block_bytes:,} bytes = "
         f"{1e9 / 63 * block_bytes / 1e12:.2f} TB, over all shards.",
-        "",
-        "![Step time and memory over the number of rows](scale.png)",
     ]
     return "\n".join(lines)
 
@@ -198,7 +182,6 @@ def main() -> None:
     cases = measure(arguments.steps, arguments.stored_rows, arguments.rounds)
     command = f"python -m benchmarks.scale --steps {arguments.steps}"
     write_results(arguments.output, "scale", command, cases, as_table(cases))
-    draw({name: results for name, results in cases.items() if results}, arguments.output / "scale.png")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
-
 from benchmarks.measure import Timing, at_least, timing, write_results
 
 STORES = ("dense", "resident", "remote")
@@ -32,17 +30,6 @@ def run(rows: str, steps: int) -> list[dict[str, Any]]:
         command += ["--log-every", "1", "--no-evaluate", "--output", str(output)]
         subprocess.run(command, check=True, capture_output=True)
         return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-
-
-def draw(seconds: dict[str, list[float]], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    for name, values in seconds.items():
-        ordered = sorted(values)
-        axes.plot([1e3 * value for value in ordered], [i / len(ordered) for i in range(len(ordered))], label=name)
-    axes.set(xlabel="time of a step (ms)", ylabel="part of the steps", title="Steps of fashion-mnist, by row store")
-    axes.set_xlim(left=0, right=1e3 * 1.5 * max(sorted(values)[len(values) // 2] for values in seconds.values()))
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
@@ -70,9 +57,8 @@ def main() -> None:
         "steps",
         f"python -m benchmarks.steps --rounds {arguments.rounds} --steps {arguments.steps}",
         {"step": times, "row_wait_share": waits},
-        "\n".join(lines) + "\n\n![Steps of fashion-mnist, by row store](steps.png)",
+        "\n".join(lines),
     )
-    draw(seconds, arguments.output / "steps.png")
 
 
 if __name__ == "__main__":

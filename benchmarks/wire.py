@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.measure import at_least, draw_bars, timing, write_results
+from benchmarks.measure import at_least, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import LearningRates, RemoteRows, ResidentRows, RowStore, VisitSchedule, visited_before
@@ -153,12 +153,7 @@ def main() -> None:
         "wire",
         f"python -m benchmarks.wire --steps {arguments.steps}",
         {**results, "ratio": ratio},
-        "\n".join(lines) + "\n\n![Bytes a step moves](wire.png)",
-    )
-    draw_bars(
-        arguments.output / "wire.png",
-        {name: values["bytes_per_step"] for name, values in results.items()},
-        "bytes on the wire, a step",
+        "\n".join(lines),
     )
 
 

@@ -7,7 +7,6 @@ import time
 from functools import partial
 from math import exp, log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +20,6 @@ KNOWN = Ratio(p50=2.0, low=1.9, high=2.2)
 RECORD = {
     "machine": {"processor": "A", "date": "2026-11-01", "commit": "abc1234"},
     "ratios": {"fetch, stored": {"p50": 2.0, "low": 1.9, "high": 2.2}},
-}
-OLD_RECORD = {
-    "machine": {"processor": "A", "date": "2026-10-01", "commit": "0ld1234"},
-    "ratios": {"fetch, stored": {"p50": 2.0, "p10": 1.8, "p90": 2.3}},
 }
 SPREADS = {
     130: (0.149, 0.165, 0.167),
@@ -105,14 +100,6 @@ def test_another_processor_is_shown_and_not_marked() -> None:
     assert "2.00 (1.90–2.20)" in text
     assert "SLOWER" not in text
     assert "nothing is marked: nothing is recorded for this processor" in text
-
-
-@pytest.mark.parametrize(("others", "shown"), [({}, {}), ({"B": RECORD}, RECORD)])
-def test_a_record_of_the_older_form_is_left_out(others: dict[str, Any], shown: dict[str, Any]) -> None:
-    record, unlike = recorded({"A": OLD_RECORD, **others}, "A")
-    assert record == shown
-    *_, last = as_table({"fetch, stored": Ratio(9.0, 8.0, 10.0)}, record, unlike).splitlines()
-    assert last == "nothing is marked: this processor's record of 2026-10-01 at 0ld1234 has an older form"
 
 
 def test_nothing_is_recorded_at_first() -> None:

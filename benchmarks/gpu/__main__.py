@@ -1,4 +1,4 @@
-"""Benchmarks a machine with GPUs: images per second, idle time, memory, collectives, and the paper's Section 4.
+"""Benchmarks a machine with GPUs: images per second, idle time, memory, and the paper's Section 4.
 
 python -m benchmarks.gpu [--quick] [--sections rates idle ...] [--minutes 30] [--resume] [--output benchmarks/results]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.runs import RunFailedError, Runner, Start, start_processes
-from benchmarks.gpu.sections import SECTIONS, SIZES, Bench, scratch
+from benchmarks.gpu.sections import SECTIONS, SIZES, Bench
 from benchmarks.measure import machine, restored, save_results
 
 _MINUTES = {"full": 30.0, "quick": 9.0, "toy": 3.0}
@@ -54,27 +54,26 @@ def main(arguments: Sequence[str] | None = None, *, start: Start = start_process
         return 1
     results = _measured_before(output / "gpu.json", facts, given.size)
     command = "python -m benchmarks.gpu " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    with scratch() as directory:
-        gpu_bytes = min(facts["gpu_bytes"], default=facts["host_bytes"])
-        bench = Bench(runner, size, _numbers(len(facts["gpus"])), gpu_bytes, directory)
-        for name in given.sections:
-            if given.resume and name in results["sections"] and "error" not in results["sections"][name]:
-                continue
-            section = results["sections"][name] = {
-                "date": date.today().isoformat(),
-                "commit": machine()["commit"],
-                "found": {},
-            }
-            started = time.perf_counter()
-            try:
-                for _ in SECTIONS[name][0](bench, section["found"]):
-                    section["seconds"] = time.perf_counter() - started
-                    text = save_results(output, "gpu", command, results, table(results))
-            except (RunFailedError, OSError) as error:
-                section["error"] = str(error)
-                print(f"bench-gpu: {name}: {error}", file=sys.stderr)
-            text = save_results(output, "gpu", command, results, table(results))
-            print("\n".join(_lines_of(name, section)), flush=True)
+    gpu_bytes = min(facts["gpu_bytes"], default=facts["host_bytes"])
+    bench = Bench(runner, size, _numbers(len(facts["gpus"])), gpu_bytes)
+    for name in given.sections:
+        if given.resume and name in results["sections"] and "error" not in results["sections"][name]:
+            continue
+        section = results["sections"][name] = {
+            "date": date.today().isoformat(),
+            "commit": machine()["commit"],
+            "found": {},
+        }
+        started = time.perf_counter()
+        try:
+            for _ in SECTIONS[name][0](bench, section["found"]):
+                section["seconds"] = time.perf_counter() - started
+                text = save_results(output, "gpu", command, results, table(results))
+        except (RunFailedError, OSError) as error:
+            section["error"] = str(error)
+            print(f"bench-gpu: {name}: {error}", file=sys.stderr)
+        text = save_results(output, "gpu", command, results, table(results))
+        print("\n".join(_lines_of(name, section)), flush=True)
     print(text)
     return int(any("error" in results["sections"][name] for name in given.sections))
 

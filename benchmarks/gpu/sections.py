@@ -5,15 +5,10 @@ A section fills the dictionary that it is given as it goes, so that what was mea
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jpegs import make_tree
 from benchmarks.gpu.runs import Run, RunFailedError, Runner
 
 RESIDENT_GOAL = 0.98
@@ -40,8 +35,6 @@ class Size:
     encoder: tuple[str, ...] = ("--encoder.name", "resnet50", "--view-size", "224")
     generated_side: int = 64
     """Side in pixels of generated images, from which views are cropped: small ones cost the processor little."""
-    decoded_side: int = 224
-    decoded: tuple[str, ...] = ("--encoder.name", "resnet50", "--encoder.image-size", "224")
     batch_size: int = 512
     dim: int = 128
     num_negatives: int = 65_536
@@ -50,15 +43,12 @@ class Size:
     all_rows: tuple[tuple[str, int], ...] = (("ImageNet-1K", 1_281_167), ("ImageNet-11K", 7_470_000), ("any", 10**9))
     """Names and numbers of images of the paper's Section 4."""
     batches_per_gpu: tuple[int, ...] = (64, 128, 256, 512)
-    threads: tuple[int, ...] = (1, 2, 4, 8, 16)
-    thread_seconds: float = 3.0
-    num_jpegs: int = 1024
     num_shards: int = 2
 
 
 SIZES = {
     "full": Size(steps=121, rounds=3),
-    "quick": Size(steps=61, rounds=1, batches_per_gpu=(64, 512), thread_seconds=1.0, num_jpegs=512),
+    "quick": Size(steps=61, rounds=1, batches_per_gpu=(64, 512)),
     # What shows that the code runs, in seconds on a CPU.
     "toy": Size(
         steps=9,
@@ -68,8 +58,6 @@ SIZES = {
         rounds=1,
         encoder=(*_TINY, "--view-size", "24"),
         generated_side=16,
-        decoded_side=32,
-        decoded=(*_TINY, "--encoder.image-size", "32"),
         batch_size=8,
         dim=16,
         num_negatives=32,
@@ -77,9 +65,6 @@ SIZES = {
         window_stride=8,
         all_rows=(("tiny", 200), ("any", 10**9)),
         batches_per_gpu=(4, 8),
-        threads=(1, 2),
-        thread_seconds=0.2,
-        num_jpegs=16,
     ),
 }
 
@@ -94,14 +79,6 @@ class Bench:
     """Numbers of GPUs to measure with, ascending."""
     gpu_bytes: int
     """Memory of one GPU in bytes."""
-    directory: Path
-    """Directory for files that sections share."""
-
-    @cached_property
-    def jpegs(self) -> Path:
-        """Makes a folder with as many images as a window."""
-        make_tree(self.directory, self.size.num_jpegs, self.size.window_size)
-        return self.directory / "images"
 
     def options(self, **changes: Any) -> list[str]:
         """The trainer's arguments that all runs share; changes are fields of `Size`."""
@@ -115,10 +92,7 @@ class Bench:
         ]
 
     def arguments(self, images: str, *, num_images: int | None = None, **changes: Any) -> list[str]:
-        """Of a run on generated images without an encoder ("none") or with one ("generated"), or on "decoded" ones."""
-        if images == "decoded":
-            shown = ["imagenet-1k", "--dataset", "folder", "--data-dir", str(self.jpegs), *self.size.decoded]
-            return [*shown, *self.options(**changes)]
+        """Of a run on generated images without an encoder ("none") or with one ("generated")."""
         number = num_images or self.size.all_rows[0][1]
         encoder = ("--encoder.name", "none") if images == "none" else self.size.encoder
         side = 8 if images == "none" else self.size.generated_side
@@ -154,9 +128,9 @@ def _rate(run: Run, size: Size) -> dict[str, Any]:
 
 
 def rates(bench: Bench, found: dict[str, Any]) -> Iterator[None]:
-    """Images a second at 1 … all GPUs: without an encoder, generated images, and decoded ones."""
+    """Images a second at 1 … all GPUs, of generated images, with and without an encoder."""
     for num_gpus in bench.num_gpus:
-        for images in ("generated", "none", "decoded"):
+        for images in ("generated", "none"):
             found.setdefault(images, {})[str(num_gpus)] = _rate(bench.resident(images, num_gpus=num_gpus), bench.size)
             yield
 
@@ -177,7 +151,7 @@ def rates_table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-_IMAGES = {"none": "without an encoder", "generated": "generated, encoder", "decoded": "decoded, encoder"}
+_IMAGES = {"none": "without an encoder", "generated": "encoder"}
 
 
 def resident(bench: Bench, found: dict[str, Any]) -> Iterator[None]:
@@ -316,41 +290,6 @@ def memory_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def jpegs(bench: Bench, found: dict[str, Any]) -> Iterator[None]:
-    """JPEGs that threads decode and crop in a second, on the processor."""
-    size = bench.size
-    for threads in size.threads:
-        call = [str(bench.jpegs), str(size.decoded_side), str(size.thread_seconds), str(threads)]
-        found |= bench.runner.json("benchmarks.gpu.jpegs", call)
-        yield
-
-
-def jpegs_table(found: dict[str, Any]) -> list[str]:
-    lines = ["| threads | images/s | × one thread |", "|---|---|---|"]
-    return lines + [f"| {number} | {rate:,.0f} | {rate / found['1']:.2f} |" for number, rate in found.items()]
-
-
-def collectives(bench: Bench, found: dict[str, Any]) -> Iterator[None]:
-    """The collectives of a step by themselves, at 2 … all GPUs."""
-    for num_gpus in bench.num_gpus:
-        if num_gpus > 1:
-            run = bench.runner.train("benchmarks.gpu.collectives", bench.arguments("generated"), num_gpus)
-            found[str(num_gpus)] = run.extra
-            yield
-
-
-def collectives_table(found: dict[str, Any]) -> list[str]:
-    if not found:
-        return ["One GPU: there are none."]
-    lines = ["| GPUs | all-reduce of | bytes | time | each GPU sends |", "|---|---|---|---|---|"]
-    return lines + [
-        f"| {number} | {kind} | {seen['bytes']:,} | {1e3 * seen['seconds']:.3f} ms | "
-        f"{seen['bytes_per_second'] / 1e9:.2f} GB/s |"
-        for number, kinds in found.items()
-        for kind, seen in kinds.items()
-    ]
-
-
 Section = tuple[Callable[[Bench, dict[str, Any]], Iterator[None]], Callable[[dict[str, Any]], list[str]]]
 SECTIONS: dict[str, Section] = {
     "rates": (rates, rates_table),
@@ -358,13 +297,5 @@ SECTIONS: dict[str, Section] = {
     "all-rows": (all_rows, all_rows_table),
     "idle": (idle, idle_table),
     "memory": (memory, memory_table),
-    "jpegs": (jpegs, jpegs_table),
-    "collectives": (collectives, collectives_table),
 }
 """What measures a section, handing over after each part of it, and what makes a table of the results."""
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as directory:
-        yield Path(directory)
