@@ -55,13 +55,14 @@ class Kept:
 
     def __init__(self, client: WeightClient) -> None:
         self._client = client
-        self._steps = itertools.count()
+        self._step = -1
         self.names: list[str] = []
 
-    def take(self) -> None:
-        step = next(self._steps)
-        self._client.checkpoint(f"checkpoint {step}", step=step)
-        self.names.append(f"checkpoint {step}")
+    def take(self, step: int = 0) -> None:
+        """At `step`, or after the last one."""
+        self._step = max(self._step + 1, step)
+        self._client.checkpoint(f"checkpoint {self._step}", step=self._step)
+        self.names.append(f"checkpoint {self._step}")
 
     def release_old(self) -> None:
         while len(self.names) > KEEP:
@@ -138,7 +139,7 @@ def long_run(directory: Path | None, *, flush: bool = False) -> dict[str, Any]:
             if step % STRIDES_PER_CHECKPOINT == 0:
                 if flush:
                     write(client, (step * WINDOW_STRIDE + np.arange(WINDOW_SIZE)) % LONG_ROWS, step)
-                checkpoint_seconds.append(seconds(kept.take))
+                checkpoint_seconds.append(seconds(kept.take, step))
                 kept.release_old()
                 sizes.append(client.describe().disk_bytes)
         info = client.describe()

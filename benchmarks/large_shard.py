@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.measure import in_turn, restored, timing, write_results
+from benchmarks.measure import at_least, in_turn, restored, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.core.blocks import BlockCodec
@@ -91,7 +91,7 @@ def map_bytes(cluster: LocalCluster) -> int:
     """Size of the shard's memory map of its file."""
     with urllib.request.urlopen(f"http://{cluster.metrics_addresses[0]}/metrics") as page:
         lines = page.read().decode().splitlines()
-    return next(int(float(line.split()[1])) for line in lines if line.startswith("weightserver_map_bytes "))
+    return next(int(float(line.split()[-1])) for line in lines if line.startswith("weightserver_map_bytes"))
 
 
 def drop_from_page_cache(data: Path) -> None:
@@ -311,7 +311,7 @@ def _write_lines(writes: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=32_000_000)
+    parser.add_argument("--rows", type=at_least(2 * NUM_PARTS * ROWS_PER_WRITE), default=32_000_000)
     parser.add_argument("--directory", type=Path, help="for the shard's data; a temporary one by default")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()

@@ -12,6 +12,7 @@ TOO_FEW = {
     "blocks": ["--rounds", "1"],
     "checkpoints": ["--rounds", "1"],
     "head": ["--rounds", "1"],
+    "large_shard": ["--rows", "327599"],
     "measuring": ["--rounds", "1"],
     "partial_fc": ["--steps", "21"],
     "rows": ["--rounds", "1"],
