@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -104,6 +104,34 @@ def find(path: Path) -> Found | None:
         raise
 
 
+def write(path: Path, content: bytes) -> None:
+    """Makes or replaces an object. Raises ObjectStoreError."""
+    with _asking(path) as (store, key):
+        _obstore().put(store, key, content, chunk_size=PART_BYTES)
+
+
+def below(path: Path) -> list[Path]:
+    """The objects below a path, in any order. Raises ObjectStoreError."""
+    with _listing(path) as (store, key):
+        found = [one for some in _obstore().list(store, f"{key}/" if key else None) for one in some]
+    bucket = Path(*path.parts[:2])
+    return [bucket / one["path"] for one in found]
+
+
+def folders(path: Path) -> list[str]:
+    """Names of the folders directly below a path, which have objects below them. Raises ObjectStoreError."""
+    with _listing(path) as (store, key):
+        found = _obstore().list_with_delimiter(store, f"{key}/" if key else None)["common_prefixes"]
+    return [prefix.rstrip("/").rpartition("/")[2] for prefix in found]
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Removes objects of one bucket; those that are missing already are no error. Raises ObjectStoreError."""
+    if paths:
+        with _asking(paths[0]) as (store, _):
+            _obstore().delete(store, ["/".join(path.parts[2:]) for path in paths])
+
+
 @contextmanager
 def _asking(path: Path) -> Iterator[tuple[Any, str]]:
     """The bucket and the key of a path. Errors are told by their type alone."""
@@ -117,6 +145,18 @@ def _asking(path: Path) -> Iterator[tuple[Any, str]]:
         raise ObjectStoreError(path, Reason.DENIED) from None
     except errors.BaseError:
         raise ObjectStoreError(path, Reason.NO_ANSWER) from None
+
+
+@contextmanager
+def _listing(path: Path) -> Iterator[tuple[Any, str]]:
+    """As `_asking`. obstore has no error of its own for a list of a bucket that is missing."""
+    try:
+        with _asking(path) as found:
+            yield found
+    except ObjectStoreError as error:
+        if error.reason is Reason.NO_ANSWER and find(path / "any") is None:  # the store answers
+            raise ObjectStoreError(path, Reason.MISSING) from None
+        raise
 
 
 @lru_cache(16)

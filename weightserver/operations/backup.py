@@ -14,9 +14,9 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -27,14 +27,14 @@ from safetensors.numpy import save
 
 from weightserver.client.client import WeightClient
 from weightserver.client.results import TableInfo
-from weightserver.common.atomic_files import to_path
+from weightserver.common.object_store import ObjectStoreError, shown, to_location
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint, common_checkpoints
 from weightserver.core.errors import ClusterError, NoTableError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import SCHEDULE, Backup, read_backup
-from weightserver.operations.backup_places import MANIFEST, Folder, Write
+from weightserver.operations.backup_places import MANIFEST, Place, Write, place_at
 from weightserver.operations.checkpoint_blocks import CheckpointReader
 
 _FILE_BYTES = 64 << 20
@@ -53,7 +53,8 @@ def backup(
     incremental: bool = False,
     keep: int | None = None,
 ) -> Backup:
-    """Copies a checkpoint that all shards keep, by default the newest, to a new or empty `directory`.
+    """Copies a checkpoint that all shards keep, by default the newest, to a new or empty `directory`, which may be in a
+    bucket: `Path("s3://bucket/name")`.
 
     The directory appears once it is complete. From then on the shards keep this checkpoint for backups, and no earlier
     one. Ctrl-C while it copies closes the client.
@@ -69,8 +70,9 @@ def backup(
         StorageError: a block is damaged.
         ClusterError: a shard sent other blocks than it keeps, or keeps other ones than the base of an increment has.
         OSError: the disk is full, or another process writes to the directory.
+        ObjectStoreError: the object store refuses, or does not answer.
     """
-    place = Folder(directory)
+    place = place_at(directory)
     with place.new() as write:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
@@ -93,7 +95,7 @@ def backup(
             epoch=info.epoch,
             spec=info.spec,
             version=__version__,
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            created=datetime.now(UTC).isoformat(timespec="microseconds"),
             shards=shards,
             table_identity=info.identity.hex(),
             base=name,
@@ -107,20 +109,24 @@ def backup(
     return made
 
 
-def _others(place: Folder, table_identity: str) -> dict[str, Backup]:
+def _others(place: Place, table_identity: str) -> dict[str, Backup]:
     """The table's backups beside this one, oldest first, by name."""
     found = dict[str, Backup]()
-    for name in place.complete():
-        with contextlib.suppress(ValueError):  # damaged, or of another version
+    for name in place.names():
+        try:
             found[name] = read_backup(place.beside(name))
+        except ObjectStoreError:
+            raise
+        except (ValueError, PermissionError):  # no backup, a damaged one, another version's, or another user's
+            continue
     return {
         name: made
-        for name, made in sorted(found.items(), key=lambda item: (item[1].created, item[1].step))
+        for name, made in sorted(found.items(), key=lambda item: item[1].created)
         if name != place.name and made.table_identity == table_identity
     }
 
 
-def _last_backup(place: Folder, held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
+def _last_backup(place: Place, held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
     """The newest backup beside this one, and its name, whose checkpoint all shards still keep, not later than `held`;
     empty and None if there is none."""
     kept = {
@@ -132,7 +138,7 @@ def _last_backup(place: Folder, held: Checkpoint, info: TableInfo) -> tuple[str,
     return "", None
 
 
-def _remove_others(place: Folder, made: Backup, keep: int) -> None:
+def _remove_others(place: Place, made: Backup, keep: int) -> None:
     """Removes the table's older backups beside this one, newest first, but those that a kept one needs."""
     others = _others(place, made.table_identity)
     newest, needed = [*reversed(others)], set[str]()
@@ -223,7 +229,7 @@ def _copy_shard(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(parser)
-    parser.add_argument("--output", type=to_path, required=True, help="a new directory")
+    parser.add_argument("--output", type=to_location, required=True, help="a new directory, or s3://BUCKET/NAME")
     parser.add_argument(
         "--checkpoint", type=non_empty_name, help="the checkpoint's name (default the newest that all shards keep)"
     )
@@ -254,5 +260,5 @@ def run(arguments: argparse.Namespace) -> None:
     kind = f", since backup {made.base}" if made.base else ", all: there is no base" if arguments.incremental else ""
     print(
         f"backed up {made.rows_stored} rows of checkpoint {made.checkpoint} (step {made.step}) of {len(made.shards)} "
-        f"shards, {made.num_bytes} bytes, to {arguments.output}{kind}"
+        f"shards, {made.num_bytes} bytes, to {shown(arguments.output)}{kind}"
     )

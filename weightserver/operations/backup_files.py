@@ -12,7 +12,6 @@ restored with its base, and the base of that, up to one that has all blocks.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import heapq
 import json
@@ -31,7 +30,7 @@ from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.errors import StorageError
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import Version
-from weightserver.operations.backup_places import MANIFEST, Folder
+from weightserver.operations.backup_places import MANIFEST, Place
 
 SCHEDULE = "schedule.safetensors"
 
@@ -79,17 +78,15 @@ class Backup:
         return Checkpoint(self.checkpoint, self.step, bytes.fromhex(self.identity))
 
 
-def read_backup(place: Folder) -> Backup:
+def read_backup(place: Place) -> Backup:
     """Reads the manifest of a backup.
 
     Raises:
         ValueError: the manifest is missing, damaged or of another format.
-        OSError: it cannot be read.
+        OSError, ObjectStoreError: it cannot be read.
     """
-    try:
-        text = place.read(MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{place} holds no backup") from None
+    if (text := place.read(MANIFEST)) is None:
+        raise ValueError(f"{place} holds no backup")
     try:
         stored = json.loads(text)
         if stored["format"] != FORMAT:
@@ -107,10 +104,10 @@ def read_backup(place: Folder) -> Backup:
 class BackupReader:
     """Reads a backup together with those that it needs; newest first."""
 
-    links: Sequence[tuple[Folder, Backup]]
+    links: Sequence[tuple[Place, Backup]]
 
     @classmethod
-    def of(cls, place: Folder) -> BackupReader:
+    def of(cls, place: Place) -> BackupReader:
         """Raises ValueError if a manifest is missing, damaged, or that of another backup than the needed one."""
         links = [(place, read_backup(place))]
         while (made := links[-1][1]).base:
@@ -140,7 +137,7 @@ class BackupReader:
 
         Raises:
             StorageError: a file or a block is damaged or missing.
-            OSError: a file cannot be read.
+            OSError, ObjectStoreError: a file cannot be read.
         """
         codec, last = BlockCodec(self.made.spec), -1
         found = [_blocks(place, made, shard, codec) for place, made in self.links]
@@ -154,7 +151,7 @@ def _number(found: tuple[Version, bytes]) -> int:
     return found[0].block
 
 
-def _blocks(place: Folder, made: Backup, shard: int, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
+def _blocks(place: Place, made: Backup, shard: int, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
     for name in sorted(made.shards[shard]["files"].keys() - {SCHEDULE}):  # in ascending order of their blocks
         yield from _blocks_in(_read_file(place, made, shard, name), f"{place}/shard-{shard}/{name}", codec)
 
@@ -173,10 +170,9 @@ def _blocks_in(content: bytes, path: str, codec: BlockCodec) -> Iterator[tuple[V
         yield Version(number, 0, write_id), block
 
 
-def _read_file(place: Folder, made: Backup, shard: int, name: str) -> bytes:
+def _read_file(place: Place, made: Backup, shard: int, name: str) -> bytes:
     """Raises StorageError unless the file matches its entry in the manifest."""
-    with contextlib.suppress(FileNotFoundError):
-        content = place.read(f"shard-{shard}/{name}")
-        if hashlib.sha256(content).hexdigest() == made.shards[shard]["files"][name]["sha256"]:
-            return content
-    raise StorageError(f"{place}/shard-{shard}/{name} is damaged or missing: use another backup")
+    content = place.read(f"shard-{shard}/{name}")
+    if content is None or hashlib.sha256(content).hexdigest() != made.shards[shard]["files"][name]["sha256"]:
+        raise StorageError(f"{place}/shard-{shard}/{name} is damaged or missing: use another backup")
+    return content

@@ -1,24 +1,65 @@
-"""Where backups are: each a folder beside others."""
+"""Where backups are: each in a folder beside others, on a disk or in the bucket of an object store."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from weightserver.common import object_store
 from weightserver.common.atomic_files import PRIVATE_DIRECTORY, PRIVATE_FILE, atomic_directory, atomic_write
 
 MANIFEST = "manifest.json"
 """The file that a complete backup has."""
 Write = Callable[[str, bytes], None]
 """Writes a file of a new backup, by its path in it and its content."""
+_FILE = re.compile(r"shard-\d+/\w+(-\d+)?\.safetensors")
+
+
+class Place(Protocol):
+    """The folder of one backup. Its methods raise OSError or, of a bucket, ObjectStoreError."""
+
+    @property
+    def name(self) -> str: ...
+    def beside(self, name: str) -> Place:
+        """The folder of that name beside this one."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names of the folders beside this one, in any order, whatever they hold; this one's if it exists."""
+        ...
+
+    def read(self, file: str) -> bytes | None:
+        """A file of the backup; None if there is none."""
+        ...
+
+    def new(self) -> AbstractContextManager[Write]:
+        """Yields what writes the files of a new backup, from any thread; the manifest last. On failure none is left.
+        Raises ValueError if the folder holds something."""
+        ...
+
+    def remove(self) -> None:
+        """Removes the backup; one that is removed in part is none any more."""
+        ...
+
+
+def place_at(path: Path) -> Place:
+    """The place of a backup. Raises ValueError for a bucket without a folder in it."""
+    if not object_store.is_remote(path):
+        return Folder(path)
+    if len(path.parts) < 3:
+        raise ValueError(f"{object_store.shown(path)} is a whole bucket: give s3://BUCKET/NAME")
+    return BucketFolder(path)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder for one backup."""
+    """A folder on a disk."""
 
     path: Path
 
@@ -30,25 +71,19 @@ class Folder:
         return self.path.resolve().name
 
     def beside(self, name: str) -> Folder:
-        """The place of that name beside this one."""
         return Folder(self.path.resolve().parent / name)
 
-    def complete(self) -> list[str]:
-        """Names of the complete backups in the folder of this one, in any order."""
-        return [manifest.parent.name for manifest in self.path.resolve().parent.glob(f"*/{MANIFEST}")]
+    def names(self) -> list[str]:
+        folder = self.path.resolve().parent
+        return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
 
-    def read(self, file: str) -> bytes:
-        """A file of the backup. Raises OSError, FileNotFoundError among them."""
-        return (self.path / file).read_bytes()
+    def read(self, file: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return (self.path / file).read_bytes()
+        return None
 
     @contextlib.contextmanager
     def new(self) -> Iterator[Write]:
-        """Yields what writes the files of a new backup, from any thread. All appear on success, none on failure.
-
-        Raises:
-            ValueError: the folder holds something.
-            OSError: the disk is full, or another process writes to the folder.
-        """
         with atomic_directory(self.path, mode=PRIVATE_DIRECTORY) as new:
 
             def write(file: str, content: bytes) -> None:
@@ -59,6 +94,56 @@ class Folder:
             yield write
 
     def remove(self) -> None:
-        """Removes the backup; one that is removed in part is none any more."""
         (self.path / MANIFEST).unlink()
         shutil.rmtree(self.path)
+
+
+@dataclass(frozen=True)
+class BucketFolder:
+    """What is below s3://BUCKET/NAME. What a killed backup left there goes when its command is repeated."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return object_store.shown(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def beside(self, name: str) -> BucketFolder:
+        return BucketFolder(self.path.parent / name)
+
+    def names(self) -> list[str]:
+        return object_store.folders(self.path.parent)
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return object_store.read(self.path / file)
+        except object_store.ObjectStoreError as error:
+            if error.reason is object_store.Reason.MISSING:
+                return None
+            raise
+
+    @contextlib.contextmanager
+    def new(self) -> Iterator[Write]:
+        written = object_store.below(self.path)
+        if not all(_FILE.fullmatch(str(path.relative_to(self.path))) for path in written):
+            raise ValueError(f"{self} is not empty: give another folder")
+
+        def write(file: str, content: bytes) -> None:
+            written.append(self.path / file)
+            object_store.write(self.path / file, content)
+
+        object_store.remove(written)
+        written.clear()
+        try:
+            yield write
+        except BaseException:
+            with contextlib.suppress(object_store.ObjectStoreError):
+                object_store.remove(written)
+            raise
+
+    def remove(self) -> None:
+        object_store.remove([self.path / MANIFEST])
+        object_store.remove(object_store.below(self.path))

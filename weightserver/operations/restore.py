@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 from weightserver.common.atomic_files import to_path
+from weightserver.common.object_store import to_location
 from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.versions import digest
 from weightserver.operations.backup_files import Backup, BackupReader
-from weightserver.operations.backup_places import Folder
+from weightserver.operations.backup_places import place_at
 from weightserver.storage.shard_builder import ShardBuilder, TableState
 
 
@@ -28,24 +29,25 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             `data_dir` is not empty.
         StorageError: a file is damaged.
     """
-    reader = BackupReader.of(Folder(directory))
+    place = place_at(directory)
+    reader = BackupReader.of(place)
     made = reader.made
     if num_shards not in (None, len(made.shards)):
         raise ValueError(
-            f"{directory} is of {len(made.shards)} shards, not {num_shards}: restore all of them, then 'reshard'"
+            f"{place} is of {len(made.shards)} shards, not {num_shards}: restore all of them, then 'reshard'"
         )
     if not 0 <= shard < len(made.shards):
-        raise ValueError(f"{directory} has shards 0..{len(made.shards) - 1}, not {shard}")
+        raise ValueError(f"{place} has shards 0..{len(made.shards) - 1}, not {shard}")
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin={"backup": made.digest}) as builder:
         if builder.finished:
-            raise ValueError(f"{data_dir} was already restored from {directory}: serve it, or give another directory")
+            raise ValueError(f"{data_dir} was already restored from {place}: serve it, or give another directory")
         codec, named, num_rows = BlockCodec(made.spec), list[tuple[int, int]](), 0
         for version, content in reader.blocks(shard):
             builder.add(version, content)
             named.append((version.block, version.write_id))
             num_rows += codec.num_written(content)
         if digest(named).hex() != made.shards[shard]["digest"]:
-            raise StorageError(f"{directory} has other blocks of shard {shard} than it had: use another backup")
+            raise StorageError(f"{place} has other blocks of shard {shard} than it had: use another backup")
         builder.finish(_table_state(made, shard, reader.learning_rates(shard)), rows_stored=num_rows)
     return made, num_rows
 
@@ -68,7 +70,7 @@ def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> Tabl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("backup", type=to_path, help="the --output of a backup")
+    parser.add_argument("backup", type=to_location, help="the --output of a backup")
     parser.add_argument("--data-dir", type=to_path, required=True, help="the shard's new directory, on a local disk")
     parser.add_argument("--shard", type=int, required=True, help="number of the shard, from 0")
     parser.add_argument("--num-shards", type=int, help="shards in the cluster (default as many as were backed up)")

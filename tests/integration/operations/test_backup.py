@@ -206,9 +206,9 @@ def test_backup_rejects_invalid_arguments(
     weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
     output = ["--output", tmp_path / "backup"]
-    remote = weightserver("backup", *cluster.addresses, "--output", "s3://bucket/backup")
+    remote = weightserver("backup", *cluster.addresses, "--output", "gs://bucket/backup")
     assert remote[0] == 2
-    assert "s3://bucket/backup is a URL: copy or mount what is there" in remote[2]
+    assert "gs://bucket/backup is a URL: copy or mount what is there, or give s3://BUCKET/KEY" in remote[2]
     assert_one_line(
         weightserver("backup", *cluster.addresses, *output), "there is no checkpoint on all shards: WeightClient."
     )

@@ -1,0 +1,128 @@
+"""Backups in a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.comparing import rows_in, same
+from tests.helpers.object_store import Fault, Proxy, credentials, object_store
+from tests.helpers.operations import (
+    ROWS,
+    Weightserver,
+    assert_one_line,
+    dies,
+    lose_blocks,
+    make_table,
+    push,
+    targets_in,
+)
+from weightserver import LocalCluster, WeightClient
+from weightserver.common import object_store as objects
+
+BACKUPS = Path("s3://backups/a run")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
+        for name, value in credentials(proxy).items():
+            patched.setenv(name, value)
+        objects._bucket.cache_clear()
+        proxy.make_bucket("backups")
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def _empty(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty bucket, and a server that answers."""
+    monkeypatch.setattr(objects, "_RETRY_SECONDS", 1)
+    objects._bucket.cache_clear()
+    yield
+    server.heal()
+    monkeypatch.undo()
+    objects._bucket.cache_clear()
+    objects.remove(objects.below(Path("s3://backups")))
+
+
+def stored() -> list[str]:
+    """The objects of all backups."""
+    return sorted(str(path.relative_to(BACKUPS)) for path in objects.below(BACKUPS))
+
+
+@pytest.mark.guard
+def test_a_chain_in_a_bucket_is_restored(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """Killed halfway, repeated, continued by increments; old ones removed, but those that are needed."""
+    url = "s3://backups/a run"
+    make_table(client)
+    first = ["backup", *cluster.addresses, "--output", f"{url}/mon", "--checkpoint", "one"]
+    dies("weightserver.common.object_store:write", 3, *first)
+    assert stored(), "the test killed it too early"
+    assert_one_line(
+        weightserver("restore", f"{url}/mon", "--data-dir", tmp_path / "x", "--shard", 0), f"{url}/mon holds no backup"
+    )
+    status, said, error = weightserver(*first)
+    assert status == 0, error
+    assert said.endswith(f"bytes, to {url}/mon\n")
+    assert_one_line(weightserver(*first), f"{url}/mon is not empty: give another folder")
+    for name, step in (("tue", 4), ("wed", 5)):
+        push(client, step, ROWS[210:222])
+        client.checkpoint(name, step=step + 1)
+        kept = client.fetch_state(ROWS)
+        options = ["--output", f"{url}/{name}", "--incremental", "--keep", 1]
+        status, said, error = weightserver("backup", *cluster.addresses, *options)
+        assert status == 0, error
+        assert said.endswith(f", since backup {'mon' if name == 'tue' else 'tue'}\n")
+    for shard, target in enumerate(targets_in(tmp_path / "new", 2)):
+        status, _, error = weightserver("restore", f"{url}/wed", "--data-dir", target, "--shard", shard)
+        assert status == 0, error
+    assert same(rows_in(targets_in(tmp_path / "new", 2)), kept)
+    objects.remove([BACKUPS / "tue/manifest.json"])
+    assert_one_line(
+        weightserver("restore", f"{url}/wed", "--data-dir", tmp_path / "x", "--shard", 0),
+        f"{url}/wed needs its base tue, but {url}/tue holds no backup",
+    )
+    command = ["backup", *cluster.addresses, "--output", f"{url}/thu", "--keep", 1]
+    assert weightserver(*command)[0] == 0
+    assert {name.partition("/")[0] for name in stored()} == {"thu", "tue"}, "tue is no backup any more"
+
+
+@pytest.mark.guard
+def test_a_bucket_that_refuses_is_one_line(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    server: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What others have below the name stays, and nothing of the backup is left."""
+    make_table(client)
+
+    def fails(message: str, output: str = "s3://backups/a run/mon") -> None:
+        assert_one_line(weightserver("backup", *cluster.addresses, "--output", output), message)
+
+    fails("s3://backups is a whole bucket: give s3://BUCKET/NAME", "s3://backups")
+    fails(": no such object, or no such bucket: check its name", "s3://none/a/mon")
+    objects.write(BACKUPS / "mon/notes", b"mine")
+    fails("s3://backups/a run/mon is not empty: give another folder")
+    fails("s3://backups/a run is not empty: give another folder", "s3://backups/a run")
+    assert stored() == ["mon/notes"]
+    with monkeypatch.context() as lossy:
+        lose_blocks(lossy)
+        fails("sent other blocks of checkpoint", "s3://backups/a run/tue")
+    assert stored() == ["mon/notes"]
+    with monkeypatch.context() as wrong:
+        wrong.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        objects._bucket.cache_clear()
+        fails(": access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    objects._bucket.cache_clear()
+    server.always = Fault.BUSY
+    fails(": cannot be reached, in up to")
+    restoring = weightserver("restore", "s3://backups/a run/mon", "--data-dir", tmp_path / "x", "--shard", 0)
+    assert_one_line(restoring, "s3://backups/a run/mon/manifest.json: cannot be reached, in up to")
+    assert not (tmp_path / "x").exists()
