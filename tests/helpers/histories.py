@@ -69,6 +69,8 @@ class Call:
         """Whether the error comes from this shard, as it says itself."""
         if not self.refused:
             return False
+        if keeping := re.search(r"only shards \[([\d, ]+)\] keep checkpoint", self.message):
+            return str(shard) not in keeping[1].split(", ")
         named = re.search(r"shard (\d+) (?:at|has)|no shard|the shards", self.message)
         if named is None:
             raise ValueError(f"call {self.number} was refused by an error that names no shard: {self.message}")
