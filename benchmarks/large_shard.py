@@ -236,6 +236,7 @@ class Benchmark:
         results: dict[str, Any] = {}
         steps = itertools.count()
         with self.served() as (_, client, memory):
+            client.extend_schedule(0, np.full(NUM_STEPS, 0.01, np.float32))
             client.open_session("push")
             for name, (num_runs, length) in {"512 rows at random": (512, 1), "16,380 neighbours": (1, 16_380)}.items():
 
