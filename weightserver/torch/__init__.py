@@ -25,7 +25,7 @@ from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowCoun
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows
 from weightserver.torch.settings import Rows, Servers
-from weightserver.torch.step_classes import Announced
+from weightserver.torch.step import Announced
 from weightserver.torch.transfer import HostCopy, to_device
 from weightserver.torch.windows import RangesOrder, RowOrder, VisitSchedule
 

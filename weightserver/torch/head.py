@@ -43,8 +43,7 @@ from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
 from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling, checked_optimizers, norm_over_ranks
 from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
-from weightserver.torch.step import Step
-from weightserver.torch.step_classes import Announced
+from weightserver.torch.step import Announced, Step
 from weightserver.torch.steps import Steps
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder

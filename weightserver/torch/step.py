@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,10 +13,24 @@ from weightserver.core.arrays import Int64Array
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.arguments import first_of
 from weightserver.torch.loss import padded
+from weightserver.torch.ranks import Ranks
+from weightserver.torch.recency import ActiveRows, Visited
 from weightserver.torch.rows import RowStore
-from weightserver.torch.step_classes import Announced
 from weightserver.torch.table import Table
 from weightserver.torch.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Announced(ActiveRows):
+    """The classes of one step that was announced. Rows are those of this rank."""
+
+    ids: Int64Array  # (A, B) or (A, B, P), the classes of each batch of the step, on all ranks together
+    before: Visited
+    after: Visited
+
+    def has(self, ids: Int64Array, ranks: Ranks) -> bool:
+        """Whether a batch of it has these classes on this rank."""
+        return any(np.array_equal(of_part[ranks.share(len(of_part))], ids) for of_part in self.ids)
 
 
 class Step:
@@ -25,7 +40,6 @@ class Step:
 
     Args:
         rows: with an open store.
-        announced: the classes of the step.
         number: of finished updates before it.
         attempt: number of attempts at any step that failed before, on every rank the same.
         is_announced: whether its classes were announced before it began.

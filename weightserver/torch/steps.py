@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,11 @@ from weightserver.torch.agreement import Agreement, Doing, ids_of_all_ranks
 from weightserver.torch.arguments import checked_ids
 from weightserver.torch.loss import padded_rows
 from weightserver.torch.negatives import NegativeSampler
-from weightserver.torch.recency import Visited
+from weightserver.torch.recency import Visited, visited_before
 from weightserver.torch.rows import RowStore
 from weightserver.torch.rows.slots import NoRoomError
 from weightserver.torch.sampler import WindowSampler
-from weightserver.torch.step import Step
-from weightserver.torch.step_classes import Announced, StepClasses
+from weightserver.torch.step import Announced, Step
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
@@ -30,8 +30,6 @@ class Steps:
 
     Args:
         table: is open when a step is announced or begun.
-        negatives: the classes of a step.
-        order: the row of each class.
     """
 
     def __init__(self, table: Table, negatives: NegativeSampler, order: RangesOrder) -> None:
@@ -41,7 +39,7 @@ class Steps:
         """The iteration over announced batches that has not ended."""
         self._table = table
         self._negatives = negatives
-        self._classes = StepClasses(table, negatives, order)
+        self._order = order
         self._first_step = 0  # number of updates when the rows were opened, or returned to a state
         self._coming: deque[Announced] = deque()  # announced, and not begun
         self._last = Visited()  # what is recent after the last one of them
@@ -115,7 +113,7 @@ class Steps:
     def _add(self, ids: Int64Array, sampler: WindowSampler | None) -> None:
         """Adds a step with these classes of all ranks, which the sampler has drawn if one is given."""
         store, step = self._open_store(ids.size), self._next_number
-        coming = self._classes.after(self._last, step, ids, sampler)
+        coming = self._classes_of(step, ids, sampler)
         self._coming.append(coming)
         try:
             self._request(store)
@@ -124,6 +122,31 @@ class Steps:
             self._announced_in_vain = True
             raise
         self._last = coming.after
+
+    def _classes_of(self, step: int, ids: Int64Array, sampler: WindowSampler | None) -> Announced:
+        """The step after the queue: a function of its ids, int64 (A, B), or (A, B, P) with -1 for none, its number, and
+        what was recently visited before; if a sampler begins to draw, of what it would have drawn."""
+        negatives, owners, visited = self._negatives, self._table.owners, self._last
+        if sampler is None:
+            rows = self._order.rows(ids[ids >= 0])
+        else:
+            rows = sampler.rows(step * sampler.step_size, (step + 1) * sampler.step_size)
+            if visited.drawn_by is not sampler:
+                visited = self._past(sampler, step)
+        recent = None
+        if negatives.num_recent and not (sampler is not None and negatives.takes_all):
+            recent = visited.followed_by(rows, num_active=negatives.num_recent, owners=owners)
+        active = negatives.active(step, rows, recent, owners)
+        flat = ids.reshape(-1, *ids.shape[2:])
+        labels = np.full(flat.shape, -1)
+        labels[flat >= 0] = active.labels
+        return Announced(active.rows, labels, ids, self._last, replace(recent or visited, drawn_by=sampler))
+
+    def _past(self, sampler: WindowSampler, step: int) -> Visited:
+        """What was recently visited before a step if the sampler drew all earlier ones."""
+        if self._negatives.takes_all or not (num_recent := self._negatives.num_recent):
+            return Visited()
+        return visited_before(sampler.rows, step * sampler.step_size, num_active=num_recent)
 
     def _request(self, store: RowStore) -> None:
         """Requests the rows of the coming steps in their order, of as many as the store has room for. A step whose rows

@@ -75,8 +75,6 @@ class Table:
         """This rank's, once it is connected."""
         self.epoch = 0
         """Number of the session; 0 for dense rows."""
-        self.first_step = 0
-        """Number of updates that the rows had when they were opened."""
         self.store: RowStore | None = None
         self._largest_step = 0  # images of a step that the store is large enough for
 
@@ -193,9 +191,8 @@ class Table:
             client.expect(session["marks"])
             client.open_session(self.run, join=session["epoch"])
         self.spec, self.epoch = replace(self.spec, rows_per_block=session["rows_per_block"]), session["epoch"]
-        self.first_step = saved.step if saved else 0
         client.extend_schedule(0, self._learning_rates)
-        known = client.learning_rates()[: max(self.first_step, len(self._learning_rates))]
+        known = client.learning_rates()[: max(saved.step if saved else 0, len(self._learning_rates))]
         self.rates = LearningRates(self.spec, known)
 
     def _open_session(self, client: WeightClient, saved: SavedRows | None, in_windows: bool) -> dict[str, Any]:
