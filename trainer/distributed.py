@@ -54,23 +54,16 @@ def with_first_ranks_buffers(module: nn.Module, ranks: Ranks) -> Iterator[None]:
 
 
 def tensors_of_first(call: Callable[[], dict[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """The tensors by name that `call` returns on rank 0, contiguous and on the CPU, on every rank.
+    """The tensors on the CPU, by name, that `call` returns on rank 0, on every rank.
 
     Raises:
         ValueError: rank 0 failed; its own error is raised there.
     """
-    tensors: dict[str, Tensor] = {}
-
-    def described() -> list[tuple[str, list[int], str]]:
-        tensors.update(call())
-        return [(name, list(value.shape), str(value.dtype).rpartition(".")[2]) for name, value in tensors.items()]
-
-    for name, shape, dtype in ranks.of_first(described):
-        if not ranks.is_first:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        if ranks.world_size > 1 and tensors[name].numel():
-            dist.broadcast(tensors[name].view(-1).view(torch.uint8), src=0)
-    return tensors
+    found: list[dict[str, Tensor]] = [{}]
+    ranks.of_first(lambda: found[0].update(call()))
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(found, src=0, group=ranks.control)
+    return found[0]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ aside instead of removing them.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from tests.helpers.small_run import EVERY, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
-from tests.helpers.torchrun import torchrun
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.run import checkpoint_file
@@ -269,21 +267,3 @@ def test_a_directory_with_a_runs_files_starts_no_run(left: str, ended: Path, tmp
     with pytest.raises(ValueError, match=f"holds {left} of a run whose config.json is missing: restore it to resume"):
         train(run(output))
     assert contents(output) == before
-
-
-@pytest.mark.guard
-def test_rank_0_decides_for_all(stale: Path, ended: Path) -> None:
-    settings = run(stale).with_settings(resume=True)
-    command = ["trainer", "synthetic", "--resume", "--output", stale, "--num-images", settings.data.num_images]
-    command += ["--encoder.name", "none", "--encoder.image-size", "16", "--encoder.stem-stride", "1"]
-    command += ["--learning-rate", "0.2", "--dim", "16"]
-    for name in ("steps", "batch_size", "num_negatives", "window_size", "window_stride", "rows_per_block", "log_every"):
-        command += [f"--{name.replace('_', '-')}", settings.settings()[name]]
-    refused = torchrun(*command, check=False)
-    assert refused.returncode == 1
-    assert f"or give --resume-step {EVERY}," in refused.stderr
-    assert set_aside(stale) == []
-    torchrun(*command, "--resume-step", EVERY)
-    assert losses(stale) == pytest.approx(losses(ended), rel=1e-4)
-    assert len(set_aside(stale)) == 1
-    assert json.loads((stale / "summary.json").read_text())["steps"] == 3 * EVERY
