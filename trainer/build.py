@@ -217,7 +217,7 @@ def knn_probe_of(config: TrainConfig, dataset: Dataset, model: PICModel, ranks: 
     """The kNN evaluations of --knn-every during a run, if any."""
     if not config.report.knn_every:
         return None
-    return KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed, fraction=config.report.knn_fraction)
+    return KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed)
 
 
 def views_of_steps(

@@ -74,9 +74,7 @@ def demo_config(options: argparse.Namespace) -> TrainConfig:
     arguments += [f"--{name}={value}" for name, value in given.items() if value is not None]
     config = parse_config(arguments)
     config.check()  # before anything is derived from a wrong length
-    return config.with_settings(
-        knn_every=config.optimization.epochs / 10, knn_fraction=1.0
-    )  # a curve, whatever it takes
+    return config.with_settings(knn_every=config.optimization.epochs / 10)  # a curve
 
 
 def without_correction(config: TrainConfig) -> TrainConfig:

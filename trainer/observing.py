@@ -43,7 +43,7 @@ class Observer:
             knn_steps = self.config.report.knn_every * self.num_images / self.config.optimization.batch_size
             due = is_due(knn_steps, step, self.config.report.log_every, last)
             with self.recorder.paused("kNN evaluation"):
-                record |= self.knn.observe(record["seconds"], due=due, last=last)
+                record |= self.knn.observe(due=due)
         self.recorder.write(record)
 
 

@@ -117,9 +117,7 @@ def _build(
         sampler=sampler,
         views=views_of_steps(own_views, dataset, sampler, ranks, steps, stack),
         recorder=recorder,
-        knn=KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed, fraction=config.report.knn_fraction)
-        if config.report.knn_every
-        else None,
+        knn=KnnProbe(model, dataset.evaluated, ranks, seed=config.sampling.seed) if config.report.knn_every else None,
         knn_steps=config.report.knn_every
         * num_images
         * config.views.views
@@ -176,7 +174,7 @@ def _observe(training: Training, step: int, loss_of_step: Tensor, *, last: bool)
     if training.knn is not None:
         with recorder.paused("kNN evaluation"):
             due = is_due(training.knn_steps, step, every, last)
-            record |= training.knn.observe(record["seconds"], due=due, last=last)
+            record |= training.knn.observe(due=due)
     recorder.write(record)
 
 

@@ -271,7 +271,7 @@ def test_a_part_of_the_images_is_evaluated_with_all_labels(
 @pytest.mark.guard
 def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
     """kNN over time in metrics.jsonl, the same number of evaluations for one view and two."""
-    config = labelled(tmp_path, steps=48, knn_every=4.0, knn_fraction=100.0)
+    config = labelled(tmp_path, steps=48, knn_every=4.0)
     methods = ["supervised", *(["simclr"] if importlib.util.find_spec("lightly") else [])]
     for method in methods:
         summary = train_baseline(method, config, tmp_path / method)

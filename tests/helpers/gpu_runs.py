@@ -27,7 +27,7 @@ _GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
 _DECODED: dict[str, Any] = {"dataset": "folder"}
 _SMALL_CROPS: dict[str, Any] = {"small_crops": 1, "small_crop_size": 12, "small_crop_scale": (0.05, 0.5)}
 _RESUMED: dict[str, Any] = {"checkpoint_every": 5}
-_KNN: dict[str, Any] = {"knn_every": 0.05, "knn_fraction": 1e6}
+_KNN: dict[str, Any] = {"knn_every": 0.05}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "in memory, resident": _IN_MEMORY | {"capacity": 56},

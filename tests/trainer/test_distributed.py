@@ -88,8 +88,8 @@ def knn(ranks: Ranks) -> dict[str, Tensor]:
     pixels = torch.randint(256, (301, 1, 28, 28), generator=generator) * (1 + labels[:, None, None, None]) // 2
     images = pixels.to(torch.uint8)
     data = Dataset(train_images=images, train_labels=labels, test_images=images[:0], test_labels=labels[:0])
-    probe = KnnProbe(model, data, ranks, seed=0, fraction=1e6)
-    found = probe.observe(1e6, due=True, last=False)
+    probe = KnnProbe(model, data, ranks, seed=0)
+    found = probe.observe(due=True)
     assert all(map(torch.equal, own, encoder.buffers())), "its own statistics are back"
     assert bool(found) == ranks.is_first
     features = {"features": probe._features()}

@@ -74,7 +74,7 @@ def test_a_run_on_real_images_in_a_browser(tmp_path: Path, capsys: pytest.Captur
     run = tmp_path / "run <b>&"
     config = EncoderConfig(width=8, stem_stride=2, blocks=(1, 1))
     changes: dict[str, Any] = {"dataset": "fashion-mnist", "num_images": None, "rows_per_block": 63, "encoder": config}
-    train(small_run(run, knn_every=0.005, knn_fraction=1e6, **changes))
+    train(small_run(run, knn_every=0.005, **changes))
     summary = json.loads((run / "summary.json").read_text()) | {"knn_top1": 87.75}
     (run / "summary.json").write_text(json.dumps(summary))
     assert report(run, "--images", 500) == 0

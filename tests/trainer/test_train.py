@@ -121,7 +121,7 @@ def test_a_run_that_ends_within_its_warm_up_says_so(
 
 def test_files_of_a_run(data_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    knn = {"knn_every": 1.0, "knn_fraction": 1e6}
+    knn = {"knn_every": 1.0}
     result = train(config(data_dir, output, steps=25, log_every=10, **knn, evaluate=True, rows="remote"))
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [9, 19, 24]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,8 +12,6 @@ from trainer.evaluate.features import encode
 from trainer.evaluate.knn import leave_one_out_knn_top1
 from trainer.model import PICModel
 from weightserver.torch import Ranks
-
-_log = logging.getLogger(__name__)
 
 NUM_IMAGES = 10_000
 """Training images in the sample; all of them if there are fewer."""
@@ -31,54 +26,29 @@ class KnnProbe:
     features, for a batch of pixels and the features of the sample, and the encoder's activations of a batch.
     """
 
-    def __init__(self, model: PICModel, dataset: Dataset, ranks: Ranks, *, seed: int, fraction: float) -> None:
+    def __init__(self, model: PICModel, dataset: Dataset, ranks: Ranks, *, seed: int) -> None:
         self._model = model
         self._dataset = dataset
         self._ranks = ranks
-        self._fraction, self._steps_seconds, self._spent_seconds, self._last_seconds = fraction, 0.0, 0.0, 0.0
-        self._is_stretched = False
         self._initial: dict[str, float] = {}
         self._images = balanced_sample(dataset.train_labels, NUM_IMAGES, seed)
         self._labels = dataset.train_labels[self._images]
 
     def observe_beginning(self) -> None:
-        """Evaluates the encoder before the run's first step, outside the budget; the next `observe` returns it too."""
+        """Evaluates the encoder before the run's first step; the next `observe` returns it too."""
         self._initial = {f"initial_{name}": top1 for name, top1 in self._evaluated().items()}
 
-    def observe(self, steps_seconds: float, *, due: bool, last: bool) -> dict[str, float]:
-        """Counts the time of the steps since the last call; evaluates if that is due and stays within the budget.
-
-        Returns knn_top1 in percent if it evaluated, and initial_knn_top1 at the run's first record, on rank 0 only. The
-        first evaluation and that of the run's last step are always made.
-        """
-        self._steps_seconds += steps_seconds
+    def observe(self, *, due: bool) -> dict[str, float]:
+        """Evaluates the encoder if that is due: knn_top1 in percent, and initial_knn_top1 at the run's first record, on
+        rank 0 only."""
         found, self._initial = self._initial, {}
-        if not due or not self._is_allowed(last=last):
-            return found
-        started = time.perf_counter()
-        found |= self._evaluated()
-        self._last_seconds = time.perf_counter() - started
-        self._spent_seconds += self._last_seconds
-        return found
+        return found | self._evaluated() if due else found
 
     def _evaluated(self) -> dict[str, float]:
         features = self._features()
         top1 = leave_one_out_knn_top1(features, self._labels) if self._ranks.is_first else 0.0
         self._ranks.barrier()  # so that no rank waits for rank 0 in its next step
         return {"knn_top1": top1} if self._ranks.is_first else {}
-
-    def _is_allowed(self, *, last: bool) -> bool:
-        """Whether one more, as long as the one before, stays within the fraction of the steps' time, or is the run's
-        last: rank 0's decision, on every rank."""
-        fits = self._spent_seconds + self._last_seconds <= self._fraction * self._steps_seconds
-        (allowed,) = self._ranks.max_over_ranks([float(self._ranks.is_first and (last or fits))])
-        if not allowed and self._ranks.is_first and not self._is_stretched:
-            self._is_stretched = True
-            _log.info(
-                "kNN evaluations take %(seconds).1f s: some are skipped, to stay within --knn-fraction %(fraction)g",
-                {"seconds": self._last_seconds, "fraction": self._fraction},
-            )
-        return bool(allowed)
 
     def _features(self) -> Tensor:
         """Features float32 [n, d] of the sample by rank 0's encoder, on the CPU; each rank computes a share of them."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, resumable
 from weightserver.common.installing import install_advice
 from weightserver.common.logs import LogFormat
 
@@ -75,9 +75,6 @@ class ReportConfig(Settings):
     knn_every: float = resumable(0.0)
     """Epochs between kNN evaluations, of each of 10,000 training images, balanced over classes, among the others; 0 for
     none."""
-    knn_fraction: float = resumable(0.05)
-    """Time that kNN evaluations may take, as a fraction of the time of the steps: those that would take more are
-    skipped. The first evaluation, and that of the last step, are always made."""
     wandb_project: str | None = resumable(None)
     """Weights & Biases project to log the run to as well (needs the extra wandb)."""
     log_format: LogFormat = resumable("text")
@@ -95,10 +92,6 @@ class ReportConfig(Settings):
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise SettingError(f"--wandb-project needs the package wandb: {install_advice('wandb')}", "wandb_project")
         check_not_negative(self, "knn_every")
-        check_positive(self, "knn_fraction")
         last_port = 2**16 - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each rank has its own
         if self.metrics_port is not None and not 0 <= self.metrics_port <= last_port:
             raise SettingError(f"--metrics-port must lie in 0..{last_port}, got {self.metrics_port}", "metrics_port")
-
-    def unused_settings(self) -> dict[str, str]:
-        return {} if self.knn_every else {"knn_fraction": "--knn-every"}

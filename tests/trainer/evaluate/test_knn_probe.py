@@ -1,9 +1,8 @@
-"""kNN evaluations during training: a balanced sample, decoded in batches, within a fraction of the steps' time."""
+"""kNN evaluations during training: a balanced sample, decoded in batches."""
 
 from __future__ import annotations
 
 import json
-import logging
 import statistics
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 import trainer.evaluate.knn_probe
 from tests.helpers.bars import write_bars
 from tests.helpers.small_run import small_run
-from trainer.arguments import parse_config
 from trainer.build import model_of
 from trainer.data import Dataset, load_dataset
 from trainer.data.pixels import MINUS_ONE_TO_ONE
@@ -89,34 +87,23 @@ def test_images_are_decoded_in_batches(data_dir: Path, monkeypatch: pytest.Monke
     )
     model = build_model(SMALL, seed=0)
     encoder = model.encoder.train()
-    probe = KnnProbe(model, decoded, Ranks(), seed=0, fraction=1)
-    found = [probe.observe(1e6, due=True, last=False) for _ in range(2)]
+    probe = KnnProbe(model, decoded, Ranks(), seed=0)
+    found = [probe.observe(due=True) for _ in range(2)]
     assert asked == [128, 72] * 2
     assert encoder.training
     chosen = balanced_sample(dataset.train_labels, 200, seed=0)
     features = encode(encoder, dataset.train_images[chosen], None, MINUS_ONE_TO_ONE)
     expected = {"knn_top1": leave_one_out_knn_top1(features, dataset.train_labels[chosen])}
     assert found == [expected] * 2, "the same images"
-    assert probe.observe(1e6, due=False, last=False) == {}
-
-
-def test_evaluations_that_would_take_too_long_are_skipped(
-    data_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e-9)
-    assert [record["step"] for record in records if "knn_top1" in record] == [0, 7], "the first and the last"
-    assert caplog.text.count("some are skipped, to stay within --knn-fraction 1e-09") == 1
-    records = run_with_knn(data_dir, tmp_path / "often", knn_fraction=1e6)
-    assert all("knn_top1" in record for record in records)
+    assert probe.observe(due=False) == {}
 
 
 def test_the_first_record_says_what_the_untrained_encoder_reaches(data_dir: Path, tmp_path: Path) -> None:
-    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e-9)
+    records = run_with_knn(data_dir, tmp_path / "run")
     assert ["initial_knn_top1" in record for record in records] == [True] + [False] * 7
     untrained = model_of(run_settings(tmp_path / "run"), Ranks())
-    probe = KnnProbe(untrained, load_dataset("idx", data_dir), Ranks(), seed=0, fraction=1)
-    assert records[0]["initial_knn_top1"] == probe.observe(0, due=True, last=False)["knn_top1"]
+    probe = KnnProbe(untrained, load_dataset("idx", data_dir), Ranks(), seed=0)
+    assert records[0]["initial_knn_top1"] == probe.observe(due=True)["knn_top1"]
 
 
 @pytest.mark.guard  # seconds
@@ -126,7 +113,7 @@ def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypat
         return 50.0
 
     monkeypatch.setattr(trainer.evaluate.knn_probe, "leave_one_out_knn_top1", slow)
-    records = run_with_knn(data_dir, tmp_path / "run", knn_fraction=1e6)
+    records = run_with_knn(data_dir, tmp_path / "run")
     assert statistics.median(record["seconds"] for record in records[1:]) < 0.25, "each evaluation took 0.25 s"
     for record in records:
         assert record["images_per_second"] == pytest.approx(16 / record["seconds"])
@@ -134,11 +121,3 @@ def test_their_time_is_that_of_no_step(data_dir: Path, tmp_path: Path, monkeypat
             record[f"{name}_seconds"] for name in ("data", "rows", "forward", "backward", "optimizer", "other")
         )
         assert stages == pytest.approx(record["seconds"], rel=0.05, abs=2e-3)
-
-
-def test_its_options_are_checked(tmp_path: Path) -> None:
-    assert parse_config(["synthetic"]).report.knn_fraction == 0.05
-    with pytest.raises(ValueError, match=r"--knn-fraction must be positive and finite, got 0"):
-        small_run(tmp_path, knn_every=1.0, knn_fraction=0.0).check()
-    with pytest.raises(ValueError, match=r"--knn-fraction 0.5 is for --knn-every: omit it, or give --knn-every too"):
-        small_run(tmp_path, knn_fraction=0.5).check()
