@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.dense_sgd import Oracle
-from tests.helpers.row_model import TableModel, assert_rows_close, schedule
+from tests.helpers.row_model import assert_rows_close, schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 
@@ -73,29 +73,6 @@ def test_a_table_in_the_place_of_a_dropped_one_moves_by_its_own_sgd(client: Weig
     for step in range(1, 12):
         oracle.step(step, np.zeros((20, 3)))
     assert_rows_close(client.fetch(rows, step=12), oracle.weight)
-
-
-@pytest.mark.guard
-def test_without_correction_only_rows_with_a_gradient_move(client: WeightClient, cluster: LocalCluster) -> None:
-    spec = TableSpec(num_rows=200, dim=8, weight_decay=1e-2, rows_per_block=9, correction=False)
-    rates = schedule(120)
-    generator = np.random.default_rng(1)
-    model = TableModel(spec, rates)
-    epoch = open_table(client, spec, rates)
-    with WeightClient(cluster.addresses) as other:
-        other.open_session("test", join=epoch)
-        other.extend_schedule(0, rates)
-        for step in range(120):
-            total = np.zeros((20, spec.dim))
-            rows = generator.choice(150, 20, replace=False)
-            for writer in (client, other):  # the second one's gradients come after the first has moved the rows
-                gradients = generator.standard_normal((20, spec.dim)).astype(np.float32)
-                total += gradients
-                writer.push_gradients(rows, gradients, step=step)
-            model.update(rows, total, step)
-    state = client.fetch_state(np.arange(200), step=120)
-    model.assert_equals(state, step=120)
-    assert np.array_equal(state.weight[150:], initial_rows(spec, np.arange(150, 200)))
 
 
 def test_rows_can_be_fetched_for_any_step_to_come(client: WeightClient) -> None:

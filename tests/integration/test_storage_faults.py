@@ -83,20 +83,6 @@ def start(data: Path, message: str, *options: str) -> None:
 
 
 @pytest.mark.guard
-def test_a_truncated_file_is_refused(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = data / "data.mdb"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    start(data, r"data.mdb is damaged \(.*(is beyond EOF|its pages take \d+).*\): restore it from a backup")
-    status, lines = verify(data, capsys)
-    assert status == 1
-    assert lines[0].startswith("data.mdb: ")
-    path.write_bytes(whole[:5000])
-    start(data, "shard 0 did not start: weightserver serve: .*data.mdb|shard 0 did not start: weightserver serve: .*: ")
-    assert verify(data, capsys)[0] == 1
-
-
-@pytest.mark.guard
 def test_a_missing_file_does_not_start_a_new_shard(data: Path) -> None:
     path = data / "data.mdb"
     whole = path.read_bytes()

@@ -38,8 +38,6 @@ class HeldLease:
         self._running.acquire()
         self._turn = threading.Lock()
         """Held while it is renewed, so that no renewal follows the end."""
-        left = self._request(leave=True)
-        weakref.finalize(self, _end_dropped, self._running, shard, left).atexit = False
         _held.add(self)
         _end_all_at_exit()
         self.renew()
@@ -65,7 +63,11 @@ class HeldLease:
 
     def release(self) -> None:
         """Ends the lease, as far as the shard can be reached now. Safe to repeat."""
-        if _end(self._running) and self.lost is None and self._turn.acquire(timeout=_CLOSE_SECONDS):
+        try:
+            self._running.release()
+        except RuntimeError:  # it has ended before
+            return
+        if self.lost is None and self._turn.acquire(timeout=_CLOSE_SECONDS):
             self._turn.release()
             self._shard.tell("OpenSession", self._request(leave=True), _CLOSE_SECONDS)
 
@@ -75,21 +77,6 @@ class HeldLease:
         return pb.OpenSessionRequest(
             epoch=session.epoch, session_id=session.session_id, join=True, holder=holder, leave=leave
         )
-
-
-def _end(running: threading.Lock) -> bool:
-    """Lets the thread end; returns whether it had not been told."""
-    try:
-        running.release()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _end_dropped(running: threading.Lock, shard: ShardConnection, left: pb.OpenSessionRequest) -> None:
-    """Ends a lease to which nothing refers any more, in a thread: garbage is collected anywhere, within locks too."""
-    if _end(running):
-        start_new_thread(shard.tell, ("OpenSession", left, _CLOSE_SECONDS))
 
 
 @functools.cache
