@@ -465,8 +465,8 @@ def _load_cifar(directory: Path | None) -> Dataset:
         _download("CIFAR10", "CIFAR-10")
     except (OSError, RuntimeError, URLError) as error:
         raise ValueError(
-            f"cifar-10 not found: download failed ({_one_line(error)}). Put cifar-10-batches-py, unpacked from "
-            "the Python version of www.cs.toronto.edu/~kriz/cifar.html, into a folder and give it as --data-dir"
+            f"cifar-10 not found: download failed ({_one_line(error)}). Put torchvision's cifar-10-batches-py or the "
+            "binary version of www.cs.toronto.edu/~kriz/cifar.html into a folder and give it as --data-dir"
         ) from error
     return _in_memory(*read_cifar(CACHE_DIRECTORY), CIFAR_CLASSES)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,13 @@ def write_pickles(folder: Path, batches: Batches) -> None:
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
 
 
+def write_binary(folder: Path, batches: Batches) -> None:
+    folder.mkdir()
+    for name, (images, labels) in batches.items():
+        records = np.concatenate([np.array(labels, np.uint8)[:, None], images], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
 def write_images(folder: Path, batches: Batches) -> None:
     for name, (images, labels) in batches.items():
         for image, label in zip(images, labels, strict=True):
@@ -54,6 +63,18 @@ def check(found: Dataset, batches: Batches) -> None:
         assert np.array_equal(images, expected)  # type: ignore[arg-type]
         assert labels.tolist() == list(range(PER_BATCH)) * len(names)
         assert labels.dtype == torch.int64
+
+
+def test_the_binary_version_and_its_archive(batches: Batches, tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-bin"
+    write_binary(folder, batches)
+    for place in (tmp_path, folder):
+        check(load_dataset("cifar-10", place), batches)
+    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as file:
+        file.add(folder, folder.name)
+    shutil.rmtree(folder)
+    for place in (tmp_path, tmp_path / "cifar-10-binary.tar.gz"):
+        check(load_dataset("cifar-10", place), batches)
 
 
 def test_torchvisions_copy_is_read_if_its_checksums_are_right(
@@ -79,8 +100,24 @@ def test_folders_are_read_in_an_order_whose_first_images_are_of_all_classes(batc
     assert load_dataset("cifar-10", tmp_path, num_images=10).train_labels.tolist() == list(range(10))
 
 
-def test_other_folders_are_refused(tmp_path: Path) -> None:
+def test_damaged_copies_are_one_line(batches: Batches, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no CIFAR-10: give a folder with cifar-10-batches-py, "):
+        load_dataset("cifar-10", tmp_path)
+    folder = tmp_path / "cifar-10-batches-bin"
+    write_binary(folder, batches)
+    file = folder / "test_batch.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="a batch of 30729 bytes, which is cut off: fetch it again"):
+        load_dataset("cifar-10", tmp_path)
+    file.write_bytes(b"\x0a" + content[1:])
+    with pytest.raises(ValueError, match="has an image of class 10: it is not CIFAR-10"):
+        load_dataset("cifar-10", tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="holds no CIFAR-10"):
+        load_dataset("cifar-10", tmp_path)
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"cannot read .*cifar-10-binary.tar.gz"):
         load_dataset("cifar-10", tmp_path)
     (tmp_path / "train" / "cats").mkdir(parents=True)
     Image.new("RGB", (32, 32)).save(tmp_path / "train" / "cats" / "0.png")
