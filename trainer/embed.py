@@ -20,6 +20,7 @@ from trainer.command_line import parsed
 from trainer.loading import loading_libraries
 from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser
+from weightserver.common.object_store import to_location
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
     )
-    parser.add_argument("images", type=to_path, help="a folder of images, a list of paths, or a packed directory")
+    parser.add_argument("images", type=to_location, help="a folder of images, a list of paths, or a packed directory")
     parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv")
     parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")

@@ -22,6 +22,7 @@ from trainer.classes import classes_of
 from trainer.config import TrainConfig
 from trainer.cores import usable_cores, usable_memory
 from trainer.data import DECODED, Dataset, load_dataset
+from trainer.data.bucket_sources import place_of
 from trainer.data.decoded_images import named
 from trainer.data.manifest import is_packed
 from trainer.data.survey import ImagesSurvey, survey
@@ -142,7 +143,7 @@ def _resumed(config: TrainConfig) -> TrainConfig:
         stored = read_settings(config.run.output)
         if stored.get("dataset") == "packed":
             packed = Path(stored["data_dir"])
-            check_same_source(config.data.data_dir, packed)
+            check_same_source(place_of(config.data.data_dir, config.data), packed)
             return config.with_settings(dataset="packed", data_dir=packed)
     return config
 

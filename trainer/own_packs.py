@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from trainer.data.bucket_sources import local_source
 from trainer.data.changes import changes_since
 from trainer.data.config import SourceOptions
 from trainer.data.listing import Entry
@@ -24,6 +25,7 @@ def packed_beside(source: Path, output: Path, order_seed: int, options: SourceOp
     with images that were removed, overwritten or labelled anew since, is left as it is: the next number is packed.
     """
     wanted = PackOptions(order_seed=order_seed, source=options)
+    source = local_source(source, options)
     reading = read_source(source.resolve(), options)
     for number in count(1):
         directory = output.with_name(f"{folder_name(source)}-packed" + (f"-{number}" if number > 1 else ""))

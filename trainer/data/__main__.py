@@ -18,6 +18,7 @@ from trainer.command_line import parsed
 from trainer.loading import loading_libraries
 from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser, Parser
+from weightserver.common.object_store import to_location
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -42,12 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
 
     inspecting = commands.add_parser("inspect", help="say what a source is read as, and what its images are")
-    inspecting.add_argument("source", type=to_path, help="images as for pack")
+    inspecting.add_argument("source", type=to_location, help="images as for pack")
     add_source_arguments(inspecting)
 
     packing = commands.add_parser("pack", help="pack images, or continue an interrupted pack")
     packing.add_argument(
-        "source", type=to_path, help="a folder of images, class folders, tars or splits; an archive; or a list"
+        "source",
+        type=to_location,
+        help="a folder of images, class folders, tars or splits; an archive; or a list; on a disk or at s3://",
     )
     packing.add_argument("output", type=to_path, help="the packed directory")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from trainer.data.config import SourceOptions
-from weightserver.common.object_store import PART_BYTES, ObjectStoreError, Reason, read_range
+from weightserver.common.object_store import copy_range
 
 _THREADS = 16
 _LOCKS = 256
@@ -27,7 +27,6 @@ _ABANDONED_SECONDS = 600
 _TOUCHED_SECONDS = 60.0
 """How often a piece in use is marked as used."""
 _REMEMBERED = 1 << 16
-_DEFAULT_GIB = 100.0
 
 
 class Piece(NamedTuple):
@@ -66,16 +65,14 @@ class Cache:
         with self._writing():
             self._pieces.mkdir(parents=True, exist_ok=True)
             self._locks.mkdir(exist_ok=True)
-            with _locked(self._locks / "size") as descriptor:
+            with locked(self._locks / "size") as descriptor:
                 os.ftruncate(descriptor, 0)  # counted anew
         weakref.finalize(self, _end, self._queue)
 
     @classmethod
     def of(cls, options: SourceOptions) -> Cache:
         """The cache that options name. Raises ValueError if they name none."""
-        if options.cache_dir is None:
-            raise ValueError("images in a bucket need a folder on a disk for what is read of them: give --cache-dir")
-        return cls(options.cache_dir, int((options.cache_gib or _DEFAULT_GIB) * 2**30))
+        return cls(options.in_cache(), options.cache_bytes)
 
     def fetched(self, piece: Piece) -> Path:
         """A file with the bytes of a piece, which is fetched unless it is there. The file may be removed at any time.
@@ -87,7 +84,7 @@ class Cache:
         try:
             os.utime(path)
         except FileNotFoundError:
-            with self._writing(), _locked(self._locks / str(int(piece.name[:8], 16) % _LOCKS)):
+            with self._writing(), locked(self._locks / str(int(piece.name[:8], 16) % _LOCKS)):
                 if not path.exists():
                     self._fetch(piece, path)
         return path
@@ -122,12 +119,7 @@ class Cache:
         self._reserve(partial, piece.stop - piece.start)
         try:
             with partial.open("r+b") as file:
-                for start in range(piece.start, piece.stop, PART_BYTES):
-                    stop = min(start + PART_BYTES, piece.stop)
-                    content = read_range(piece.source, start, stop)
-                    if len(content) != stop - start:
-                        raise ObjectStoreError(piece.source, Reason.CUT_OFF)
-                    file.write(content)
+                copy_range(piece.source, piece.start, piece.stop, file)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -136,7 +128,7 @@ class Cache:
 
     def _reserve(self, path: Path, num_bytes: int) -> None:
         """Creates a file of so many bytes; others leave the cache until there is room for it."""
-        with _locked(self._locks / "size") as descriptor:
+        with locked(self._locks / "size") as descriptor:
             text = os.pread(descriptor, 32, 0)
             used = int(text) if text else self._removed_to(self.limit)
             if used + num_bytes > self.limit:
@@ -191,7 +183,7 @@ def _work(queue: SimpleQueue[Callable[[], object] | None]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def locked(path: Path) -> Iterator[int]:
     """A descriptor of a file that no other thread of any process has meanwhile."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.data.bucket_sources import local_source
 from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
@@ -42,12 +43,13 @@ def _pack(options: argparse.Namespace) -> list[str]:
         source=of_source,
         part=options.part,
     )
-    manifest = pack(options.source, options.output, how)
+    source = local_source(options.source, of_source)
+    manifest = pack(source, options.output, how)
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
     with stage("comparing the source with the pack"):
-        reading = read_source(options.source.resolve(), of_source)
+        reading = read_source(source.resolve(), of_source)
         changed = changes_since(reading, options.output).lines()
     unused = [
         f"{split.name}/ is not packed ({counted(split.counts.total(), 'image')}): --split {reading.train.name}:"

@@ -23,7 +23,7 @@ TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 SPLITS = dict.fromkeys((*TRAINING, *TESTS))
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
-_USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels}
+_USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels, "cache_gib": 100.0}
 """Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
 _PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
@@ -112,6 +112,17 @@ class SourceOptions(Settings):
     def limit_of_broken(self, num_images: int) -> int:
         """Number of broken images, of so many, beyond which a run or a pack ends."""
         return max(100, num_images // 100) if self.max_broken is None else self.max_broken
+
+    @property
+    def cache_bytes(self) -> int:
+        """Most that --cache-dir holds."""
+        return int(usual("cache_gib", self.cache_gib) * 2**30)
+
+    def in_cache(self, *below: str) -> Path:
+        """A place below --cache-dir. Raises ValueError if that is not given."""
+        if self.cache_dir is None:
+            raise ValueError("images in a bucket need a folder on a disk for what is read of them: give --cache-dir")
+        return self.cache_dir.joinpath(*below)
 
     def check(self) -> None:
         check_at_least(self, 0, "max_broken")

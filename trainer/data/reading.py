@@ -8,7 +8,6 @@ shard and lines of a list in their own order.
 from __future__ import annotations
 
 import os
-import re
 import tarfile
 import zipfile
 from collections import Counter
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.archives import are_shards
+from trainer.data.bucket_sources import PATTERN, local_source, numbered
 from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
 from trainer.data.label_texts import MISSING_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason, is_table
@@ -26,7 +26,6 @@ from trainer.data.tree import Folder, Walk, add_archive, path_in
 
 _NAMED = 5
 """Most classes that the reading names."""
-_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +101,17 @@ def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
 
 def source_exists(source: Path) -> bool:
     """Whether a source is there, or names numbered archives."""
-    return source.exists() or bool(_PATTERN.search(source.name))
+    return source.exists() or bool(PATTERN.search(source.name))
 
 
 def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
-    """Reads a source.
+    """Reads a source; one in a bucket is copied into --cache-dir first.
 
     Raises:
         ValueError: no such source, one that cannot be read, or one without images.
     """
     options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
+    source = local_source(source, options)
     top, kind = _found(source, options, left_out, notes)
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
@@ -152,8 +152,7 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
     if source.is_dir():
         return _found_in(source, options, left_out, notes)
     top = Folder("", left_out)
-    if pattern := _PATTERN.search(source.name):
-        paths = [source.with_name(source.name.replace(pattern[0], number)) for number in _numbers(*pattern.groups())]
+    if paths := numbered(source):
         if missing := [path for path in paths if not path.is_file()]:
             raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
         for path in paths:
@@ -187,11 +186,6 @@ def _found_in(source: Path, options: SourceOptions, left_out: LeftOut, notes: li
     if walk.num_tars:
         notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
     return top, ""
-
-
-def _numbers(first: str, last: str) -> Iterator[str]:
-    for number in range(int(first), int(last) + 1):
-        yield f"{number:0{len(first)}d}"
 
 
 def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[dict[str, Folder], str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.installing import install_advice
@@ -26,6 +26,10 @@ PART_BYTES = 1 << 24
 _REQUEST_SECONDS = 30
 _RETRY_SECONDS = 90
 """How long a request that met a busy server, a cut connection or a slow answer is tried again."""
+
+
+_LISTS = 3
+"""How often a list is asked for until it is complete."""
 
 
 class Reason(Enum):
@@ -112,16 +116,22 @@ def write(path: Path, content: bytes) -> None:
 
 def below(path: Path) -> list[Path]:
     """The objects below a path, in any order. Raises ObjectStoreError."""
-    with _listing(path) as (store, key):
-        found = [one for some in _obstore().list(store, f"{key}/" if key else None) for one in some]
-    bucket = Path(*path.parts[:2])
-    return [bucket / one["path"] for one in found]
+    return [one.path for one in found_below(path)]
+
+
+def found_below(path: Path) -> list[Found]:
+    """The objects below a path, in any order. Raises ObjectStoreError."""
+    return _all_found(path, _listed(path, lambda *place: [one for some in _obstore().list(*place) for one in some]))
+
+
+def directly_below(path: Path) -> list[Found]:
+    """The objects directly below a path. Raises ObjectStoreError."""
+    return _all_found(path, _listed(path, _obstore().list_with_delimiter)["objects"])
 
 
 def folders(path: Path) -> list[str]:
     """Names of the folders directly below a path, which have objects below them. Raises ObjectStoreError."""
-    with _listing(path) as (store, key):
-        found = _obstore().list_with_delimiter(store, f"{key}/" if key else None)["common_prefixes"]
+    found = _listed(path, _obstore().list_with_delimiter)["common_prefixes"]
     return [prefix.rstrip("/").rpartition("/")[2] for prefix in found]
 
 
@@ -130,6 +140,16 @@ def remove(paths: Sequence[Path]) -> None:
     if paths:
         with _asking(paths[0]) as (store, _):
             _obstore().delete(store, ["/".join(path.parts[2:]) for path in paths])
+
+
+def copy_range(source: Path, start: int, stop: int, target: BinaryIO) -> None:
+    """Writes bytes start … stop−1 of an object to a file. Raises ObjectStoreError."""
+    for first in range(start, stop, PART_BYTES):
+        last = min(first + PART_BYTES, stop)
+        content = read_range(source, first, last)
+        if len(content) != last - first:
+            raise ObjectStoreError(source, Reason.CUT_OFF)
+        target.write(content)
 
 
 @contextmanager
@@ -147,16 +167,18 @@ def _asking(path: Path) -> Iterator[tuple[Any, str]]:
         raise ObjectStoreError(path, Reason.NO_ANSWER) from None
 
 
-@contextmanager
-def _listing(path: Path) -> Iterator[tuple[Any, str]]:
-    """As `_asking`. obstore has no error of its own for a list of a bucket that is missing."""
-    try:
-        with _asking(path) as found:
-            yield found
-    except ObjectStoreError as error:
-        if error.reason is Reason.NO_ANSWER and find(path / "any") is None:  # the store answers
-            raise ObjectStoreError(path, Reason.MISSING) from None
-        raise
+def _listed(path: Path, ask: Callable[[Any, str | None], Any]) -> Any:
+    """What a call says of the objects below a path. obstore has no error of its own for a list of a bucket that is
+    missing, and does not repeat a list that was cut off."""
+    for _ in range(_LISTS):
+        try:
+            with _asking(path) as (store, key):
+                return ask(store, f"{key}/" if key else None)
+        except ObjectStoreError as error:
+            if error.reason is not Reason.NO_ANSWER:
+                raise
+            find(path / "any")  # which the store answers, or there is an error
+    raise ObjectStoreError(path, Reason.MISSING)
 
 
 @lru_cache(16)
@@ -176,6 +198,11 @@ def _obstore() -> Any:
         return importlib.import_module("obstore")
     except ImportError:
         raise ValueError(f"s3:// needs obstore: {install_advice('s3')}") from None
+
+
+def _all_found(path: Path, metas: Iterable[Any]) -> list[Found]:
+    bucket = Path(*path.parts[:2])
+    return [_found(bucket / meta["path"], meta) for meta in metas]
 
 
 def _found(path: Path, meta: Any) -> Found:

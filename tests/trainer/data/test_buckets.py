@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +20,14 @@ from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, o
 from tests.helpers.small_run import losses, small_run
 from trainer.arguments import parse_config
 from trainer.data import cache, load_dataset, pack_files
+from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.listing import Listing
+from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
+from trainer.data.reading import read_source
 from trainer.loop import train
 from weightserver.common import object_store as objects
 from weightserver.common.object_store import ObjectStoreError, Reason
@@ -34,6 +39,7 @@ READ_ALL = """
 import sys
 from pathlib import Path
 from trainer.data import pack_files
+from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.packed import PackedImages
 
@@ -278,3 +284,69 @@ def test_bad_arguments_and_disks_are_one_line(
         with pytest.raises(ValueError, match=r"\(No space left on device\): free space, or give a lower --cache-gib"):
             images.read_row(0)
     assert not list((tmp_path / "cache/pieces").iterdir())
+
+
+@pytest.fixture
+def shards(bucket: Proxy, tmp_path: Path) -> Path:
+    """Three tars of samples, here and in the bucket."""
+    for number, tree in enumerate(plain_tree(tmp_path / f"tree-{number}", 12) for number in range(3)):
+        path = tmp_path / "shards" / f"{number:05d}.tar"
+        path.parent.mkdir(exist_ok=True)
+        with tarfile.open(path, "w") as tar:
+            for image in sorted(tree.rglob("*.jpg")):
+                tar.add(image, f"{number}{image.stem}.jpg")
+                (tree / "label").write_text(str(int(image.stem) % 3))
+                tar.add(tree / "label", f"{number}{image.stem}.cls")
+        upload(path, Path("s3://images/source") / path.name)
+    return tmp_path / "shards"
+
+
+SOURCE = Path("s3://images/source/{00000..00002}.tar")
+
+
+def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tmp_path: Path) -> None:
+    """They are copied once, and again where they changed; they pack to the same files."""
+    bucket.faults.extend([Fault.BUSY, Fault.CUT])
+    far, near = read_source(SOURCE, options(tmp_path)), read_source(shards / "{00000..00002}.tar")
+    assert bytes(far.train.listing.content) == bytes(near.train.listing.content)
+    assert contents_of(far.train.listing) == contents_of(near.train.listing)
+    bucket.heal()
+    command = ["pack", str(SOURCE), str(tmp_path / "far"), "--cache-dir", str(tmp_path / "cache")]
+    assert call(*command) == call("pack", str(shards / "{00000..00002}.tar"), str(tmp_path / "near")) == 0
+    assert Manifest.load(tmp_path / "far").shards == Manifest.load(tmp_path / "near").shards
+    assert not bucket.ranges()
+    upload(shards / "00000.tar", SOURCE.with_name("00001.tar"))
+    (tmp_path / "cache/sources/images/source/gone.tar").write_bytes((shards / "00000.tar").read_bytes())
+    copied = read_source(SOURCE.parent, options(tmp_path)).train.listing
+    assert len(copied) == 36
+    assert {one.path for one in bucket.ranges()} == {"/images/source/00001.tar"}
+    assert contents_of(copied)[:12] == contents_of(copied)[12:24], "what the object holds now"
+
+
+def contents_of(listing: Listing) -> list[bytes]:
+    return [listing.read(image) for image in range(len(listing))]
+
+
+def call(*arguments: str) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        command_line(list(arguments))
+    return ended.value.code
+
+
+def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shards: Path, tmp_path: Path) -> None:
+    for source, mib, message in (
+        (
+            "s3://images/source/{00001..00003}.tar",
+            10.0,
+            "1 of its 3 files are missing, first s3://images/source/00003.tar",
+        ),
+        ("s3://images/no/{00001..00003}.tar", 10.0, "3 of its 3 files are missing"),
+        ("s3://nowhere/{00001..00003}.tar", 10.0, f"s3://nowhere: {Reason.MISSING.value}"),
+        ("s3://images/no", 10.0, f"s3://images/no: {Reason.MISSING.value}"),
+        (str(SOURCE), 0.01, "more than --cache-gib: give more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_source(Path(source), options(tmp_path, mib))
+    with pytest.raises(ValueError, match="give --cache-dir"):
+        read_source(SOURCE)
+    assert not list((tmp_path / "cache").rglob("*.tar"))

@@ -1,0 +1,99 @@
+"""Sources of images in a bucket: they are copied to this machine and read there."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trainer.data.cache import locked
+from trainer.data.config import SourceOptions
+from weightserver.common.atomic_files import atomic_write, make_directory
+from weightserver.common.object_store import (
+    Found,
+    ObjectStoreError,
+    Reason,
+    copy_range,
+    directly_below,
+    find,
+    found_below,
+    is_remote,
+    shown,
+)
+
+PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
+"""Numbered archives in the name of a source."""
+_COPIES = 8
+"""Files that are copied at the same time."""
+
+
+def numbered(source: Path) -> list[Path]:
+    """The archives that a pattern in the name of a source stands for; empty without one."""
+    if not (pattern := PATTERN.search(source.name)):
+        return []
+    first, last = pattern.groups()
+    numbers = range(int(first), int(last) + 1)
+    return [source.with_name(source.name.replace(pattern[0], f"{number:0{len(first)}d}")) for number in numbers]
+
+
+def place_of(source: Path, options: SourceOptions) -> Path:
+    """Where a source is read: for one in a bucket, its copy in --cache-dir. Raises ValueError without --cache-dir."""
+    return options.in_cache("sources", *source.parts[1:]) if is_remote(source) else source
+
+
+def local_source(source: Path, options: SourceOptions) -> Path:
+    """Where a source is read. What lies in a bucket, and is not copied yet or has changed, is copied first.
+
+    Raises:
+        ValueError: objects that are missing or refused, or too large for --cache-gib.
+        OSError: the disk cannot be written.
+    """
+    place = place_of(source, options)
+    if place == source:
+        return source
+    found = _objects(source)
+    size = sum(one.bytes for one in found)
+    if size > options.cache_bytes:
+        raise ValueError(
+            f"{shown(source)} has {size / 2**30:,.2f} GiB, more than --cache-gib: give more, or copy it to a disk"
+        )
+    make_directory(options.in_cache("sources"))
+    copies = {place_of(one.path, options): one for one in found}
+    with locked(options.in_cache("sources", ".lock")), ThreadPoolExecutor(_COPIES) as pool:
+        for path in place.rglob("*"):
+            if path.is_file() and path not in copies:
+                path.unlink()  # the object is gone
+        list(pool.map(_copy, copies.values(), copies))
+    return place
+
+
+def _objects(source: Path) -> list[Found]:
+    if wanted := numbered(source):
+        there = {one.path: one for one in directly_below(source.parent)}
+        if missing := [path for path in wanted if path not in there]:
+            raise ValueError(
+                f"{shown(source)}: {len(missing):,} of its {len(wanted):,} files are missing, first {shown(missing[0])}"
+            )
+        return [there[path] for path in wanted]
+    if only := find(source):
+        return [only]
+    found = [one for one in found_below(source) if one.bytes]  # others may stand for folders
+    if not found:
+        raise ObjectStoreError(source, Reason.MISSING)
+    return found
+
+
+def _copy(one: Found, target: Path) -> None:
+    """Copies an object unless its copy is there, of the same length and time."""
+    written = int(one.written.timestamp())
+    if target.is_file() and (target.stat().st_size, target.stat().st_mtime) == (one.bytes, written):
+        return
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            copy_range(one.path, 0, one.bytes, file)
+        os.utime(path, (written, written))
+
+    make_directory(target.parent)
+    atomic_write(target, write)
