@@ -535,11 +535,8 @@ class ClassifierHead(nn.Module):
         return Agreement(self._table.ranks, doing, *self._steps.attempt)
 
     def _tell(self, learning_rate: float | None, agreement: Agreement) -> None:
-        """Sets the learning rate of the step in progress, on all ranks the same one.
-
-        Raises:
-            ValueError: it is unknown, or known as another.
-        """
+        """Sets the learning rate of the step in progress, on all ranks the same one. Raises ValueError if it is
+        unknown, or known as another."""
         table = self._open()
         if learning_rate is not None:
             table.tell(self.num_steps, checked_number(learning_rate, "learning_rate"))

@@ -27,12 +27,7 @@ def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a loss was scaled, and how its gradients are clipped: arguments of `ClassifierHead.step`.
-
-    Raises:
-        TypeError: `max_norm` is no number.
-        ValueError: a `max_norm` that is not positive, or no optimizer.
-    """
+    """How a loss was scaled, and how its gradients are clipped: arguments of `ClassifierHead.step`."""
 
     scaler: torch.amp.GradScaler | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -90,11 +85,8 @@ class ScalerUse:
     _at_forward: dict[int, dict[str, Any]] | None = None
 
     def note_forward(self, attempt: object) -> None:
-        """Is called before a pass of an attempt at a step.
-
-        Raises:
-            ValueError: scaler.update() was not called after the last step.
-        """
+        """Is called before a pass of an attempt at a step. Raises ValueError if scaler.update() was not called after
+        the last step."""
         self._at_forward = states = None if self._scaler is None else self._scaler._per_optimizer_states
         if states is None or states is not self._states or attempt == self._attempt:
             return
@@ -105,11 +97,8 @@ class ScalerUse:
                 del states[key]  # of gradients that were dropped
 
     def unscale(self, scaling: Scaling, attempt: object) -> bool:
-        """Unscales the encoder's gradients, once in an attempt at a step; returns whether one overflowed.
-
-        Raises:
-            ValueError: calls of the scaler that are missing, or in another order.
-        """
+        """Unscales the encoder's gradients, once in an attempt at a step; returns whether one overflowed. Raises
+        ValueError for calls of the scaler that are missing, or in another order."""
         scaler = scaling.scaler
         assert scaler is not None
         states = scaler._per_optimizer_states

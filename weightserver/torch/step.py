@@ -36,14 +36,8 @@ class Announced(ActiveRows):
 class Step:
     """A step that was begun, and is in progress until the store has made its update.
 
-    A batch has one backward pass, and one more for each further view of it; a new attempt begins them anew.
-
-    Args:
-        rows: with an open store.
-        number: of finished updates before it.
-        attempt: number of attempts at any step that failed before, on every rank the same.
-        is_announced: whether its classes were announced before it began.
-        num_padded: number of rows that `weight` has at least.
+    A batch has one backward pass, and one more for each further view of it; a new attempt begins them anew. `number`
+    updates precede it, and `attempt` attempts at any step that failed, on every rank as many.
     """
 
     def __init__(
@@ -137,11 +131,8 @@ class Step:
         return self.weight
 
     def rows_for(self, part: int, *, view: int, update_rows: bool, temperature: float | None) -> Tensor:
-        """`active_rows` for the forward pass of a batch.
-
-        Raises:
-            ValueError: another rank does something else, or gives another batch, view or temperature.
-        """
+        """`active_rows` for the forward pass of a batch. Raises ValueError if another rank does something else, or
+        gives another batch, view or temperature."""
         with Agreement(self._rows.ranks, Doing.PASSES, self.number, self.attempt) as agreement:
             alike = f"in step {self.number}, got {{}} to {{}}: every rank gives the batches and views in the same order"
             agreement.same(f"the ranks give different batches {alike}", part)
@@ -160,11 +151,8 @@ class Step:
         return of_pass
 
     def _note_backward(self, part: int, view: int, attempt: int, gradient: Tensor) -> None:
-        """Is called before a backward pass reaches the rows, and before it reaches the encoder.
-
-        Raises:
-            ValueError: the step has ended, or it is a second pass of the same view, whose gradients would count twice.
-        """
+        """Is called before a backward pass reaches the rows, and before it reaches the encoder. Raises ValueError if
+        the step has ended, or it is a second pass of the same view, whose gradients would count twice."""
         if attempt < self._valid_from or self.is_over:
             raise ValueError(f"backward() of a loss of step {self.number}, which has ended: call head(...) again")
         this = torch._C._current_graph_task_id()
@@ -181,11 +169,8 @@ class Step:
     # ---- update
 
     def gradients(self) -> Tensor:
-        """The rows' gradients as the backward passes left them: float32 (K of this rank, D).
-
-        Raises:
-            ValueError: a batch without a forward pass, or no backward pass.
-        """
+        """The rows' gradients as the backward passes left them: float32 (K of this rank, D). Raises ValueError for a
+        batch without a forward pass, or none with a backward pass."""
         if self.weight is None or not self._forward:
             raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
         if (passed := self._num_passed) < len(self._own_ids) and self.weight.grad is not None:

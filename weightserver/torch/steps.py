@@ -163,11 +163,8 @@ class Steps:
                 self._requested = step
 
     def announce_end(self) -> None:
-        """Tells the other ranks that this one announces no more steps of its loader. Every rank calls it.
-
-        Raises:
-            ValueError: another rank announces one.
-        """
+        """Tells the other ranks, which all do so, that this one announces no more steps of its loader. Raises
+        ValueError if one announces a step."""
         with Agreement(self._table.ranks, Doing.HAS_NONE, self._next_number, self._attempt):
             pass
 

@@ -84,11 +84,8 @@ class Table:
         self._set_unopened()
 
     def leave_for(self, saved: SavedRows) -> None:
-        """As `disconnect`, if it is open and may then be opened as it was when `saved` was taken.
-
-        Raises:
-            ValueError: dense rows, or, if it is open, other servers than those of `saved`.
-        """
+        """As `disconnect`, if it is open and may then be opened as it was when `saved` was taken. Raises ValueError for
+        dense rows, or, if it is open, other servers than those of `saved`."""
         self._require_servers()
         if self.is_open:
             self.ranks.of_first(partial(saved.check_held, self.connect(self.ranks.device)))
@@ -124,11 +121,8 @@ class Table:
         return self.ranks
 
     def connect(self, device: torch.device) -> WeightClient:
-        """This rank's client of the servers, which rank 0 starts if no addresses are given.
-
-        Raises:
-            ValueError: dense rows, ranks on several machines without addresses, or a table that was closed.
-        """
+        """This rank's client of the servers, which rank 0 starts if no addresses are given. Raises ValueError for dense
+        rows, ranks on several machines without addresses, or a table that was closed."""
         self.require_usable()
         ranks = self.ranks_on(device)
         self._require_servers()
@@ -335,12 +329,7 @@ class Table:
         return self.open_store(1).peek(rows, step=step)
 
     def checkpoint(self, name: str | None, *, step: int) -> tuple[Checkpoint, SavedRows]:
-        """Keeps the rows as they are before update `step` on the servers; also returns what identifies them.
-
-        Raises:
-            ValueError: dense rows.
-            InvalidRequestError: the name was used for another state.
-        """
+        """See `ClassifierHead.checkpoint`, before update `step`; also returns what identifies the rows."""
         self._require_servers()
         client = self.connect(self.ranks.device)
         name = f"step-{step:012d}" if name is None else name

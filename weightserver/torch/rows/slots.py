@@ -48,11 +48,8 @@ class SlotMap:
         return np.where(found, self._slots.take(position, mode="clip"), _EMPTY)
 
     def leaving(self, num_entering: int, *, step: int) -> Int64Array:
-        """The slots to empty so that `num_entering` rows fit; no step from `step` on needs their rows.
-
-        Raises:
-            NoRoomError: too few rows may leave.
-        """
+        """The slots to empty so that `num_entering` rows fit, which no step from `step` on needs. Raises NoRoomError if
+        too few rows may leave."""
         num_leaving = num_entering - len(self._free)
         if num_leaving <= 0:
             return np.zeros(0, np.int64)

@@ -33,11 +33,7 @@ class LeavingRows:
         self._precision = precision
 
     def state(self) -> RowState:
-        """Waits for the copy; any thread may call it.
-
-        Raises:
-            StepError: a row is infinite or NaN.
-        """
+        """Waits for the copy; any thread may call it. Raises StepError if a row is infinite or NaN."""
         return self._rounded
 
     @cached_property
