@@ -69,14 +69,10 @@ class Oracle:
 
 
 class Program:
-    """A head's training by random calls, and what the oracle makes of the same steps.
+    """A head's training by random calls, and what the oracle makes of the same steps."""
 
-    Args:
-        looks: whether the head is looked at in between, which changes nothing.
-    """
-
-    def __init__(self, make_head: Callable[[], ClassifierHead], seed: int, *, looks: bool = True) -> None:
-        self.make_head, self.looks = make_head, looks
+    def __init__(self, make_head: Callable[[], ClassifierHead], seed: int) -> None:
+        self.make_head = make_head
         self.random, self.random_looks = np.random.default_rng(seed), np.random.default_rng(seed)
         self.encoder, self.losses = Encoder(), list[float]()
         scale = float(self.random.choice([1.0, 256.0]))
@@ -120,7 +116,7 @@ class Program:
 
     def look(self) -> None:
         """Rows are the oracle's in the middle of a step too."""
-        if not self.looks or self.random_looks.random() < 0.7:
+        if self.random_looks.random() < 0.7:
             return
         ids = self.random_looks.integers(NUM_CLASSES, size=6)
         if self.random_looks.random() < 0.5:

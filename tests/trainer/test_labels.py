@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
+from tests.helpers.small_run import NUM_IMAGES, PowerLoss, losses, power_loss_at, small_run
 from trainer.arguments import parse_config
 from trainer.build import _warn_of_few_classes
 from trainer.classes import classes_of
@@ -23,12 +23,10 @@ from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.run_images import RunImages
-from weightserver import LocalCluster, WeightClient
-from weightserver.torch import NEGATIVES, RowOrder
+from weightserver.torch import RowOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_CLASSES = 60
-SUPERVISED: dict[str, Any] = {"num_negatives": 40, "margin": "arcface", "temperature": 0.1}
 
 
 @pytest.fixture
@@ -36,24 +34,6 @@ def labels(tmp_path: Path) -> Path:
     """A class map of 60 classes of 5 images each."""
     np.save(tmp_path / "labels.npy", np.random.default_rng(0).permutation(np.arange(NUM_IMAGES) % NUM_CLASSES))
     return tmp_path / "labels.npy"
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("negatives", NEGATIVES)
-def test_all_stores_train_alike(negatives: str, labels: Path, tmp_path: Path) -> None:
-    found = {}
-    for rows in ("dense", "resident", "remote"):
-        changes = SUPERVISED | {"labels": str(labels), "negatives": negatives, "rows": rows}
-        changes |= {"steps": 10, "encoder": ONLY_ROWS}
-        config = small_run(tmp_path / rows, **changes)
-        config.check()
-        summary = train(config).summary
-        found[rows] = np.array(losses(tmp_path / rows))
-        assert summary["epochs"] == pytest.approx(10 * 16 / NUM_IMAGES)
-    assert np.abs(found["resident"] / found["dense"] - 1).max() <= 1e-5
-    assert np.abs(found["remote"] / found["dense"] - 1).max() <= 1e-5
-    with LocalCluster(2, tmp_path / "resident" / "servers") as cluster, WeightClient(cluster.addresses) as client:
-        assert client.describe().spec.num_rows == NUM_CLASSES
 
 
 @pytest.mark.slow

@@ -14,15 +14,16 @@ import torch
 
 from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
 from trainer.arguments import parse_config
+from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_model
 from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
-from trainer.schedule import learning_rates
+from trainer.run.opening import head_of
 from weightserver.core.arrays import Int64Array
-from weightserver.torch import DenseRows
+from weightserver.torch import DenseRows, RangesOrder, Ranks
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(
@@ -75,34 +76,13 @@ def test_the_losses_stay_what_they_were(
     assert run(tmp_path / "run", **changes) == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_rows_have_momentum_and_learning_rates_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are those of torch.optim.SGD with the run's gradients, --row-momentum and the run's learning rates times
-    --row-learning-rate; the encoder's are --momentum and the run's."""
-    apply, optimizers = DenseRows.apply_gradients, list[torch.optim.SGD]()
-    expected = torch.nn.Parameter(torch.zeros(0))
-
-    def apply_and_follow(
-        self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int, **begun: Any
-    ) -> None:
-        everything = np.arange(NUM_IMAGES)
-        if not optimizers:
-            expected.data = torch.from_numpy(self.read_state(everything, step=step).weight.copy())
-            optimizers.append(torch.optim.SGD([expected], momentum=0.4, weight_decay=1e-2))
-        expected.grad = torch.zeros_like(expected)
-        expected.grad[torch.from_numpy(rows)] = gradients
-        optimizers[0].param_groups[0]["lr"] = 3 * rates[step]
-        optimizers[0].step()
-        apply(self, rows, gradients, step=step, **begun)
-        torch.testing.assert_close(self.weights(everything, step=step), expected.detach(), rtol=0, atol=1e-5)
-
-    monkeypatch.setattr(DenseRows, "apply_gradients", apply_and_follow)
-    rates = learning_rates(num_steps=20, base=0.05, warmup_steps=2).tolist()
-    settings = {"row_momentum": 0.4, "row_learning_rate": 3.0, "momentum": 0.8, "weight_decay": 1e-2, "steps": 20}
-    run(tmp_path / "run", **settings)
-    recorded = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["learning_rate"] for record in recorded] == rates
-    assert len(optimizers) == 1
-    config = TrainConfig().with_settings(**settings)
+def test_rows_have_momentum_and_learning_rates_of_their_own(tmp_path: Path) -> None:
+    """Those of a head, which the programs in tests/head compare with torch.optim.SGD."""
+    settings = {"row_momentum": 0.4, "row_learning_rate": 3.0, "momentum": 0.8, "weight_decay": 1e-2}
+    config, order = small_run(tmp_path, rows="dense", **settings), RangesOrder([NUM_IMAGES], 0)
+    with head_of(config, RunClasses(order, order), Ranks()) as head:
+        assert (head.spec.momentum, head.spec.weight_decay) == (0.4, 1e-2)
+        assert head._table._rows.learning_rates([0.05]) == pytest.approx([0.15])
     (group,) = config.optimization.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
     assert group["momentum"] == 0.8
 
