@@ -60,11 +60,12 @@ def test_the_forms_name_what_the_deployment_has(service: str) -> None:
     assert "/certs" in text
 
 
-def test_the_probe_prints_a_whole_page(here: dict[str, str]) -> None:
+def test_the_probe_prints_a_whole_page(tmp_path: Path) -> None:
     """It stands for curl, which the images do not have."""
-    host, _, port = here["127.0.0.1:9101"].rpartition(":")
-    probe = [str(ROOT / "deploy/health.sh"), host, port, "/metrics"]
-    told = subprocess.run(probe, capture_output=True, text=True, check=True).stdout
+    with LocalCluster(1, tmp_path) as cluster:
+        host, _, port = cluster.metrics_addresses[0].rpartition(":")
+        probe = [str(ROOT / "deploy/health.sh"), host, port, "/metrics"]
+        told = subprocess.run(probe, capture_output=True, text=True, check=True).stdout
     assert told.startswith("# HELP ")
     assert 'weightserver_serving{shard="0"} 1.0' in told
 
