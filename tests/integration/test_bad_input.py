@@ -406,8 +406,9 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         (["--data-dir", new, "--listen", "0.0.0.0:0"], "give --tls-cert and --tls-key and --token-file .* --insecure"),
         (
             ["--data-dir", new, "--shard", "2", "--num-shards", "2"],
-            r"--shard must lie in 0\.\.num_shards-1, got 2 of 2",
+            r"--shard must lie in 0\.\.num_shards-1, and --num-shards be at most 2147483647, got 2 of 2",
         ),
+        (["--data-dir", new, "--num-shards", "2147483648"], "be at most 2147483647, got 0 of 2147483648"),
         (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
         (["--data-dir", held, "--num-shards", "3"], "holds shard 0 of 2, not shard 0 of 3"),
         (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),
@@ -471,7 +472,7 @@ def test_a_path_is_not_empty_and_no_url(
     tmp_path.chmod(0o755)
     for path, message in (
         ("", "the path is empty: is a variable not set? The current directory is ."),
-        ("s3://bucket/x", "s3://bucket/x is a URL: copy or mount what is there, and give its path on this machine"),
+        ("gs://bucket/x", "gs://bucket/x is a URL: copy or mount what is there, "),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([argument.replace("?", path) for argument in command.split()])

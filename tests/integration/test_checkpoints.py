@@ -27,6 +27,7 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.client import metrics
 from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
@@ -169,7 +170,7 @@ def test_a_rollback_refused_by_every_shard_stops_no_writer(
     writer.checkpoint("gone", step=1)
     (kept,) = writer.checkpoints()
     writer.release("gone")
-    monkeypatch.setattr("weightserver.client.client.find_checkpoint", lambda shards, name: kept)
+    monkeypatch.setattr("weightserver.client.client.checkpoint_in", lambda answers, name: kept)
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)
@@ -263,6 +264,19 @@ def test_the_command_line_lists_and_rolls_back(
     assert same(writer.fetch_state(ROWS), kept)
     with pytest.raises(FencedError):
         push(writer, 8)
+
+
+def test_a_rollback_and_a_release_ask_the_shards_once(writer: WeightClient) -> None:
+    def num_asked() -> float:
+        labels = {"shard": "1", "method": "Describe"}
+        return metrics.registry.get_sample_value("weightserver_client_attempts_total", labels) or 0
+
+    push(writer, 0)
+    writer.checkpoint("kept", step=1)
+    for call in (writer.rollback, writer.release):
+        before = num_asked()
+        call("kept")
+        assert num_asked() == before + 1
 
 
 def test_a_checkpoint_of_some_shards_only_is_told_and_can_be_forgotten(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.dense_sgd import Oracle
-from tests.helpers.operations import reshard_all, targets_in
+from tests.helpers.operations import Weightserver, assert_one_line, reshard_all, targets_in
 from tests.helpers.row_model import schedule
 from weightserver import ClusterError, LocalCluster, StepError, TableMismatchError, TableSpec, WeightClient
 from weightserver.client import rates as client_rates
@@ -68,8 +68,10 @@ def test_learning_rates_given_step_by_step(client: WeightClient, cluster: LocalC
         assert np.array_equal(reader.learning_rates(), RATES)
 
 
-def test_shards_that_were_given_different_ones_are_told(client: WeightClient, cluster: LocalCluster) -> None:
-    """Two writers of one session, at the same time, on different shards."""
+def test_shards_that_were_given_different_ones_are_told(
+    client: WeightClient, cluster: LocalCluster, weightserver: Weightserver
+) -> None:
+    """Two writers of one session, at the same time, on different shards. The rollback that mends them can be tried."""
     epoch = begin(client)
     push(client, 0)
     client.checkpoint("before", step=1)
@@ -88,6 +90,8 @@ def test_shards_that_were_given_different_ones_are_told(client: WeightClient, cl
             with pytest.raises(ClusterError, match=r"different learning rates for step 1, .*weightserver rollback"):
                 call()
         assert [kept.name for kept in client.checkpoints()] == ["before"]
+        message = "would undo run 'test' from step 2 to 1: give --yes"
+        assert_one_line(weightserver("rollback", "before", *cluster.addresses), message)
         client.rollback("before")
         for step in range(1, NUM_STEPS):
             push(client, step)

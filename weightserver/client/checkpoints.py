@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from weightserver.client.fan_out import Shards
+from weightserver.client.fan_out import Answers, Shards
 from weightserver.client.schedule import ClientSchedule
 from weightserver.client.sessions import require_one_timeline
 from weightserver.client.threads import raise_first
@@ -25,9 +25,12 @@ def find_checkpoint(shards: Shards, name: str | Checkpoint) -> Checkpoint:
     Raises:
         NoTableError: a shard has no such checkpoint, or one of another call.
     """
-    if isinstance(name, Checkpoint):
-        return name
-    by_shard = [checkpoints_of(answer) for answer in shards.describe()]
+    return name if isinstance(name, Checkpoint) else checkpoint_in(shards.describe(), name)
+
+
+def checkpoint_in(answers: Answers, name: str) -> Checkpoint:
+    """The checkpoint of that name which every shard retains, as these answered. Raises as `find_checkpoint`."""
+    by_shard = [checkpoints_of(answer) for answer in answers]
     for kept in common_checkpoints(by_shard):
         if kept.name == name:
             return kept

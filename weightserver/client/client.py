@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import arguments, metrics, sessions
 from weightserver.client.channels import Credentials
-from weightserver.client.checkpoints import checkpoints_of, find_checkpoint, take_checkpoint
+from weightserver.client.checkpoints import checkpoint_in, checkpoints_of, find_checkpoint, take_checkpoint
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import Output
@@ -128,8 +128,11 @@ class WeightClient(Closing):
         self._leave()
         self._forget_table()
 
-    def describe(self) -> TableInfo:
+    def describe(self, *, rates: bool = True) -> TableInfo:
         """Describes the table and its progress. Later calls of this client use the learning rates that the shards used.
+
+        Args:
+            rates: whether to read these. Without them `horizon` is the clock, and shards may have used different ones.
 
         Raises:
             NoTableError: a shard holds no table.
@@ -137,7 +140,7 @@ class WeightClient(Closing):
         """
         answers = self._shards.describe()
         table = self._know(common_table(self._shards, answers))
-        horizon = len(self._schedule.learn(answers))
+        horizon = len(self._schedule.learn(answers)) if rates else max(answer.clock for answer in answers)
         return table_info(table, horizon, answers, [shard.address for shard in self._shards.connections()])
 
     @property
@@ -436,19 +439,22 @@ class WeightClient(Closing):
             NoTableError: a shard has no such checkpoint, or one of another call; no shard was changed.
             ClusterError: the shards do not hold one table, as after half an extend_table(); no shard was changed.
         """
-        self._know(common_table(self._shards, self._shards.describe()))
-        kept = find_checkpoint(self._shards, name)
+        answers = self._shards.describe()
+        self._know(common_table(self._shards, answers))
+        kept = checkpoint_in(answers, name)
         request = pb.CheckpointRequest(
             name=name, identity=kept.checkpoint_id, peers=self._shards.marks(), timeline=os.urandom(16)
         )
         self._require_session().roll_back(request)
         self._schedule.forget_used()
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, *, join: bool = False) -> None:
         """Forgets a checkpoint: the disk space that only it needed is used again. Raises NoTableError if no shard has
-        it."""
+        it; otherwise, with `join`, this client joins the newest session first."""
         if all(kept.name != name for shard in self.checkpoints_by_shard() for kept in shard):
             raise NoTableError(f"no shard has a checkpoint {name!r}: call checkpoints() for what there is")
+        if join:
+            self.join_newest_session()
         self._require_session().change("Release", pb.CheckpointRequest(name=name))
 
     def copy_checkpoint(self, source: str | Checkpoint, name: str) -> None:

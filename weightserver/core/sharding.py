@@ -10,6 +10,8 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array
 
+MAX_SHARDS = 2**31 - 1
+"""The protocol's int32."""
 _ROWS_AT_A_TIME = 1 << 16
 """Number of rows whose blocks are computed together: as Python integers they take 40 times a row's 8 bytes."""
 

@@ -14,7 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     with connect(arguments) as client:
-        if any(kept.name == arguments.name for shard in client.checkpoints_by_shard() for kept in shard):
-            client.join_newest_session()
-        client.release(arguments.name)  # raises if no shard keeps it
+        client.release(arguments.name, join=True)
     print(f"released {arguments.name}")

@@ -19,15 +19,13 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
 from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import Lineage
+from weightserver.core.sharding import MAX_SHARDS
 from weightserver.core.spec import TableSpec
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.checkpoint_blocks import CheckpointReader
 from weightserver.operations.reshard_rows import compare, fill
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.shard_builder import ShardBuilder, TableState
-
-_MAX_SHARDS = 2**31 - 1
-"""Of `Part.num_shards`, an int32."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _shard(text: str) -> tuple[int, int]:
     """Parses I/N, a shard's number and the number of shards."""
     shard, _, num_shards = text.partition("/")
-    if not (shard.isdecimal() and num_shards.isdecimal() and int(shard) < int(num_shards) <= _MAX_SHARDS):
+    if not (shard.isdecimal() and num_shards.isdecimal() and int(shard) < int(num_shards) <= MAX_SHARDS):
         raise argparse.ArgumentTypeError(
-            f"must be I/N with I from 0 to N - 1 and N at most {_MAX_SHARDS}, such as 0/3, got {text}"
+            f"must be I/N with I from 0 to N - 1 and N at most {MAX_SHARDS}, such as 0/3, got {text}"
         )
     return int(shard), int(num_shards)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from weightserver.client.client import WeightClient
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints, partly_kept, who_keeps
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS
 
 
-def _kept_by_all(client: WeightClient, name: str) -> Checkpoint:
+def _kept_by_all(by_shard: list[tuple[Checkpoint, ...]], name: str) -> Checkpoint:
     """The checkpoint of that name, under any name that all shards have for it, such as that of its backup.
 
     Raises:
         ValueError: not all shards keep it.
     """
-    by_shard = client.checkpoints_by_shard()
     known = {kept.checkpoint_id for those in by_shard for kept in those if kept.name == name}
     common = common_checkpoints(by_shard)
     for kept in sorted(common, key=lambda kept: kept.name != name):
@@ -42,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     name = arguments.name
     with connect(arguments) as client:
-        kept = _kept_by_all(client, name)
+        info = client.describe(rates=False)  # a rollback mends shards that have used different ones
+        kept = _kept_by_all([shard.checkpoints for shard in info.shards], name)
         if not arguments.yes:
-            info = client.describe()
             raise ValueError(
                 f"this would undo run {info.run!r} from step {info.clock} to {kept.step}: give --yes to do it"
             )

@@ -9,6 +9,7 @@ from weightserver.common.addresses import is_loopback
 from weightserver.common.logs import LogFormat
 from weightserver.common.options import option
 from weightserver.common.security import TOKEN_VARIABLE, has_token
+from weightserver.core.sharding import MAX_SHARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,11 @@ class ServerConfig:
     stop_with_parent: bool = option("stop when stdin is closed, as when the parent process dies", False)
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1 or not 0 <= self.shard < self.num_shards:
-            raise ValueError(f"--shard must lie in 0..num_shards-1, got {self.shard} of {self.num_shards}")
+        if not 0 <= self.shard < self.num_shards <= MAX_SHARDS:
+            raise ValueError(
+                f"--shard must lie in 0..num_shards-1, and --num-shards be at most {MAX_SHARDS}, got {self.shard} of "
+                f"{self.num_shards}"
+            )
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"--metrics-port must lie in 0..65535, got {self.metrics_port}")
         if self.request_memory_mib < 16:
