@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
@@ -23,35 +23,32 @@ _SHOWN = 3
 
 @dataclass
 class Changes:
-    """Images that differ between a source and its pack: those to pack, and the names of others."""
+    """Images that differ between a source and its pack."""
 
     added: list[Entry] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    renamed: list[str] = field(default_factory=list)
-    """Their bytes are packed under another name, which the source has no more."""
-    changed: list[str] = field(default_factory=list)
-    """Their files have other bytes now, or are no longer broken."""
-    relabelled: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    """Those to pack."""
+    unreadable: list[Entry] = field(default_factory=list)
     """Those added, if none of them can be read."""
+    differing: list[tuple[str, str]] = field(default_factory=list)
+    """Images that are packed otherwise than the source has them: how they differ now, and their names."""
 
     def lines(self) -> list[str]:
-        """What differs, a line for each kind, with the first names."""
-        kinds = {
-            "added since, not packed: give --extend to pack them": [entry.name for entry in self.added],
-            "removed since, still packed: to remove them, pack into a new directory": self.removed,
-            "renamed since, packed under the old names: to have the new, pack into a new directory": self.renamed,
-            "changed since, packed as they were: to have them as they are, pack into a new directory": self.changed,
-            "labelled anew since, packed with the old labels: to have the new, pack into a new directory": (
-                self.relabelled
-            ),
-            "added since, but none can be read, and none is packed: repair or remove them": self.unreadable,
-        }
-        return [f"{len(names):,} {kind} ({_some(names)})" for kind, names in kinds.items() if names]
+        """What differs, with the first names."""
+        lines = []
+        if self.added:
+            lines.append(f"{_some('added', _names(self.added))}, not packed: give --extend to pack them")
+        if self.unreadable:
+            lines.append(f"{_some('added', _names(self.unreadable))}, but none can be read: repair or remove them")
+        if outdated := self.outdated():
+            lines.append(f"{outdated}: to have them as they are, pack into a new directory")
+        return lines
 
     def outdated(self) -> str:
-        """The first of the lines that no extension of the pack helps against; empty if there is none."""
-        return next(iter(replace(self, added=[], unreadable=[]).lines()), "")
+        """What no extension of the pack helps against; empty if there is nothing."""
+        found: dict[str, list[str]] = {}
+        for how, name in self.differing:
+            found.setdefault(how, []).append(name)
+        return ", ".join(_some(how, names) for how, names in found.items())
 
     def __iadd__(self, other: Changes) -> Changes:
         for name, found in vars(other).items():
@@ -72,7 +69,8 @@ def changes_since(reading: Reading, packed: Path) -> Changes:
         changes += split_changes(split, directory)
     if reading.test is None and is_packed(test := packed / "test"):
         tests = _packed_entries(test)
-        changes.removed += [entry.name for source, *_, entry in tests if Path(source).is_relative_to(reading.source)]
+        names = [entry.name for source, *_, entry in tests if Path(source).is_relative_to(reading.source)]
+        changes.differing += [("removed", name) for name in names]
     return changes
 
 
@@ -100,6 +98,12 @@ def split_changes(split: Split, packed: Path) -> Changes:
         is_newer = (listing.root / entry.path).stat().st_mtime_ns >= written_at[number]
         return bool(is_newer) and listing.read_entry(entry) != images.read(number)
 
+    def compare(packed_entry: Entry, entry: Entry, *hows: str) -> None:
+        """Notes how an image differs, also if its class does."""
+        if _class(packed_entry, classes) != _class(entry, split.classes):
+            hows += ("labelled anew",)
+        changes.differing += [(how, entry.name) for how in hows]
+
     now = {_key(listing.root, entry): entry for entry in listing}
     gone: dict[int, list[tuple[int, Entry]]] = {}
     for source, number, key, entry in _packed_entries(packed):
@@ -109,12 +113,9 @@ def split_changes(split: Split, packed: Path) -> Changes:
         if found is None:
             gone.setdefault(-1 if number in broken else int(lengths[number]), []).append((number, entry))
         elif number not in broken and not (listing.root / found.path).exists():
-            changes.removed.append(entry.name)
+            changes.differing.append(("removed", entry.name))
         else:
-            if differs(number, found):
-                changes.changed.append(entry.name)
-            if _class(entry, classes) != _class(found, split.classes):
-                changes.relabelled.append(entry.name)
+            compare(entry, found, *(["changed"] if differs(number, found) else []))
     for entry in now.values():
         if not (listing.root / entry.path).exists():
             continue
@@ -123,14 +124,12 @@ def split_changes(split: Split, packed: Path) -> Changes:
         same = next((one for one in like if images.read(one[0]) == content), None)
         if same is None:
             changes.added.append(entry)
-            continue
-        like.remove(same)
-        changes.renamed.append(entry.name)
-        if _class(same[1], classes) != _class(entry, split.classes):
-            changes.relabelled.append(entry.name)
-    changes.removed += [entry.name for _, entry in sorted(one for like in gone.values() for one in like)]
+        else:
+            like.remove(same)
+            compare(same[1], entry, "renamed")
+    changes.differing += [("removed", entry.name) for _, entry in sorted(one for like in gone.values() for one in like)]
     if not any_intact(changes.added, listing, options):
-        changes.added, changes.unreadable = [], [entry.name for entry in changes.added]
+        changes.added, changes.unreadable = [], changes.added
     return changes
 
 
@@ -163,5 +162,9 @@ def _packed_entries(packed: Path) -> Iterator[tuple[str, int, str, Entry]]:
             yield part.source, number, _key(listing.root, entry), entry
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+def _names(entries: Iterable[Entry]) -> list[str]:
+    return [entry.name for entry in entries]
+
+
+def _some(how: str, names: Sequence[str]) -> str:
+    return f"{len(names):,} {how} since ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"

@@ -45,8 +45,6 @@ class PackOptions:
 def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, ...] = ()) -> Manifest:
     """The manifest to pack a split by: the existing one, with a new range if images are added, which is not saved.
 
-    A range that was begun, and none of whose images was packed or can be read any more, is given up.
-
     Args:
         known: classes of the training images, whose numbers those of test images are.
 
@@ -55,40 +53,23 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
     """
     if is_packed(output):
         manifest = Manifest.load(output)
-        kept = _without_lost_range(manifest, output)
-        for wrong, remedy in contradictions(kept if kept.ranges else manifest, split, options):
+        for wrong, remedy in contradictions(manifest, split, options):
             raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
-        manifest = kept
-        if manifest.ranges and not (manifest.complete and options.extend):
+        if not (manifest.complete and options.extend):
             return manifest
-        if manifest.ranges:
-            return _with_range(manifest, split, split_changes(split, output).added, output, options, known)
-    else:
-        if options.extend:
-            raise ValueError(f"{output} holds no packed images to extend: omit --extend")
-        if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
-            raise ValueError(f"{output} holds other files: give an empty or new directory")
-        seed = options.order_seed or 0
-        manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
+        return _with_range(manifest, split, split_changes(split, output).added, output, options, known)
+    if options.extend:
+        raise ValueError(f"{output} holds no packed images to extend: omit --extend")
+    if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
+        raise ValueError(f"{output} holds other files: give an empty or new directory")
+    seed = options.order_seed or 0
+    manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
     listing = split.listing
     if not any_intact(listing, listing, options.source):
         raise ValueError(
             f"none of {len(listing):,} images of {split.source} can be read, first {listing[0].name}: repair them"
         )
     return _with_range(manifest, split, listing, output, options, known)
-
-
-def _without_lost_range(manifest: Manifest, output: Path) -> Manifest:
-    """The manifest without its last range if that has no row yet, and none of its images can be read any more."""
-    part = manifest.ranges[-1]
-    listing = Listing.open(listing_path(output, part.first), Path(part.root))
-    if part.rows_packed or any_intact(listing, listing, manifest.options):
-        return manifest
-    kept = manifest.finished
-    if kept.ranges:
-        kept.save(output)
-        return kept
-    return replace(kept, classes=())  # it is planned anew
 
 
 def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:

@@ -180,11 +180,9 @@ def test_packing_again_says_what_has_changed_since(tmp_path: Path, capsys: pytes
     (tree / "c/0002.jpg").rename(tree / "b/0002.jpg")
     plain_tree(tree, 2, first=20)
     lines = [
-        "2 added since, not packed: give --extend to pack them (a/0021.jpg, c/0020.jpg)",
-        "1 removed since, still packed: to remove them, pack into a new directory (b/0001.jpg)",
-        "2 renamed since, packed under the old names: to have the new, pack into a new directory "
-        "(a/renamed.jpg, b/0002.jpg)",
-        "1 labelled anew since, packed with the old labels: to have the new, pack into a new directory (b/0002.jpg)",
+        "2 added since (a/0021.jpg, c/0020.jpg), not packed: give --extend to pack them",
+        "2 renamed since (a/renamed.jpg, b/0002.jpg), 1 labelled anew since (b/0002.jpg), "
+        "1 removed since (b/0001.jpg): to have them as they are, pack into a new directory",
     ]
     assert call("pack", tree, packed) == 0
     assert capsys.readouterr().out.splitlines()[1:] == lines
@@ -213,8 +211,7 @@ def test_packing_again_says_which_images_were_overwritten(tmp_path: Path, capsys
     assert call("pack", tree, packed) == 0
     _, line = capsys.readouterr().out.splitlines()
     assert line == (
-        "3 changed since, packed as they were: to have them as they are, pack into a new directory "
-        "(a/0000.jpg, b/0001.jpg, t.tar:first.jpg)"
+        "3 changed since (a/0000.jpg, b/0001.jpg, t.tar:first.jpg): to have them as they are, pack into a new directory"
     )
 
 
@@ -227,7 +224,7 @@ def test_packing_a_list_again_says_which_files_are_gone(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert call("pack", names, packed) == 0
     printed = capsys.readouterr().out
-    assert "1 removed since, still packed" in printed
+    assert "1 removed since (" in printed
     assert "added since" not in printed
 
 
