@@ -25,7 +25,7 @@ from trainer.data import DECODED, Dataset, load_dataset
 from trainer.data.bucket_sources import place_of
 from trainer.data.decoded_images import named
 from trainer.data.manifest import is_packed
-from trainer.data.survey import ImagesSurvey, survey
+from trainer.data.survey import ImagesSurvey, Sample, survey
 from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
 from trainer.own_packs import check_same_source, folder_name, packed_beside
@@ -60,7 +60,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     problems += map(str, config.problems_within_parts())
     if found is None or problems:
         raise ValueError("\n".join(problems))
-    dataset, images = found
+    dataset, images, sample = found
     machine = _machine(config)
     values = {name: value for name, value in config.settings().items() if name in given}
     choices = choose(images, machine, values)
@@ -72,7 +72,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     if choose_only:
         return config
     if int(os.environ.get("RANK", "0")) == 0:
-        _print_choices(config, dataset, images, machine, choices, values)
+        _print_choices(config, dataset, images, sample, choices, values)
     if config.data.dataset == "packed" and not images.packed:
         assert config.data.data_dir is not None, "otherwise there are problems"
         config = config.with_settings(
@@ -148,7 +148,7 @@ def _resumed(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey] | None:
+def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey, Sample] | None:
     """The images in --data-dir; adds a problem and returns None if there are none."""
     if config.data.data_dir is None:
         problems.append("a folder of images is needed: pic train FOLDER")
@@ -163,7 +163,7 @@ def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[D
         with shown(), stage("listing images"):
             # only headers are read
             dataset = load_dataset(kind, config.data.data_dir, image_size=32, options=config.data)
-            return dataset, survey(dataset, packed=kind == "packed")
+            return dataset, *survey(dataset, packed=kind == "packed")
     except (ValueError, OSError) as error:
         problems.append(str(error))
         return None
@@ -190,12 +190,12 @@ def _print_choices(
     config: TrainConfig,
     dataset: Dataset,
     images: ImagesSurvey,
-    machine: Machine,
+    sample: Sample,
     choices: dict[str, Choice],
     given: dict[str, Any],
 ) -> None:
     if logs_json():
-        _log_choices(config, dataset, images, choices, given)
+        _log_choices(config, dataset, images, sample, choices, given)
         return
     console = Console(stderr=True, highlight=False)
     labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
@@ -207,23 +207,28 @@ def _print_choices(
         console.print(f"  {line}", markup=False, soft_wrap=True)
     if dataset.untested and images.num_classes and not images.num_tests:
         console.print(f"  {dataset.untested}", markup=False)
-    for line in images.warnings:
+    for line in sample.warnings():
         console.print(f"  {line}", markup=False, soft_wrap=True)
-    if broken := images.unreadable:
+    if broken := sample.broken:
         named(broken[:_NAMED])
         others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
         line = f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
-        line += f", up to {images.max_broken:,} (--max-broken)"
+        line += f", up to {sample.max_broken:,} (--max-broken)"
         console.print(f"  {line}", markup=False, soft_wrap=True)
     for name, value, reason in _rows(config, choices, given):
         console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)
 
 
 def _log_choices(
-    config: TrainConfig, dataset: Dataset, images: ImagesSurvey, choices: dict[str, Choice], given: dict[str, Any]
+    config: TrainConfig,
+    dataset: Dataset,
+    images: ImagesSurvey,
+    sample: Sample,
+    choices: dict[str, Choice],
+    given: dict[str, Any],
 ) -> None:
     """The same as one event, with values in fields."""
-    named(images.unreadable)
+    named(sample.broken)
     fields = {
         "data_dir": str(config.data.data_dir),
         "output": str(config.run.output),
@@ -232,7 +237,7 @@ def _log_choices(
         "test_images": images.num_tests,
         "shorter_side": images.shorter_side,
         "reading": dataset.reading.lines() if dataset.reading else [],
-        "broken": list(images.unreadable),
+        "broken": list(map(str, sample.broken)),
         "settings": {name: choice.value for name, choice in choices.items()},
         "reasons": {name: choice.reason for name, choice in choices.items()},
         "given": {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()},

@@ -1,18 +1,72 @@
-"""Surveys images before training: how many, how large, with which labels; a sample is read."""
+"""Samples images, and surveys them before training: how many, how large, with which labels."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from trainer.data.config import SourceOptions
 from trainer.data.datasets import Dataset
+from trainer.data.decode import ImageFacts
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.inspection import pixel_warnings, spread_evenly
 from trainer.data.listing import NO_LABEL
+from weightserver.common.logs import Remark
 
 _SAMPLE = 256
+
+
+class Sample(NamedTuple):
+    """Images that were decoded, spread evenly over the ids of all."""
+
+    number: int
+    """Number of images that they are a sample of."""
+    options: SourceOptions
+    intact: list[ImageFacts]
+    broken: list[Remark]
+    """A line for each image that cannot be read."""
+
+    @property
+    def decoded(self) -> int:
+        return len(self.intact) + len(self.broken)
+
+    @property
+    def shorter_side(self) -> float:
+        """Pixels of an image's shorter side, the median."""
+        return statistics.median(min(one.width, one.height) for one in self.intact)
+
+    @property
+    def num_broken(self) -> int:
+        """Number of broken images among all, estimated."""
+        return len(self.broken) * self.number // self.decoded
+
+    @property
+    def max_broken(self) -> int:
+        """Number of broken images beyond which a run or a pack ends."""
+        return self.options.limit_of_broken(self.number)
+
+    def warnings(self) -> Iterator[str]:
+        """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
+        deep = [one.largest for one in self.intact if one.largest is not None]
+        if deep and max(deep) < 1 << 15 and not self.options.pixel_range:
+            yield (
+                f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
+                f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
+            )
+        if self.options.alpha != "ignore" and (bands := sum(one.fourth_band for one in self.intact)):
+            yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
+
+
+def sample(images: DecodedImages, most: int = _SAMPLE) -> Sample:
+    """Decodes up to `most` images; adds the broken ones to --broken-list."""
+    ids = np.unique(np.linspace(0, len(images) - 1, most).astype(np.int64))
+    intact, broken = images.facts(ids)
+    images.broken.list(broken)
+    return Sample(len(images), images.options, intact, broken)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +89,6 @@ class ImagesSurvey:
     """Whether there are no test images, and training images can stand for them (`Dataset.can_hold_out`)."""
     packed: bool = False
     """Whether the images are packed."""
-    unreadable: tuple[str, ...] = ()
-    """A line for each image of the sample that is not one; the first ones are to be shown."""
-    max_broken: int = 0
-    """Number of broken images beyond which the run ends."""
-    warnings: tuple[str, ...] = ()
-    """Lines about pixels that may not be what they are taken for."""
 
     @property
     def total_bytes(self) -> int:
@@ -48,8 +96,8 @@ class ImagesSurvey:
         return self.number * self.image_bytes
 
 
-def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
-    """Surveys the training images of a data set of decoded images; the sample is spread evenly over their ids.
+def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
+    """Surveys the training images of a data set of decoded images, of which a sample is read.
 
     Raises:
         ValueError: none of the sampled images can be read, or so few that a run would end.
@@ -57,31 +105,27 @@ def survey(dataset: Dataset, *, packed: bool) -> ImagesSurvey:
     images = dataset.train_images
     assert isinstance(images, DecodedImages), "images in memory need no survey"
     labels = dataset.train_labels if dataset.labelled else torch.empty(0)
-    number = len(images)
-    sample = spread_evenly(number, _SAMPLE)
-    intact, broken = images.facts(sample)
-    if number == 1 or (len(sample) == number and len(intact) == 1):
-        raise ValueError(f"a single image that can be read, of {number:,}: give at least 2, to compare with each other")
-    if not intact:
-        raise ValueError(f"none of {len(sample)} sampled images can be read, first {broken[0]}: repair them")
-    most, estimate = images.options.limit_of_broken(number), len(broken) * number // len(sample)
-    if estimate > most:
-        images.broken.list(broken)
+    found = sample(images)
+    if found.number == 1 or (found.decoded == found.number and len(found.intact) == 1):
+        number = f"{found.number:,}"
+        raise ValueError(f"a single image that can be read, of {number}: give at least 2, to compare with each other")
+    if not found.intact:
+        raise ValueError(f"none of {found.decoded} sampled images can be read, first {found.broken[0]}: repair them")
+    if found.num_broken > found.max_broken:
         raise ValueError(
-            f"about {estimate:,} of {number:,} images are broken ({len(broken):,} of {len(sample):,} that were "
-            f"read, first {broken[0]}), and {most:,} may be: repair or remove them, or give --max-broken "
-            f"{2 * estimate}; --broken-list FILE has the paths of those that were read"
+            f"about {found.num_broken:,} of {found.number:,} images are broken ({len(found.broken):,} of "
+            f"{found.decoded:,} that were read, first {found.broken[0]}), and {found.max_broken:,} may be: repair or "
+            f"remove them, or give --max-broken {2 * found.num_broken}; --broken-list FILE has the paths of those that "
+            "were read"
         )
-    return ImagesSurvey(
-        number=number,
-        shorter_side=round(statistics.median(min(one.width, one.height) for one in intact)),
-        pixels=round(statistics.median(one.width * one.height for one in intact)),
-        image_bytes=round(statistics.mean(one.num_bytes for one in intact)),
+    facts = ImagesSurvey(
+        number=found.number,
+        shorter_side=round(found.shorter_side),
+        pixels=round(statistics.median(one.width * one.height for one in found.intact)),
+        image_bytes=round(statistics.mean(one.num_bytes for one in found.intact)),
         num_classes=len(torch.unique(labels[labels >= 0])) if dataset.labelled else 0,
         num_tests=int((dataset.test_labels != NO_LABEL).sum()),
         can_hold_out=dataset.can_hold_out,
         packed=packed,
-        unreadable=tuple(map(str, broken)),
-        max_broken=most,
-        warnings=tuple(pixel_warnings(intact, images.options)),
     )
+    return facts, found

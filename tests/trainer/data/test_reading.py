@@ -23,6 +23,7 @@ from trainer.data.changes import changes_since
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.inspection import inspect_source
 from trainer.data.left_out import Reason
 from trainer.data.listing import Entry, Listing
 from trainer.data.manifest import Manifest
@@ -576,7 +577,10 @@ def test_test_images_of_unknown_classes_are_omitted_with_a_line(
         assert line.endswith("test-000000.tar:0002.jpg)")
         assert dataset.evaluated.test_labels.tolist() == dataset.train_labels.tolist()
         assert torch.equal(dataset.evaluated.test_images[:], dataset.train_images[:])
-        assert survey(dataset, packed=kind == "packed").num_tests == 6
+        facts, _ = survey(dataset, packed=kind == "packed")
+        assert facts.num_tests == 6
+        (line,) = [line for line in inspect_source(source, SourceOptions()) if "no training image" in line]
+        assert line == f"  6 images of classes that no training image has, not evaluated: {', '.join(sorted(classes[2:]))}"
     write("test", [number for number in range(12) if number not in known])
     without = load_dataset("folder", tmp_path, image_size=8)
     assert (len(without.test_images), without.can_hold_out) == (0, False)
