@@ -4,9 +4,8 @@ import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.error import URLError
@@ -18,15 +17,15 @@ from trainer.data.cifar import CLASSES as CIFAR_CLASSES
 from trainer.data.cifar import read_cifar
 from trainer.data.config import SourceOptions
 from trainer.data.decode import decoded_side
-from trainer.data.decoded_images import DecodedImages, EncodedImages
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import find_idx, read_idx
 from trainer.data.labels import LabelsField, StoredLabels
 from trainer.data.left_out import LeftOut, Reason
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.manifest import Manifest, is_packed
+from trainer.data.manifest import is_packed
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET, MINUS_ONE_TO_ONE, PixelScale, measured
-from trainer.data.reading import Reading, Split, read_source
+from trainer.data.reading import Reading, read_source
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.torchvision_schemas import import_module
 from weightserver.common.logs import Remark, say
@@ -38,7 +37,6 @@ DEBIAN_PACKAGE = "dataset-fashion-mnist"
 CONNECT_TIMEOUT_SECONDS = 10.0
 _DIGESTED_IMAGES = 1_000
 """Number of images in memory, evenly spread, that the digest of a data set covers."""
-FOLDER = "folder"
 
 # File, number of axes, MD5 of the decompressed Fashion-MNIST file (independent of its compression).
 _FILES = {
@@ -243,9 +241,11 @@ def load_dataset(
             raise ValueError(f"data set {name!r} is used whole: omit --num-images, or pack fewer images")
         if directory is None:
             raise ValueError(f"data set {name!r} needs a folder: give --data-dir with the images")
-        side, options = decoded_side(image_size), options or SourceOptions()
-        decoded = partial(DecodedImages, side=side, options=options, background=background, threads=decode_threads)
-        return DECODED[name](directory, image_size, decoded, options)
+        if name == FOLDER and is_packed(directory):
+            raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
+        options = options or SourceOptions()
+        source = _packed(directory, options) if name == PACKED else _unpacked(directory, options)
+        return _decoded(source, image_size, background, decode_threads)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -263,21 +263,13 @@ def load_splits(
     Raises:
         ValueError: a source that cannot be read, or has no images.
     """
-    found: dict[str, EncodedImages] = {}
-    if is_packed(source):
-        packed = {"train": source} | ({"test": source / "test"} if is_packed(source / "test") else {})
-        found |= {name: PackedImages(path, options) for name, path in packed.items()}
-        options = options.of_pack(source, Manifest.load(source).options)
-    else:
-        reading = read_source(source, options)
-        reading.left_out.log(source)
-        found |= {split.name: split.listing for split in reading.splits}
+    found = _packed(source, options) if is_packed(source) else _unpacked(source, options)
     side = decoded_side(image_size)
     return {
-        name if len(found) > 1 else "": DecodedImages(
-            images, side, options, background=background, threads=decode_threads
+        name if len(found.splits) > 1 else "": DecodedImages(
+            stored.images, side, found.options, background=background, threads=decode_threads
         )
-        for name, images in found.items()
+        for name, stored in found.splits.items()
     }
 
 
@@ -304,25 +296,11 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
     )
 
 
-_Decoded = partial[DecodedImages]
-"""Makes decoded images of encoded ones."""
-
-
-def _load_folder(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
-    if is_packed(directory):
-        raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
-    reading = read_source(directory, options)
-    reading.left_out.log(directory)
-    test = _read(reading.test, decoded) if reading.test else None
-    where = Path(reading.test.source) if reading.test else None
-    return _dataset(_read(reading.train, decoded), test, where, evaluated_side=image_size, reading=reading)
-
-
 _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
 
 
 class _Stored(NamedTuple):
-    images: DecodedImages
+    images: Listing | PackedImages
     labels: StoredLabels
     """One for each image, or none."""
     classes: tuple[str, ...]
@@ -330,64 +308,86 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-def _read(split: Split, decoded: _Decoded) -> _Stored:
-    listing = split.listing
-    labels = _labels_of(listing, split.labelled)
-    return _Stored(decoded(listing), labels, split.classes, (_digest(bytes(listing.content)),))
+class _Source(NamedTuple):
+    splits: dict[str, _Stored]
+    """The training images, then the test images, if any, then others."""
+    options: SourceOptions
+    """How the images become colours."""
+    test_place: Path
+    """The folder of the test images, for messages."""
+    stored: dict[str, Any]
+    """What a `Dataset` has of the source."""
 
 
-def _load_packed(directory: Path, image_size: int, decoded: _Decoded, options: SourceOptions) -> Dataset:
-    packed, test = PackedImages(directory, options), directory / "test"
-    decoded = partial(decoded, options=options.of_pack(directory, packed.manifest.options))
-    return _dataset(
-        _packed(packed, decoded),
-        _packed(PackedImages(test, options), decoded) if is_packed(test) else None,
-        test,
-        evaluated_side=image_size,
-        range_sizes=packed.manifest.sizes,
-        order_seed=packed.manifest.order_seed,
-    )
+def _unpacked(source: Path, options: SourceOptions) -> _Source:
+    reading = read_source(source, options)
+    reading.left_out.log(source)
+    splits = {
+        split.name: _stored(split.listing, split.labelled, split.classes, [bytes(split.listing.content)])
+        for split in reading.splits
+    }
+    return _Source(splits, options, Path(reading.test.source if reading.test else source), {"reading": reading})
 
 
-def _packed(images: PackedImages, decoded: _Decoded) -> _Stored:
-    digests = tuple(_digest(*(shard.sha256.encode() for shard in part.shards)) for part in images.manifest.ranges)
-    labels = _labels_of(images, images.manifest.labelled)
-    return _Stored(decoded(images), labels, images.manifest.classes, digests)
+def _packed(source: Path, options: SourceOptions) -> _Source:
+    test = source / "test"
+    packs = {"train": PackedImages(source, options)}
+    if is_packed(test):
+        packs["test"] = PackedImages(test, options)
+    manifest = packs["train"].manifest
+    splits = {}
+    for name, images in packs.items():
+        contents = ["".join(shard.sha256 for shard in part.shards).encode() for part in images.manifest.ranges]
+        splits[name] = _stored(images, images.manifest.labelled, images.manifest.classes, contents)
+    stored = {"range_sizes": manifest.sizes, "order_seed": manifest.order_seed}
+    return _Source(splits, options.of_pack(source, manifest.options), test, stored)
 
 
-def _labels_of(images: Listing | PackedImages, labelled: bool) -> StoredLabels:
-    return StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
+def _stored(
+    images: Listing | PackedImages, labelled: bool, classes: tuple[str, ...], contents: Iterable[bytes]
+) -> _Stored:
+    labels = StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
+    return _Stored(images, labels, classes, tuple(map(_digest, contents)))
 
 
-def _dataset(train: _Stored, test: _Stored | None, test_directory: Path | None, **stored: Any) -> Dataset:
+def _decoded(source: _Source, image_size: int, background: str, threads: int | None) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
     A single class is no label: every classifier would be right. Test images without labels are omitted, as are, with a
     line, those of a class that no training image has. Classes have the training images' numbers.
     """
+    train, test, *_ = *source.splits.values(), None
+    stored = source.stored
+
+    def decoded(images: Listing | PackedImages) -> DecodedImages:
+        side = decoded_side(image_size)
+        return DecodedImages(images, side, source.options, background=background, threads=threads)
+
+    train_images = decoded(train.images)
     if _are_of_one_class(train):
         stored["untested"] = "all images are of one class, which is no label"
         train = train._replace(labels=_NO_LABELS)
     labels = torch.empty(0, dtype=torch.int64)
-    if test and test_directory and len(test.labels) and len(train.labels):
+    if test and len(test.labels) and len(train.labels):
         own = test.labels.read()
         labels = _as_in_training(own, test.classes, train)
-        others = torch.nonzero((labels == NO_LABEL) & (own != NO_LABEL))[:, 0].numpy()
+        others = torch.nonzero((labels == NO_LABEL) & (own != NO_LABEL))[:, 0].tolist()
         if not (labels != NO_LABEL).any():
-            stored["untested"] = f"no training image is of a class of the test images in {test_directory}"
+            stored["untested"] = f"no training image is of a class of the test images in {source.test_place}"
             labels = labels[:0]
-        elif len(others):
+        elif others:
             left_out = LeftOut()
-            left_out.add(Reason.OTHER_CLASS, test.images.paths(others[:1])[0], len(others))
-            left_out.log(test_directory)
+            left_out.add(Reason.OTHER_CLASS, test.images.path(others[0]), len(others))
+            left_out.log(source.test_place)
     return Dataset(
-        train_images=train.images,
+        train_images=train_images,
         train_labels=train.labels,
-        test_images=test.images if test and len(labels) else train.images[:0],
+        test_images=decoded(test.images) if test and len(labels) else train_images[:0],
         test_labels=labels,
         digests=train.digests,
         test_digests=test.digests if test and len(labels) else (),
         class_names=train.classes,
+        evaluated_side=image_size,
         **stored,
     )
 
@@ -490,8 +490,8 @@ def _digests_of(images: Tensor) -> tuple[str]:
     return (_digest(some.numpy().tobytes()),)
 
 
-def _digest(*contents: bytes) -> str:
-    return hashlib.sha256(b"".join(contents)).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _download(name: str, title: str) -> None:
@@ -518,9 +518,7 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
 """Labelled data sets that are loaded into memory."""
 
 
-DECODED: dict[str, Callable[[Path, int, _Decoded, SourceOptions], Dataset]] = {
-    FOLDER: _load_folder,
-    "packed": _load_packed,
-}
+FOLDER, PACKED = "folder", "packed"
+DECODED = (FOLDER, PACKED)
 """Data sets whose images are decoded for each use."""
 SYNTHETIC = "synthetic"

@@ -82,7 +82,8 @@ def _lines(part: _Part, options: SourceOptions) -> Iterator[str]:
         most = part.counts.most_common()
         named = [f"{_name(part.classes, label)} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
-    found = sample(DecodedImages(part.images, 1, options), _SAMPLE)
+    images = DecodedImages(part.images, 1, options)
+    found = sample(images, _SAMPLE)
     of = f"of {found.decoded:,} images that were decoded" + (", a sample" if found.decoded < found.number else "")
     if found.intact:
         sides = [min(one.width, one.height) for one in found.intact]
@@ -91,6 +92,7 @@ def _lines(part: _Part, options: SourceOptions) -> Iterator[str]:
         yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
         yield from found.warnings()
     if broken := found.broken:
+        images.broken.list(broken)
         after = f"runs and packs end at more than {found.max_broken:,}: --max-broken allows more"
         yield f"broken: {len(broken):,} {of}, about {found.num_broken:,} in all; {after}; first {broken[0]}"
     yield from _duplicates(part.images)

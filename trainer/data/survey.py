@@ -62,11 +62,9 @@ class Sample(NamedTuple):
 
 
 def sample(images: DecodedImages, most: int = _SAMPLE) -> Sample:
-    """Decodes up to `most` images; adds the broken ones to --broken-list."""
+    """Decodes up to `most` images."""
     ids = np.unique(np.linspace(0, len(images) - 1, most).astype(np.int64))
-    intact, broken = images.facts(ids)
-    images.broken.list(broken)
-    return Sample(len(images), images.options, intact, broken)
+    return Sample(len(images), images.options, *images.facts(ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +110,7 @@ def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
     if not found.intact:
         raise ValueError(f"none of {found.decoded} sampled images can be read, first {found.broken[0]}: repair them")
     if found.num_broken > found.max_broken:
+        images.broken.list(found.broken)
         raise ValueError(
             f"about {found.num_broken:,} of {found.number:,} images are broken ({len(found.broken):,} of "
             f"{found.decoded:,} that were read, first {found.broken[0]}), and {found.max_broken:,} may be: repair or "

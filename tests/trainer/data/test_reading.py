@@ -580,7 +580,9 @@ def test_test_images_of_unknown_classes_are_omitted_with_a_line(
         facts, _ = survey(dataset, packed=kind == "packed")
         assert facts.num_tests == 6
         (line,) = [line for line in inspect_source(source, SourceOptions()) if "no training image" in line]
-        assert line == f"  6 images of classes that no training image has, not evaluated: {', '.join(sorted(classes[2:]))}"
+        assert (
+            line == f"  6 images of classes that no training image has, not evaluated: {', '.join(sorted(classes[2:]))}"
+        )
     write("test", [number for number in range(12) if number not in known])
     without = load_dataset("folder", tmp_path, image_size=8)
     assert (len(without.test_images), without.can_hold_out) == (0, False)
