@@ -91,10 +91,8 @@ def _of_zip(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
     from_windows = not any("/" in info.filename for info in infos)  # whose older programs wrote backslashes
     for info in infos:
         name = info.filename.replace("\\", "/") if from_windows else info.filename
-        if stat.S_ISLNK(info.external_attr >> 16):
-            left_out.add(Reason.LINKED_IN_ZIP, f"{shown}:{info.filename}")
-        elif info.flag_bits & 1:
-            left_out.add(Reason.ENCRYPTED, f"{shown}:{info.filename}")
+        if stat.S_ISLNK(info.external_attr >> 16) or info.flag_bits & 1:  # a link, or an encrypted file
+            left_out.add(Reason.DAMAGED, f"{shown}:{info.filename}")
         elif not name.endswith("/"):
             yield _plain(name), Member(info.filename, IN_ZIP, info.file_size)
 
@@ -154,13 +152,11 @@ def samples_in(
         if not images:
             list(images_in(path, shown, dict(sample), left_out))  # which names each with its reason
             continue
-        beside = {suffix: member for suffix, member in sample if (suffix, member) not in images}
+        _, image = min(images, key=lambda one: one[0].count("."))
+        beside = {suffix: member for suffix, member in sample if member != image}
         label, used = _label(path, beside, label_key)
         for suffix, member in beside.items():
             left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
-        (_, image), *others = sorted(images, key=lambda one: one[0].count("."))
-        for _, member in others:
-            left_out.add(Reason.SECOND, f"{shown}:{member.name}")
         yield image, label
 
 

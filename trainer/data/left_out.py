@@ -34,27 +34,19 @@ class Reason(Enum):
     MISSING = "link to a missing file", "links to missing files"
     EMPTY = "empty file", "empty files"
     SPECIAL = "name that is no file", "names that are no files"
-    ENCRYPTED = "encrypted file", "encrypted files"
-    LINKED_IN_ZIP = "link in a zip file", "links in a zip file"
     DAMAGED = "file that cannot be read", "files that cannot be read"
     SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
     HIDDEN = "hidden name", "hidden names"
     OUTPUT = "directory of a run or a pack", "directories of runs or packs"
-    OUTPUT_LINKED = "link into a directory of a run or a pack", "links into directories of runs or packs"
     COMPRESSED = "archive to be unpacked first", "archives to be unpacked first"
     UNREAD = "picture in a format that is not read", "pictures in formats that are not read"
-    HEIC = (
-        "HEIC picture, which needs pip install 'pic-weightserver[heic]'",
-        "HEIC pictures, which need pip install 'pic-weightserver[heic]'",
-    )
+    HEIC = "HEIC picture (the extra heic reads it)", "HEIC pictures (the extra heic reads them)"
     NO_IMAGE = "file that is no image", "files that are no images"
     TABLE = "table (Parquet or Arrow) that is not read", "tables (Parquet or Arrow) that are not read"
     REPEATED = "name that comes again", "names that come again"
-    SECOND = "further image of a sample", "further images of samples"
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
     SIDECAR = "file beside a sample's image", "files beside samples' images"
-    STRAY = "image beside the class folders (--stray use keeps it)", "images beside the class folders (--stray use)"
-    BESIDE_SPLITS = "image beside the splits (--stray use keeps it)", "images beside the splits (--stray use)"
+    STRAY = "image beside the folders (--stray use keeps it)", "images beside the folders (--stray use keeps them)"
     NO_PATH = "line without a path", "lines without a path"
     OTHER_CLASS = (
         "test image of a class that no training image has",

@@ -128,11 +128,7 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
             return "JSON lines", *_of_columns(source, *_json_rows(source, file), options)
         if source.suffix.lower() in (".csv", ".tsv") or options.image_column:
-            names, rows = _csv_rows(source, file, options)
-            header = start.removeprefix(b"\xef\xbb\xbf").partition(b"\n")[0].strip(b' "\r').lower()
-            if len(names) > 1 or options.image_column or header.decode(errors="replace") in _IMAGE_COLUMNS:
-                return "CSV", *_of_columns(source, names, rows, options)
-            file.seek(0)
+            return "CSV", *_of_columns(source, *_csv_rows(source, file, options), options)
         return "a list", list(_text_lines(source, file)), []
 
 

@@ -196,21 +196,22 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
         if wanted := _names_of_splits(folders, options, notes):
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
-            if top.loose and options.stray == "use":
-                folders[wanted[0]].take(top)
-            elif top.loose:
-                left_out.add(Reason.BESIDE_SPLITS, top.first_loose(), top.loose)
+            _place_strays(top, folders[wanted[0]], options, left_out)
             return {name: folders[name] for name in wanted}, above
         only = next(iter(folders.values())) if len(folders) == 1 else None
         if only is None or only.loose or (top.loose and not _are_strays(top, only, options)):
             return {"": top}, ""
-        if top.loose and options.stray == "use":
-            only.take(top)
-        elif top.loose:
-            left_out.add(Reason.STRAY, top.first_loose(), top.loose)
-            notes.append(f"{counted(top.loose, 'image')} beside {only.name}/, left out: --stray use keeps them")
+        _place_strays(top, only, options, left_out)
         above, top = os.path.join(above, only.name), only
         notes.append(f"{above}/ is the only folder: its own folders are read")
+
+
+def _place_strays(top: Folder, folder: Folder, options: SourceOptions, left_out: LeftOut) -> None:
+    """Adds the images beside the folders in `top` to one of these, or leaves them out."""
+    if top.loose and options.stray == "use":
+        folder.take(top)
+    elif top.loose:
+        left_out.add(Reason.STRAY, top.first_loose(), top.loose)
 
 
 def _are_strays(top: Folder, only: Folder, options: SourceOptions) -> bool:
@@ -287,7 +288,6 @@ def _listed(
         numbers = {text: number for number, text in enumerate(classes)}
     else:
         notes += _note_of_none({text for text, number in numbers.items() if number in (None, NO_LABEL)})
-        _check_numbers(numbers)
     labels = [NO_LABEL if (number := numbers.get(text)) is None else number for text in texts]
     return b"".join(b"%d\t%s\n" % pair for pair in zip(labels, rests, strict=True)), labels, classes
 
@@ -296,14 +296,6 @@ def _note_of_none(texts: Set[str]) -> Iterator[str]:
     """A line if other texts than the usual ones say that an image has no label."""
     if unusual := sorted(texts - {"", "-1"}):
         yield f"labels that are missing or negative are none: {', '.join(unusual[:_NAMED])}"
-
-
-def _check_numbers(numbers: Mapping[str, int | None]) -> None:
-    """Raises ValueError if one number is written in two ways, as 01 and 1."""
-    first: dict[int, str] = {}
-    for text, number in sorted(numbers.items()):
-        if number is not None and number != NO_LABEL and (other := first.setdefault(number, text)) != text:
-            raise ValueError(f"labels {other!r} and {text!r} are one number: write each class in one way, or as a name")
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
@@ -318,9 +310,7 @@ def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> 
         return False, True
     if options.stray == "use":
         notes.append(f"{beside}, used without labels (--stray use)")
-        return True, True
-    notes.append(f"{beside}, left out: --stray use keeps them without labels")
-    return True, False
+    return True, options.stray == "use"
 
 
 def counted(number: int, noun: str, ending: str = "s") -> str:

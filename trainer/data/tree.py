@@ -160,7 +160,7 @@ class Walk:
         status = child.stat()
         here = (status.st_dev, status.st_ino)
         real = os.path.realpath(child.path) if child.is_symlink() else ""
-        if here in self._walked or (real and self._reason_of_link(real)):
+        if here in self._walked or (real and self._is_walked(real)):
             self._leave_out(Reason.LINKED, child)
             return False
         if is_output(Path(child.path)):
@@ -184,23 +184,20 @@ class Walk:
             reason = Reason.SPECIAL  # reading a pipe would wait for ever
         elif status.st_size == 0:
             reason = Reason.EMPTY
-        elif child.is_symlink():
-            reason = self._reason_of_link(os.path.realpath(child.path))
+        elif child.is_symlink() and self._is_walked(os.path.realpath(child.path)):
+            reason = Reason.LINKED
         if reason:
             self._leave_out(reason, child)
         return reason is None
 
-    def _reason_of_link(self, real: str) -> Reason | None:
-        """Why a link to a real path is left out: the walk comes to it by itself, or leaves it out; otherwise None."""
-        reason = Reason.LINKED
+    def _is_walked(self, real: str) -> bool:
+        """Whether the walk comes to a real path by itself, or leaves it out in the directory of a run or a pack."""
         while real not in self._real_roots:
-            if is_output(Path(real)):
-                reason = Reason.OUTPUT_LINKED
             above, name = os.path.split(real)
             if above == real or name.startswith("."):
-                return None
+                return False
             real = above
-        return reason
+        return True
 
     def _relative(self, child: os.DirEntry[str]) -> str:
         return os.path.relpath(child.path, self._root)

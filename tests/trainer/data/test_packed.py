@@ -228,14 +228,6 @@ def test_without_labels_or_test_images_one_line_says_so(tmp_path: Path) -> None:
             run(tmp_path / "run", "packed", tmp_path / directory, evaluate=True)
 
 
-def test_test_images_of_the_first_classes_stay_when_one_is_added(tmp_path: Path) -> None:
-    pack(plain_tree(tmp_path / "two", 2), tmp_path / "packed/test", PackOptions())
-    pack(plain_tree(tmp_path / "tree", 9), tmp_path / "packed", PackOptions())
-    dataset = load_dataset("packed", tmp_path / "packed", image_size=16)
-    assert dataset.test_labels.tolist() == [0, 1]
-    assert dataset.test_images.shape[0] == 2
-
-
 def test_test_images_of_other_classes_only_prevent_evaluation(tmp_path: Path) -> None:
     for folder in list(plain_tree(tmp_path / "other", 3).iterdir()):
         folder.rename(folder.with_name(f"no {folder.name}"))
