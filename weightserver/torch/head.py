@@ -10,15 +10,15 @@ for ids, batch in head.announced(loader):
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self
 from zlib import crc32
 
 import numpy as np
@@ -48,27 +48,19 @@ from weightserver.torch.steps import Steps
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_CALLS = ("announce", "forward", "_enter", "_abort", "zero_grad", "active_rows", "step", "skip", "evaluate", "predict")
+"""Methods that call the servers, or torch.distributed."""
 
 
-def _untraced(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A method that torch.compile leaves as it is: Dynamo would trace the calls of the servers.
+@functools.cache
+def _leave_out_of_graphs() -> None:
+    """Lets torch.compile leave a head's methods as they are: Dynamo would trace the calls of the servers.
 
-    Not a decorator of torch's: it would import Dynamo, which takes longer than all of torch, into every command.
+    Done when the first head is made: it imports Dynamo, which takes longer than all of torch.
     """
-
-    @wraps(method)
-    def call(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        head: Any = arguments[0]
-        result: _Result = head._outside_of_graphs(method, *arguments, **named)
-        return result
-
-    return call
-
-
-def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return method(*arguments, **named)
+    for name in _CALLS:
+        outside = torch.compiler.disable(getattr(ClassifierHead, name))  # type: ignore[no-untyped-call]
+        setattr(ClassifierHead, name, outside)
 
 
 class ClassifierHead(nn.Module):
@@ -164,7 +156,7 @@ class ClassifierHead(nn.Module):
         self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
         self._scaler_use = ScalerUse()
         self._saved: SavedRows | None = None
-        self._outside_of_graphs: Callable[..., Any] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+        _leave_out_of_graphs()
         weakref.finalize(self, self._table.close).atexit = False  # the shards end with the process
 
     @property
@@ -315,7 +307,6 @@ class ClassifierHead(nn.Module):
             )
         return announced
 
-    @_untraced
     def announce(self, *batches: Any) -> None:
         """Announces the classes of the next step that was not announced, those of `forward` for each of its batches;
         their rows are requested. Without it a step's first forward pass announces its own classes.
@@ -338,7 +329,6 @@ class ClassifierHead(nn.Module):
 
     # ---- a step
 
-    @_untraced
     def forward(
         self,
         embeddings: Tensor,
@@ -407,7 +397,6 @@ class ClassifierHead(nn.Module):
         if not step.has_passes:
             self._abort(step.number)
 
-    @_untraced
     def _enter(self, batches: Sequence[Any]) -> Step:
         self._require_training()
         if not batches:
@@ -424,18 +413,15 @@ class ClassifierHead(nn.Module):
             raise
         return step
 
-    @_untraced
     def _abort(self, number: int) -> None:
         self._steps.abort(number)
 
-    @_untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the step in progress; its batches may be given again. Of a step that was not
         announced, the next forward pass may be that of another batch."""
         super().zero_grad(set_to_none)
         self._steps.clear_gradients()
 
-    @_untraced
     def active_rows(self) -> Tensor:
         """The rows of the step in progress, or of the next one that was announced, before its update: float32
         (K of this rank, D), padded with zeros on several GPUs. Waits for them."""
@@ -453,7 +439,6 @@ class ClassifierHead(nn.Module):
         other ranks."""
         return torch.cat(list(self._steps.current.labels)) if self._steps.current else torch.zeros(0, dtype=torch.int64)
 
-    @_untraced
     def step(
         self,
         learning_rate: float | None = None,
@@ -520,7 +505,6 @@ class ClassifierHead(nn.Module):
         torch.nn.utils.clip_grads_with_norm_(scaling.parameters(), max_norm, norm)  # since nothing fails any more
         return norm
 
-    @_untraced
     def skip(self, learning_rate: float | None = None) -> None:
         """Ends the step in progress, or the next one that was announced, as one whose gradients are zero: its rows
         move by their momentum and weight decay. For batches that failed or are left out; a step that failed in
@@ -553,7 +537,6 @@ class ClassifierHead(nn.Module):
         if not self.training:
             raise ValueError("the head is in eval mode, in which it does not train: call train(), or evaluate(...)")
 
-    @_untraced
     @torch.no_grad()
     def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
         """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
@@ -584,7 +567,6 @@ class ClassifierHead(nn.Module):
         comparison = Comparison(table, self._loss, step=self.num_steps, rows=among)
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
-    @_untraced
     @torch.no_grad()
     def predict(self, embeddings: Tensor, k: int = 1, *, classes: Any = "all") -> Tensor:
         """The `k` classes whose rows have the largest logits with each embedding, float (b, D): int64 (b, k), on the
