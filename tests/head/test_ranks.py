@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from tests.helpers.own_loop import (
     trained,
 )
 from tests.helpers.torchrun import torchrun
-from weightserver import InvalidRequestError
+from weightserver import InvalidRequestError, LocalCluster
 from weightserver.torch import ClassifierHead
 
 SETTINGS: dict[str, Any] = {
@@ -48,26 +49,29 @@ WINDOW: dict[str, Any] = {"window_size": 16, "window_stride": 4, "batch_size": B
 
 def batches_of(head: ClassifierHead, kind: str) -> Any:
     """This rank's batches."""
-    if kind == "windows":
-        return [head.announced(DataLoader(Images(), batch_sampler=head.sampler(**WINDOW)))] * 2
+    if kind in ("windows", "nodes"):
+        sampler = head.sampler(**WINDOW)
+        assert sampler.ranks.num_nodes == (sampler.ranks.world_size if kind == "nodes" else 1)
+        return [head.announced(DataLoader(Images(), batch_sampler=sampler))] * 2
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = slice(BATCH_SIZE * rank // ranks, BATCH_SIZE * (rank + 1) // ranks)
     batches = loaded([ids[mine] for ids in BATCHES])
     return [head.announced(batches) if kind == "announced" else batches]
 
 
-def run(directory: Path, kind: str, rows: Any) -> Result:
+def run(directory: Path, kind: str, rows: Any, servers: str | None = None) -> Result:
     """Trains; on several ranks the encoder's gradients are averaged, and losses are those of the whole batch."""
+    where = {"servers": servers, "num_shards": 1} if servers else {"directory": directory}
     encoder = Encoder()
     if dist.is_initialized():
         encoder.module = DistributedDataParallel(encoder.module)
-    with ClassifierHead(NUM_CLASSES, DIM, rows=rows, directory=directory, **SETTINGS) as head:
+    with ClassifierHead(NUM_CLASSES, DIM, rows=rows, **SETTINGS | where) as head:
         first = trained(head, batches_of(head, kind), steps=STEPS // 2, encoder=encoder)
         head.checkpoint("half")
         state = head.state_dict()
         head.load_state_dict(state)
         epochs = batches_of(head, kind)
-        if kind != "windows":
+        if kind not in ("windows", "nodes"):
             epochs = [loaded_rest(head, epochs[0])]
         rest = trained(head, epochs, encoder=encoder)
     return Result(first.losses + rest.losses, rest.rows, encoder.weight())
@@ -80,14 +84,16 @@ def loaded_rest(head: ClassifierHead, batches: Any) -> Any:
     return head.announced(batches._loader[head.num_steps :])
 
 
-def as_rank(out: Path, kind: str, rows: str) -> None:
+def as_rank(out: Path, kind: str, rows: str, servers: str | None = None) -> None:
+    if kind == "nodes":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     rank = dist.get_rank()
     if kind == "errors":
         torch.save([error_of(case, rank) for case in DISAGREEMENTS], out / f"errors-{rank}")
     else:
-        torch.save(vars(run(out / "rows", kind, rows)), out / f"result-{rank}")
+        torch.save(vars(run(out / "rows", kind, rows, servers)), out / f"result-{rank}")
     gc.collect()  # a head in a traceback keeps the process group, which then ends the process if it is collected later
     dist.destroy_process_group()
 
@@ -274,6 +280,16 @@ def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, row
 
 
 @pytest.mark.guard
+def test_two_machines_train_as_one_rank(tmp_path: Path, one_thread: None) -> None:
+    """Each is dealt visits to neighbouring images, and torchrun's variables say that each rank has its own machine."""
+    expected = run(tmp_path / "one", "nodes", "resident")
+    with LocalCluster(2, tmp_path / "shards") as cluster:
+        torchrun("tests.head.test_ranks", tmp_path, "nodes", "resident", ",".join(cluster.addresses))
+    for rank in range(2):
+        Result(**torch.load(tmp_path / f"result-{rank}", weights_only=True)).assert_close(expected)
+
+
+@pytest.mark.guard
 def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
     """Each of them says so in one line, in that step, and none waits for the other."""
     torchrun("tests.head.test_ranks", tmp_path, "errors", "dense")
@@ -285,4 +301,4 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    as_rank(Path(sys.argv[1]), *sys.argv[2:])

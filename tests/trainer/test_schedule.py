@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dealing import reads, table_of_reads
 from trainer.schedule import forward_seed, learning_rates, visit_uniforms
-from weightserver.torch import RangesOrder, RowOrder, VisitSchedule
+from weightserver.torch import ClassOrder, RangesOrder, Ranks, RowOrder, VisitSchedule, WindowSampler
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_row_order_mixes() -> None:
@@ -86,6 +91,59 @@ def test_windows_are_shuffled_each_in_its_own_way() -> None:
 def test_impossible_windows_are_refused(window_size: int, stride: int) -> None:
     with pytest.raises(ValueError, match=r"window_(size|stride) must lie in 1\.\."):
         VisitSchedule(num_rows=100, window_size=window_size, window_stride=stride, seed=0)
+
+
+@given(
+    num_nodes=st.integers(1, 4),
+    ranks_of_node=st.integers(1, 3),
+    batch_size=st.integers(12, 40),
+    step=st.integers(0, 50),
+    part=st.integers(0, 1),
+)
+@settings(deadline=None)
+def test_ranks_make_the_same_visits_of_a_batch_on_any_number_of_machines(
+    num_nodes: int, ranks_of_node: int, batch_size: int, step: int, part: int
+) -> None:
+    """Each its share. A machine's visits keep their order, and its ranks share them; on one machine all do."""
+
+    def sampler(rank: int, num_nodes: int, world_size: int) -> WindowSampler:
+        ranks = Ranks(rank=rank, world_size=world_size, num_nodes=num_nodes)
+        settings: dict[str, Any] = {
+            "window_size": 200,
+            "window_stride": 50,
+            "batch_size": batch_size,
+            "batches_per_step": 2,
+        }
+        return WindowSampler(1_000, **settings, ranks=ranks)
+
+    world_size = num_nodes * ranks_of_node
+    of_one = sampler(0, 1, 1)
+    visits = dict(zip(of_one.visits(step, part), of_one.images(step, part), strict=True))
+    dealt = [sampler(rank, num_nodes, world_size) for rank in range(world_size)]
+    numbers = [one.visits(step, part) for one in dealt]
+    images = [one.images(step, part) for one in dealt]
+    shares = [len(range(batch_size)[one.ranks.share(batch_size)]) for one in dealt]
+    assert [len(share) for share in numbers] == shares
+    together, of_together = np.concatenate(numbers), np.concatenate(images)
+    assert sorted(together) == sorted(visits)
+    assert [visits[number] for number in together] == of_together.tolist()
+    for node in range(num_nodes):
+        assert (np.diff(np.concatenate(numbers[node * ranks_of_node : (node + 1) * ranks_of_node])) > 0).all()
+    whole = slice(part * batch_size, (part + 1) * batch_size)
+    for one in dealt:
+        assert np.array_equal(one.classes_of_step(step)[whole], of_together)
+    classes = ClassOrder(np.arange(1_000) // 4, 0)  # neighbours share them
+    sharing = WindowSampler(classes, batch_size=batch_size, ranks=Ranks(num_nodes=num_nodes))
+    assert sharing.visits(0, 0).tolist() == list(range(batch_size))
+    if num_nodes == 1:
+        assert np.array_equal(together, of_one.visits(step, part))
+
+
+def test_the_documentation_has_the_simulated_reads() -> None:
+    """Of images, and so of bytes, at most 1.3 times a machine's share at 8 of them, and twice at 128."""
+    assert "\n".join(table_of_reads()) in (ROOT / "docs/scale.md").read_text(), "python -m benchmarks.dealing"
+    for num_nodes, batch_size, most in ((8, 4_096, 1.3), (128, 32_768, 2.0)):
+        assert reads(num_nodes, batch_size, by_place=True)[0] <= most
 
 
 def test_uniforms_belong_to_the_visit_alone() -> None:

@@ -253,14 +253,19 @@ def _trainer(load: Workload) -> list[Figure]:
 
 
 def _images(load: Workload) -> list[Figure]:
-    """Batches are dealt to nodes by position, so a node reads what it happens to be dealt of each window."""
+    """A node is dealt visits to neighbouring images, and a few to those of others, so that batches are equal."""
     n, rate, size = load.num_nodes, load.steps_per_second, load.image_bytes
-    seen = 1 - (1 - 1 / n) ** (load.window_size / load.window_stride)
+    seen = min((1 + n / math.sqrt(load.batch_size)) / n, 1 - (1 - 1 / n) ** (load.window_size / load.window_stride))
     visited, kept = load.batch_size * rate / n, load.moved_rows * rate * seen
     return [
         Figure("packed", load.num_rows * size, "B", f"N · {size:,} B"),
         Figure("images decoded, per node", visited, "images/s", "B / nodes · steps/s"),
-        Figure("share of the images that a node reads", seen, "", "1 − (1 − 1/nodes)^(W/S)"),
+        Figure(
+            "share of the images that a node reads",
+            seen,
+            "",
+            "(1 + nodes/√B)/nodes, by a simulation; at most 1 − (1 − 1/nodes)^(W/S)",
+        ),
         Figure("page cache for the window, per node", load.window_size * seen * size, "B", "W · share · bytes"),
         Figure("read with that cache, per node", kept * size, "B/s", "B·S/W · steps/s · share · bytes"),
         Figure("read without it, per node", visited * size, "B/s", "B / nodes · steps/s · bytes"),

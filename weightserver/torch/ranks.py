@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class Ranks:
     """Number of this rank among those on its machine."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
+    num_nodes: int = 1
+    """Number of machines, if all have as many ranks and number them one after another; else 1."""
     control: dist.ProcessGroup | None = field(default=None, compare=False)
     """The group that sends tensors on the CPU; by default that of all communication."""
     device: torch.device = _CPU
@@ -138,7 +140,7 @@ def ranks_of_process(device: torch.device) -> Ranks:
         return Ranks(device=device)
     world_size = dist.get_world_size()
     has_gloo = "gloo" in dist.get_backend_config(dist.group.WORLD)
-    return Ranks(
+    ranks = Ranks(
         rank=dist.get_rank(),
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
@@ -146,6 +148,9 @@ def ranks_of_process(device: torch.device) -> Ranks:
         device=device,
         control=None if has_gloo else dist.new_group(backend="gloo"),
     )
+    is_elsewhere = ranks.rank % ranks.local_world_size != ranks.local_rank
+    most, least, some_are = ranks.max_over_ranks([ranks.local_world_size, -ranks.local_world_size, is_elsewhere])
+    return ranks if most != -least or some_are else replace(ranks, num_nodes=world_size // ranks.local_world_size)
 
 
 def check_same_on_all_ranks(settings: Mapping[str, object], ranks: Ranks) -> None:

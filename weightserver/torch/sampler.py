@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from weightserver.core.arrays import Int64Array, checked_integer
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.ranks import Ranks
-from weightserver.torch.windows import RangesOrder, VisitSchedule
+from weightserver.torch.windows import RangesOrder, VisitSchedule, dealt_to_nodes
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class WindowSampler(Sampler[list[int]]):
 
     Which images a step visits is a function of the seeds and the step, so the step is all that a resumed run needs.
     Every iteration begins at `next_step` and ends after about one visit for each image. On several ranks each yields
-    its share of every batch.
+    its share of every batch. Unless images share classes, each of several machines is dealt neighbouring images.
 
     Args:
         order: number of images, or their order; a number means the random order of seed `order_seed`. Images that share
@@ -93,25 +93,35 @@ class WindowSampler(Sampler[list[int]]):
 
     def visits(self, step: int, part: int) -> Int64Array:
         """The numbers of this rank's visits in one of a step's batches: int64 (b,)."""
-        numbers = step * self.step_size + part * self.batch_size + np.arange(self.batch_size)
-        return numbers[self.ranks.share(self.batch_size)]
+        return self._batch(step, part)[0][self.ranks.share(self.batch_size)]
 
     def images(self, step: int, part: int) -> Int64Array:
         """The images of these visits: int64 (b,)."""
-        visits = self.visits(step, part)
-        return self.order.images(self.schedule.visits(visits[0], visits[-1] + 1))
+        return self.order.images(self._batch(step, part)[1][self.ranks.share(self.batch_size)])
+
+    def _batch(self, step: int, part: int) -> tuple[Int64Array, Int64Array]:
+        """The visits of a batch, in the order of the ranks that they are dealt to, and their positions: int64 (B,)."""
+        start = step * self.step_size + part * self.batch_size
+        numbers, positions = start + np.arange(self.batch_size), self.schedule.visits(start, start + self.batch_size)
+        if (num_nodes := self.ranks.num_nodes) == 1 or isinstance(self.order, ClassOrder):
+            return numbers, positions
+        order = dealt_to_nodes(positions, num_nodes, window_size=self.schedule.window_size)
+        return numbers[order], positions[order]
 
     def rows(self, start: int, stop: int) -> Int64Array:
         """The rows of the classes of visits start … stop−1, which may be negative: int64 [stop − start]."""
-        positions = self.schedule.visits(start, stop)
+        return self._rows(self.schedule.visits(start, stop))
+
+    def _rows(self, positions: Int64Array) -> Int64Array:
         return self.order.rows(positions) if isinstance(self.order, ClassOrder) else positions
 
-    def classes_of_step(self, step: int) -> Int64Array:
-        """The classes of a whole step's images, those of other ranks included: int64 (batches_per_step · B,).
+    def rows_of_step(self, step: int) -> Int64Array:
+        """The rows of the classes of a whole step's images, in the order of ranks: int64 (batches_per_step · B,)."""
+        return self._rows(np.concatenate([self._batch(step, part)[1] for part in range(self.batches_per_step)]))
 
-        Without a `ClassOrder` each image is its own class.
-        """
-        rows = self.rows(step * self.step_size, (step + 1) * self.step_size)
+    def classes_of_step(self, step: int) -> Int64Array:
+        """These classes: int64 (batches_per_step · B,). Without a `ClassOrder` each image is its own class."""
+        rows = self.rows_of_step(step)
         return self.order.class_of_row(rows) if isinstance(self.order, ClassOrder) else self.order.images(rows)
 
     def __len__(self) -> int:

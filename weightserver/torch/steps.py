@@ -128,14 +128,15 @@ class Steps:
         what was recently visited before; if a sampler begins to draw, of what it would have drawn."""
         negatives, owners, visited = self._negatives, self._table.owners, self._last
         if sampler is None:
-            rows = self._order.rows(ids[ids >= 0])
+            rows = visits = self._order.rows(ids[ids >= 0])
         else:
-            rows = sampler.rows(step * sampler.step_size, (step + 1) * sampler.step_size)
+            rows, size = sampler.rows_of_step(step), sampler.step_size
+            visits = sampler.rows(step * size, (step + 1) * size)  # the same in their order, whoever makes them
             if visited.drawn_by is not sampler:
                 visited = self._past(sampler, step)
         recent = None
         if negatives.num_recent and not (sampler is not None and negatives.takes_all):
-            recent = visited.followed_by(rows, num_active=negatives.num_recent, owners=owners)
+            recent = visited.followed_by(visits, num_active=negatives.num_recent, owners=owners)
         active = negatives.active(step, rows, recent, owners)
         flat = ids.reshape(-1, *ids.shape[2:])
         labels = np.full(flat.shape, -1)

@@ -19,6 +19,8 @@ from weightserver.core.initial import derive_seed, splitmix64
 
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
+_LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 10, 8
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _ORDER, _WINDOWS, _RANGES = 1, 2, 4
 """Purposes of a seed's numbers (`derive_seed`); 3, 5, 6 and 8 are the trainer's, 7 that of `negatives`."""
 
@@ -147,3 +149,18 @@ class VisitSchedule:
             if len(self._windows) > _KEPT_WINDOWS:
                 self._windows.popitem(last=False)
         return rows
+
+
+def dealt_to_nodes(positions: Int64Array, num_nodes: int, *, window_size: int) -> Int64Array:
+    """The order in which visits to positions, int64 [B], are dealt to machines in equal parts: int64 [B].
+
+    Neighbouring images, which are read together, go to one machine whenever they are visited. Groups of neighbours
+    stand on a circle in the order of the golden ratio, wherever the window is evenly. The batch is cut there into equal
+    parts, so that what one machine has too much of goes to the next one. The visits of a part keep their order.
+    """
+    group_size = min(_LARGEST_GROUP, max(1, window_size // (_GROUPS_OF_NODE * num_nodes)))
+    place = (positions // group_size).astype(np.uint64) * _GOLDEN_RATIO  # modulo 1, as a fraction of 2^64
+    order = np.lexsort((positions, place))
+    size = len(positions)
+    node = np.searchsorted(size * np.arange(1, num_nodes) // num_nodes, np.arange(size), side="right")
+    return order[np.lexsort((order, node))]
