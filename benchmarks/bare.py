@@ -21,16 +21,11 @@ OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_se
 CHANNEL_OPTIONS = [*OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1)]  # 8 % faster
 
 
-def wanted(num_bytes: int, message_bytes: int = CHUNK_BYTES) -> bytes:
-    """The request of so many bytes, in messages of that size if they are streamed."""
-    return f"{num_bytes} {message_bytes}".encode()
-
-
 @functools.cache
 def messages(request: bytes) -> list[bytes]:
-    """What is `wanted`."""
-    num_bytes, size = map(int, request.split())
-    return [bytes(min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
+    """As many bytes as the request names, in the messages of a stream."""
+    num_bytes = int(request)
+    return [bytes(min(CHUNK_BYTES, num_bytes - start)) for start in range(0, num_bytes, CHUNK_BYTES)]
 
 
 def _send_stream(request: bytes, _: grpc.ServicerContext) -> Iterator[bytes]:
@@ -45,8 +40,23 @@ def _take_stream(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
     return str(sum(len(request) for request in requests)).encode()
 
 
-def bare_server() -> grpc.Server:
-    """The server, without a port."""
+@contextmanager
+def serving() -> Iterator[str]:
+    """Runs the server in a process of its own; yields its address.
+
+    Raises:
+        SystemExit: it ended before it served.
+    """
+    command = [sys.executable, "-m", "benchmarks.bare"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if not (address := process.stdout.readline().strip()):
+            raise SystemExit("the bare server did not start")
+        yield address  # leaving the process closes its stdin
+
+
+def main() -> None:
+    keep_large_buffers()
     server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
     handlers = {
         "SendStream": grpc.unary_stream_rpc_method_handler(_send_stream),
@@ -54,27 +64,6 @@ def bare_server() -> grpc.Server:
         "TakeStream": grpc.stream_unary_rpc_method_handler(_take_stream),
     }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("Bare", handlers)])
-    return server
-
-
-@contextmanager
-def serving(module: str, *arguments: str) -> Iterator[str]:
-    """Runs a module that prints its address and serves until stdin closes; yields the address.
-
-    Raises:
-        SystemExit: it ended before it served.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        if not (address := process.stdout.readline().strip()):
-            raise SystemExit(f"{module} did not start")
-        yield address  # leaving the process closes its stdin
-
-
-def main() -> None:
-    keep_large_buffers()
-    server = bare_server()
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(f"127.0.0.1:{port}", flush=True)

@@ -26,7 +26,7 @@ import grpc
 import lmdb
 import numpy as np
 
-from benchmarks.bare import CHANNEL_OPTIONS, serving, wanted
+from benchmarks.bare import CHANNEL_OPTIONS, serving
 from benchmarks.measure import at_least, in_turn, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
@@ -64,7 +64,7 @@ def patterns(num_rows: int) -> dict[str, Int64Array]:
 
 @contextmanager
 def bare_server() -> Iterator[grpc.Channel]:
-    with serving("benchmarks.bare") as address, grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+    with serving() as address, grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         yield channel
 
 
@@ -91,7 +91,7 @@ def fetches(client: WeightClient, channel: grpc.Channel) -> Iterator[tuple[str, 
         client.fetch(rows, step=next(steps), out=out)
 
     for num_rows in (65_536, SMALL):
-        request = wanted(num_rows * DIM * 4)
+        request = str(num_rows * DIM * 4).encode()
         out = np.empty((num_rows, DIM), np.float32)
         for name, rows in patterns(num_rows).items():
             calls: Calls = {
