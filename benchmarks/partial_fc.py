@@ -171,17 +171,15 @@ def run(task: Task, directory: Path) -> dict[str, Any]:
         if task.method in PEERS:
             kind = SparseAdam if task.method == "sparse-adam" else PartialFC
             peer = kind(task.spec, num_active=task.num_negatives, temperature=TEMPERATURE, seed=2)
-        loader = loader_of(task, head, labels)
-        coming, losses, seconds = repeated(loader if peer else head.announced(loader)), [], []
+        coming, losses, seconds = batches_of(task, head, labels), [], []
         started = time.perf_counter()
-        for step in range(task.steps):
+        for _ in range(task.steps):
             classes, images = next(coming)
             loss = peer(encoder(images), rows_of(head, classes)) if peer else head(encoder(images), classes)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             (peer or head).step(learning_rate=RATE)
-            head.num_steps = step + 1  # where the sampler continues, also for the peer
             losses.append(loss.item())
             seconds.append(time.perf_counter() - started)
             started += seconds[-1]
@@ -204,14 +202,21 @@ def head_of(task: Task, directory: Path) -> ClassifierHead:
     )
 
 
-def loader_of(task: Task, head: ClassifierHead, labels: Int64Array) -> DataLoader[Any]:
+def batches_of(task: Task, head: ClassifierHead, labels: Int64Array) -> Iterator[tuple[Tensor, Tensor]]:
+    """Classes and images of each step, the same for the head, which has them announced, and for its peers."""
     sampler = head.sampler(
         batch_size=task.batch_size,
         window_size=task.window or None,
         window_stride=task.window // 4 or None,
         classes=labels,
     )
-    return DataLoader(Images(labels), batch_sampler=sampler, collate_fn=lambda batch: batch)
+    images = Images(labels)
+    if task.method in PEERS:
+        for step in range(task.steps):
+            yield images.__getitems__(sampler.images(step, 0).tolist())
+    loader = DataLoader(images, batch_sampler=sampler, collate_fn=lambda batch: batch)
+    while True:
+        yield from head.announced(loader)
 
 
 def memory(directory: Path) -> dict[str, int]:
@@ -229,11 +234,6 @@ def rows_of(head: ClassifierHead, classes: Tensor) -> Tensor:
     return torch.from_numpy(head.order.rows(classes.numpy()))
 
 
-def repeated(batches: Any) -> Iterator[Any]:
-    while True:
-        yield from batches
-
-
 def fits(task: Task) -> bool:
     """Whether a peer's weight and what its optimizer keeps leave a fifth of the free memory."""
     return task.method not in PEERS or 1.25 * _peer_bytes(task) < psutil.virtual_memory().available
@@ -249,7 +249,7 @@ def measured(task: Task) -> dict[str, Any]:
     if not fits(task):
         return {"skipped": f"{_peer_bytes(task) / 2**30:.1f} GiB of weight and momentum do not fit"}
     command = [sys.executable, "-m", "benchmarks.partial_fc", "--task", json.dumps(asdict(task))]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 
