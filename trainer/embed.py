@@ -2,13 +2,15 @@
 
     pic embed runs/a pictures/ --output features.parquet
     pic embed runs/a/encoder.safetensors list.txt --output features.npz
+    pic embed runs/a packed/ --output features/ --part 2/64
 
 The images are a folder, an archive, a list of paths or a packed directory; they need no labels. All splits of a source
 are written. Each image is prepared as in an evaluation: its shorter side is resized to 256/224 of the encoder's image
 size, and the centre is taken. Images that cannot be read are reported and left out. The output has the columns path,
 split (of a source with splits) and vector, float32, in the order of the images: a Parquet file (needs pyarrow, the
 extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while features are computed; .npz keeps all of
-them in memory first.
+them in memory first. With --part or --engine the output is a folder of Parquet files, one for each part, which are read
+together; of a pack, each part reads its own tars.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from trainer.data.parts import add_part_arguments
     from trainer.data.source_arguments import add_source_arguments
 
     parser = CommandParser(prog="pic embed", description=(__doc__ or "").splitlines()[0])
@@ -41,11 +44,12 @@ def _parser() -> argparse.ArgumentParser:
         "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
     )
     parser.add_argument("images", type=to_location, help="a folder of images, a list of paths, or a packed directory")
-    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv")
+    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv; or a folder")
     parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")
     parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")
+    add_part_arguments(parser)
     add_source_arguments(parser)
     return parser
 

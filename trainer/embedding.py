@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from trainer.compute import ComputeConfig
 from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.parts import WHOLE, Part
 from trainer.data.source_arguments import source_options
 from trainer.display import counting, shown, stage
 from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
-from trainer.feature_files import Batch, check_output, write_features
+from trainer.feature_files import Batch, check_output, part_output, write_features
+from trainer.ray_tasks import MOST_PARTS, on_ray
 from trainer.run.directory import is_run
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import Remark, say
+from weightserver.common.object_store import is_remote
 
 _BATCH_SIZE = 128
+_IMAGES_OF_A_TASK = 1 << 16
 
 
 def run(options: argparse.Namespace) -> NoReturn:
@@ -37,18 +45,55 @@ def run(options: argparse.Namespace) -> NoReturn:
 
 def _embed(options: argparse.Namespace) -> str:
     """Writes the features; returns the line that says so."""
-    check_output(options.output)
+    in_parts = options.part or options.engine
+    if not in_parts:
+        check_output(options.output)
     kind = "run" if is_run(options.encoder) else "encoder"
     with stage("loading the encoder and listing the images"):
         found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
         images = images_of(found, options)
     total = sum(map(len, images.values()))
-    with counting("features", total) as progress:
-        batches = embedded(found, images, ComputeConfig(device=options.device).torch_device(), progress.advance)
-        number, dim = write_features(options.output, batches)
-    left_out = f", {total - number:,} could not be read" if number < total else ""
     splits = f", of the splits {', '.join(images)}" if len(images) > 1 else ""
-    return f"wrote {number:,} vectors of {dim:,} numbers to {options.output}{splits}{left_out}"
+    if options.engine:
+        of = min(MOST_PARTS, -(-total // _IMAGES_OF_A_TASK))
+        part_output(options.output, Part(0, of), _digest(found, images, options))
+        _on_ray(options, of)
+        return f"wrote {total:,} images in {of:,} parts to {options.output}{splits}"
+    part, digest, output = options.part or WHOLE, "", options.output
+    if options.part:
+        if not (total := len(part.range(total))):
+            raise ValueError(f"part {part} has no images: give at most as many parts as there are images")
+        digest = _digest(found, images, options)
+        output = part_output(options.output, part, digest)
+        if output.exists():
+            return f"{output} is written already"
+    with counting("features", total) as progress:
+        device = ComputeConfig(device=options.device).torch_device()
+        number, dim = write_features(output, embedded(found, images, device, progress.advance, part), digest)
+    left_out = f", {total - number:,} could not be read" if number < total else ""
+    return f"wrote {number:,} vectors of {dim:,} numbers to {output}{splits}{left_out}"
+
+
+def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
+    """What all parts have in common: the encoder, the images, and how they are read."""
+    reading = [(name, len(each), each.options.given) for name, each in images.items()]
+    content = [found.digest, str(_absolute(options.images)), reading, options.background or found.images.background]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _absolute(path: Path) -> Path:
+    return path if is_remote(path) else path.resolve()
+
+
+def _on_ray(options: argparse.Namespace, of: int) -> None:
+    paths = {name: _absolute(value) for name, value in vars(options).items() if isinstance(value, Path)}
+    settings = vars(options) | paths | {"engine": None, "decode_threads": options.decode_threads or 1}
+
+    def task(part: Part) -> None:
+        _embed(argparse.Namespace(**settings | {"part": part}))
+
+    with counting("parts", of) as progress:
+        on_ray(task, of, progress.advance, address=options.address, gpu=options.device != "cpu")
 
 
 def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedImages]:
@@ -70,20 +115,24 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
 
 
 def embedded(
-    found: Subject, splits: dict[str, DecodedImages], device: torch.device, advance: Advance
+    found: Subject, splits: dict[str, DecodedImages], device: torch.device, advance: Advance, part: Part = WHOLE
 ) -> Iterator[Batch]:
-    """Paths and features of all images that can be read, batch by batch; each other one is reported on stderr.
+    """Paths and features of all images of a part that can be read, batch by batch; each other one is reported on
+    stderr.
 
     Raises:
         ValueError: features that are not finite.
     """
     encoder, config = found.require_encoder("embed")
     frozen = Frozen(encoder.to(device), config.pixels, device)
+    first, places = 0, part.range(sum(map(len, splits.values())))
     for split, images in splits.items():
         edge = (images.shape[-1] - config.image_size) // 2
         inner = slice(edge, edge + config.image_size)
-        for ids in torch.split(torch.arange(len(images)), _BATCH_SIZE):
-            intact, squares, broken = images.intact(ids.numpy())
+        chosen = images.between(places.start - first, places.stop - first)
+        first += len(images)
+        for ids in np.split(chosen, range(_BATCH_SIZE, len(chosen), _BATCH_SIZE)):
+            intact, squares, broken = images.intact(ids)
             for line in broken:
                 say(Remark(f"left out: {line}", **line.values), logging.WARNING)
             if len(intact):

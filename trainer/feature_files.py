@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import csv
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.data.parts import Part
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.installing import install_advice
 from weightserver.core.arrays import Float32Array
+
+_DIGEST = b"pic-embed"
+"""Key of a Parquet file's metadata."""
 
 
 class Batch(NamedTuple):
@@ -35,8 +40,31 @@ def check_output(path: Path) -> None:
         _pyarrow()
 
 
-def write_features(path: Path, batches: Iterable[Batch]) -> tuple[int, int]:
+def part_output(folder: Path, part: Part, digest: str) -> Path:
+    """The file of a part in a folder of parts, which is made if it is missing.
+
+    Raises:
+        ValueError: the folder has other files, or parts of another number or `digest`; no pyarrow.
+    """
+    if folder.suffix in _WRITERS or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{folder} is no folder, into which parts are written: give another --output")
+    _, parquet = _pyarrow()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.glob("[!.]*")):
+        known = re.fullmatch(rf"part-\d+-of-{part.of:05d}\.parquet(\.partial)?", path.name)
+        metadata = parquet.read_schema(path).metadata or {} if known and not known[1] else {_DIGEST: digest.encode()}
+        if not known or metadata.get(_DIGEST) != digest.encode():
+            raise ValueError(
+                f"{path} is none of these {part.of} parts, or of another encoder or other images: give another --output"
+            )
+    return folder / f"part-{part.number:05d}-of-{part.of:05d}.parquet"
+
+
+def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tuple[int, int]:
     """Writes batches to a new file, which appears when it is complete; returns the number of vectors and their length.
+
+    Args:
+        digest: what a Parquet file is to say of its contents, for `part_output`.
 
     Raises:
         ValueError: a file that exists or of another suffix, Parquet without pyarrow, or no image at all.
@@ -53,11 +81,11 @@ def write_features(path: Path, batches: Iterable[Batch]) -> tuple[int, int]:
         if not number:
             raise ValueError("none of the images can be read: repair them")
 
-    atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted()))
+    atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted(), digest))
     return number, dim
 
 
-def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
+def _write_parquet(path: Path, batches: Iterator[Batch], digest: str) -> None:
     arrow, parquet = _pyarrow()
     writer: Any = None
     try:
@@ -65,6 +93,7 @@ def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
             vectors = arrow.FixedSizeListArray.from_arrays(batch.vectors.reshape(-1), batch.vectors.shape[1])
             split = {"split": arrow.array([batch.split] * len(batch.paths), arrow.string())} if batch.split else {}
             table = arrow.table({"path": arrow.array(batch.paths, arrow.string()), **split, "vector": vectors})
+            table = table.replace_schema_metadata({_DIGEST: digest} if digest else None)
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
     finally:
@@ -72,7 +101,7 @@ def _write_parquet(path: Path, batches: Iterator[Batch]) -> None:
             writer.close()
 
 
-def _write_npz(path: Path, batches: Iterator[Batch]) -> None:
+def _write_npz(path: Path, batches: Iterator[Batch], _: str) -> None:
     paths, splits = list[str](), list[str]()
     vectors: list[Float32Array] = []
     for batch in batches:
@@ -84,7 +113,7 @@ def _write_npz(path: Path, batches: Iterator[Batch]) -> None:
         np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors), **split)
 
 
-def _write_csv(path: Path, batches: Iterator[Batch]) -> None:
+def _write_csv(path: Path, batches: Iterator[Batch], _: str) -> None:
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         rows = csv.writer(file)
         for number, batch in enumerate(batches):
@@ -106,7 +135,7 @@ def _pyarrow() -> tuple[Any, Any]:
         ) from None
 
 
-_WRITERS: dict[str, Callable[[Path, Iterator[Batch]], None]] = {
+_WRITERS: dict[str, Callable[[Path, Iterator[Batch], str], None]] = {
     ".parquet": _write_parquet,
     ".npz": _write_npz,
     ".csv": _write_csv,

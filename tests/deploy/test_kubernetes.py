@@ -19,16 +19,19 @@ import torch.distributed.run
 import yaml
 
 import trainer.arguments
+import trainer.data.__main__
 import weightserver
 import weightserver.cli
 from tests.helpers.recorded_programs import RecordedPrograms, Started
 from tests.helpers.watching import wait_until
+from trainer.data.parts import Part
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+PARTS = "../parts"
 VERSION = "1.32"
 Manifest = dict[str, Any]
 
@@ -88,8 +91,9 @@ def of_trainer(found: list[Manifest]) -> list[Manifest]:
 
 def run(found: list[Manifest], template: Manifest, folder: Path, **environment: str) -> Started:
     """Runs a container's command with its environment; returns the program that it starts."""
-    programs = RecordedPrograms(folder, "weightserver", "train.sh")
-    values = dict(the(found, "ConfigMap", "cluster")["data"]) | environment
+    programs = RecordedPrograms(folder, "weightserver", "train.sh", "pic")
+    name = container(template)["envFrom"][0]["configMapRef"]["name"]
+    values = dict(the(found, "ConfigMap", name)["data"]) | environment
     values |= {each["name"]: each["value"] for each in container(template).get("env", []) if "value" in each}
     assert container(template)["command"][:2] == ["tini", "--"]
     words = [*container(template)["command"][2:], *container(template)["args"]]
@@ -103,7 +107,7 @@ def addresses(num_shards: int) -> list[str]:
     return [f"weightserver-{shard}.weightserver:50051" for shard in range(num_shards)]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS])
 def test_manifests_follow_the_schemas(overlay: str) -> None:
     found = manifests(overlay)
     for each in found:
@@ -276,7 +280,7 @@ def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS])
 def test_pods_run_unprivileged(overlay: str) -> None:
     for name, template in pods(manifests(overlay)):
         spec, own = template["spec"], container(template)["securityContext"]
@@ -331,3 +335,23 @@ def test_prometheus_finds_what_the_rules_know(overlay: str) -> None:
         assert steps["instance"]["sourceLabels"][0] == "__meta_kubernetes_pod_name"
         assert steps["cluster"]["sourceLabels"] == ["__meta_kubernetes_namespace"]
         assert steps["job"]["replacement"] == name
+
+
+def test_each_index_is_a_part_and_another_job_joins_them(tmp_path: Path) -> None:
+    """As many as the ConfigMap says; what is taken away counts as no failure."""
+    copy = shutil.copytree(KUBERNETES / "parts", tmp_path / "parts")
+    text = (copy / "parts.yaml").read_text()
+    (copy / "parts.yaml").write_text(text.replace('PARTS: "64"', 'PARTS: "5"'))
+    found = rendered(copy)
+    parts, join = (the(found, "Job", name)["spec"] for name in ("parts", "join"))
+    assert (parts["completions"], parts["parallelism"], parts["completionMode"]) == (5, 5, "Indexed")
+    for job in (parts, join):
+        (rule,) = job["podFailurePolicy"]["rules"]
+        assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert join["suspend"], "until all parts are there"
+    parser = trainer.data.__main__._parser()
+    started = run(found, parts["template"], tmp_path, JOB_COMPLETION_INDEX="4")
+    packing = parser.parse_args(started.arguments)
+    assert (packing.command, packing.part) == ("pack", Part(4, 5))
+    started = run(found, join["template"], tmp_path / "join")
+    assert started.arguments == ["pack", "merge", str(packing.output)]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import trainer.arguments
+import trainer.data.__main__
 import weightserver.cli
 from tests.helpers.recorded_programs import RecordedPrograms, Started
+from trainer.data.parts import Part
 from weightserver.common.addresses import parse_addresses
 
 SLURM = Path(__file__).parents[2] / "deploy/slurm"
@@ -51,6 +53,7 @@ def tasks(script: str, folder: Path, *arguments: str, status: int = 0, nodes: in
 def test_the_scripts_ask_for_what_they_use() -> None:
     for script, wanted in (
         ("shards", {"ntasks-per-node=1", "requeue", "open-mode=append"}),
+        ("parts", {"ntasks=1", "requeue", "open-mode=append"}),
         ("trainer", {"ntasks-per-node=1", "requeue", "open-mode=append", "exclusive", "signal=TERM@300"}),
     ):
         text = (SLURM / f"{script}.sbatch").read_text()
@@ -78,6 +81,19 @@ def test_the_trainer_starts_again_only_after_a_checkpoint(status: int, tmp_path:
         config = trainer.arguments.parse_config(one.arguments)
         config.check()
         assert config.servers.addresses == parse_addresses("ws{0..3}:50051")
+
+
+def test_each_job_of_an_array_is_a_part(tmp_path: Path) -> None:
+    """Also one that is submitted again alone."""
+    programs = RecordedPrograms(tmp_path, "pic")
+    given = {"PATH": programs.path, "SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "1"}
+    command = ["bash", str(SLURM / "parts.sbatch"), "pack", "images", "packed"]
+    subprocess.run(command, check=True, env=given | {"PARTS": "64"}, timeout=60)
+    (started,) = programs.started()
+    assert trainer.data.__main__._parser().parse_args(started.arguments).part == Part(7, 64)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "PARTS: set it to the number of parts" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["OUTPUT", "SERVERS"])

@@ -20,6 +20,7 @@ from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
 from tests.helpers.small_run import small_run
 from trainer.data import load_dataset
 from trainer.data.pack import PackOptions, pack
+from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET
 from trainer.embed import main
 from trainer.evaluate.features import encode
@@ -130,6 +131,68 @@ def test_parquet(tmp_path: Path) -> None:
     assert str(table.schema.field("vector").type) == "fixed_size_list<element: float>[8]"
     assert table["path"].to_pylist() == file["path"].tolist()
     np.testing.assert_array_equal(np.stack(table["vector"].to_numpy()), file["vector"])
+
+
+def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of images with splits in their order; of a pack each part has the images of neighbouring rows."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    tree = plain_tree(tmp_path / "tree/train", 20).parent
+    plain_tree(tree / "test", 5)
+    (tree / "train/b/broken.jpg").write_bytes(b"x")
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    pack(tree, tmp_path / "packed", PackOptions())
+    for source in ("tree", "packed"):
+        assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.parquet") == 0
+        whole, folder = parquet.read_table(tmp_path / f"{source}.parquet"), tmp_path / f"{source} parts"
+        for part in (2, 0, 1):
+            assert embed(run, tmp_path / source, "--output", folder, "--part", f"{part}/3") == 0
+        files = sorted(folder.iterdir())
+        assert [path.name for path in files] == [f"part-0000{part}-of-00003.parquet" for part in range(3)]
+        written = [path.read_bytes() for path in files]
+        assert embed(run, tmp_path / source, "--output", folder, "--part", "1/3") == 0
+        assert f"{files[1]} is written already" in capsys.readouterr().out
+        assert [path.read_bytes() for path in files] == written
+        read = parquet.read_table(folder)
+        assert read.column_names == whole.column_names == ["path", "split", "vector"]
+        if source == "tree":
+            assert read["path"].to_pylist() == whole["path"].to_pylist()
+            assert parquet.read_table(files[2])["split"].to_pylist() == ["train"] * 4 + ["test"] * 5
+        read, whole = read.sort_by("path"), whole.sort_by("path")
+        assert read["path"].to_pylist() == whole["path"].to_pylist()
+        np.testing.assert_allclose(
+            np.stack(read["vector"].to_numpy()), np.stack(whole["vector"].to_numpy()), rtol=1e-5, atol=1e-6
+        )
+    images = PackedImages(tmp_path / "packed")
+    rows = images.order.images(np.arange(8))  # 26 images in three parts
+    expected = {images.path(image) for image in rows.tolist()} - {str(tree / "train/b/broken.jpg")}
+    assert set(parquet.read_table(files[0])["path"].to_pylist()) == expected
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    tree, other = plain_tree(tmp_path / "tree", 6), plain_tree(tmp_path / "other", 6)
+    run, folder = run_with(CONFIG, tmp_path / "run", tree), tmp_path / "parts"
+    again = run_with(CONFIG, tmp_path / "again", tree)
+    save_encoder(build_model(CONFIG, seed=4).encoder, CONFIG, again / "encoder.safetensors")
+    assert embed(run, tree, "--output", folder, "--part", "0/2") == 0
+    mixed = "is none of these 2 parts, or of another encoder or other images: give another --output"
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/notes.txt").write_text("")
+    for encoder, images, output, part, message in (
+        (again, tree, folder, "1/2", mixed),
+        (run, other, folder, "1/2", mixed),
+        (run, tree, folder, "0/3", mixed.replace("2", "3")),
+        (run, tree, tmp_path / "used", "1/2", mixed),
+        (run, tree, tmp_path / "a.csv", "1/2", "a.csv is no folder, into which parts are written"),
+        (run, tree, tmp_path / "many", "0/7", "part 0/7 has no images: give at most as many parts as there are images"),
+    ):
+        capsys.readouterr()
+        before = sorted(folder.iterdir())
+        assert embed(encoder, images, "--output", output, "--part", part) == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
+        assert sorted(folder.iterdir()) == before
+    assert embed(run, tree, "--output", folder, "--part", "2/2") == 2
 
 
 def test_bad_input_is_one_line_before_anything_is_computed(

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     from trainer.cores import usable_cores
-    from trainer.data.parts import to_part
+    from trainer.data.parts import add_part_arguments
     from trainer.data.source_arguments import add_source_arguments
 
     parser = Parser(prog="pic", description=(__doc__ or "").splitlines()[0])
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")
-    packing.add_argument("--part", type=to_part, metavar="I/N", help="pack one of N parts, from 0/N on: see pack merge")
+    add_part_arguments(packing)
     add_source_arguments(packing)
 
     merging = commands.add_parser("pack merge", help="join the parts that pack --part has packed")

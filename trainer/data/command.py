@@ -12,6 +12,7 @@ from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
+from trainer.data.pack_on_ray import pack_on_ray
 from trainer.data.pack_parts import merge
 from trainer.data.reading import counted, read_source
 from trainer.data.source_arguments import source_options
@@ -44,7 +45,10 @@ def _pack(options: argparse.Namespace) -> list[str]:
         part=options.part,
     )
     source = local_source(options.source, of_source)
-    manifest = pack(source, options.output, how)
+    if options.engine:
+        manifest = pack_on_ray(source, options.output, how, options.address)
+    else:
+        manifest = pack(source, options.output, how)
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]

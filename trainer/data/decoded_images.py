@@ -25,6 +25,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 NUM_CHANNELS = 3
+_IDS_TOGETHER = 1 << 20
 _named: set[str] = set()
 """Lines about broken images that this process has shown; `SourceOptions.limit_of_broken` and surveys bound their
 number."""
@@ -266,6 +267,15 @@ class DecodedImages:
                 "and pack again"
             )
         return self._with(_strict=True)
+
+    def between(self, start: int, stop: int) -> Int64Array:
+        """The images at positions start … stop−1, which are read from one place: int64 [stop − start], ascending."""
+        found = []
+        for first in range(0, len(self), _IDS_TOGETHER):
+            images = np.arange(first, min(len(self), first + _IDS_TOGETHER))
+            positions = self._images.positions(images)
+            found.append(images[(start <= positions) & (positions < stop)])
+        return np.concatenate(found)
 
     def paths(self, images: Int64Array) -> list[str]:
         """Paths of images (int64 [n]) when they were listed; in a tar, followed by a colon and the member's name."""

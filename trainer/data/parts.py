@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import dataclass
 
 
@@ -35,3 +35,11 @@ def to_part(text: str) -> Part:
     if not (number.isdecimal() and of.isdecimal() and int(number) < int(of)):
         raise ArgumentTypeError(f"there is no part {text}: give I/N, with I from 0 to N − 1")
     return Part(int(number), int(of))
+
+
+def add_part_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments --part, --engine and --address; one of the first two may be given."""
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--part", type=to_part, metavar="I/N", help="do one of N parts, from 0/N to N−1/N")
+    ways.add_argument("--engine", choices=["ray"], help="do all parts on a Ray cluster (extra ray)")
+    parser.add_argument("--address", help="the cluster: HOST:PORT or auto (default: RAY_ADDRESS, or this machine)")

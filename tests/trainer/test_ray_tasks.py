@@ -1,0 +1,159 @@
+"""Parts on a real Ray cluster of three workers: one is killed, the whole cluster goes away, none is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.watching import wait_until
+from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack, planned_pack
+from trainer.data.packed import PackedImages
+from trainer.data.parts import WHOLE
+from weightserver.common.atomic_files import sha256
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'pic-weightserver[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.guard, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = PackOptions(order_seed=5, tar_bytes=20_000, threads=2)
+PACK = """
+import sys
+from pathlib import Path
+from trainer.data.pack import PackOptions
+from trainer.data.pack_on_ray import pack_on_ray
+from trainer.stopping import exit_on_error
+
+with exit_on_error("pack"):
+    source, output, address = sys.argv[1:]
+    pack_on_ray(Path(source), Path(output), PackOptions(order_seed=5, tar_bytes=20_000), address)
+"""
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """A Ray cluster with three workers: its first process, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    arguments = ["start", "--head", "--node-ip-address=127.0.0.2", f"--port={port}", "--num-cpus=3", "--block"]
+    arguments += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+    log = folder / "head.log"
+    with log.open("w") as output:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *arguments], stdout=output, stderr=output, cwd=ROOT
+        )
+    process = psutil.Process(head.pid)
+    try:
+        wait_until(lambda: "Ray runtime started" in log.read_text(), seconds=300)
+        yield process, f"127.0.0.2:{port}"
+    finally:
+        end(process)
+        head.wait()
+
+
+def end(process: psutil.Process) -> None:
+    """Kills a process and all that it started."""
+    for each in [*process.children(recursive=True), process]:
+        each.kill()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """For Ray, whose sockets have long names; and a token, without which it takes no calls."""
+    short = Path(f"/tmp/ray-{os.getpid()}")
+    short.mkdir()
+    (short / "token").write_text("0" * 64)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(short / "token"))
+    yield short
+    shutil.rmtree(short)
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Path:
+    """An image in tmp_path/images that keeps its reader waiting, once it is planned to be packed into tmp_path/packed;
+    tmp_path/whole is the pack of one process."""
+    images = odd_tree(tmp_path / "images/train", 60).parent
+    plain_tree(images / "test", 9)
+    pack(images, tmp_path / "whole", OPTIONS)
+    with planned_pack(images, tmp_path / "packed", PackOptions(order_seed=5, tar_bytes=20_000, part=WHOLE)):
+        pass
+    one = Path(PackedImages(tmp_path / "whole").path(17))
+    one.rename(tmp_path / "kept.jpg")
+    os.mkfifo(one)
+    return one
+
+
+def lines(output: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in output.glob("shards-*-of-*.jsonl"))
+
+
+def busy(head: psutil.Process) -> list[psutil.Process]:
+    """The workers that are doing a part; a killed one is none."""
+    return [
+        each
+        for each in head.children(recursive=True)
+        if each.status() != psutil.STATUS_ZOMBIE and each.name().startswith("ray::task")
+    ]
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): sha256(path) for path in directory.rglob("[!.]*") if path.is_file()}
+
+
+def test_a_killed_worker_and_a_cluster_that_goes_away(stuck: Path, folder: Path, tmp_path: Path) -> None:
+    """The part of a killed worker is repeated; the command continues on another cluster. The files are those of one
+    process."""
+    output, tars = tmp_path / "packed", Manifest.load(tmp_path / "packed").ranges[-1].num_tars
+    with cluster(folder) as (head, address):
+        command = [sys.executable, "-c", PACK, str(tmp_path / "images"), str(output), address]
+        packing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(lambda: lines(output) == tars - 1 and len(busy(head)) == 1, seconds=200)
+            (killed,) = busy(head)
+            killed.send_signal(signal.SIGKILL)
+            wait_until(lambda: len(busy(head)) == 1 and killed not in busy(head), seconds=200)
+            end(head)
+            _, errors = packing.communicate(timeout=200)
+        finally:
+            packing.kill()
+            packing.communicate()
+        assert packing.returncode == 1, errors
+        (line,) = (line for line in errors.splitlines() if line.startswith("pack: "))
+        assert "the Ray cluster went away" in line
+        assert "repeat the command, which continues" in line
+    stuck.unlink()
+    shutil.copy(tmp_path / "kept.jpg", stuck)
+    with cluster(folder) as (_, address):
+        subprocess.run([*command[:-1], address], check=True, cwd=ROOT, timeout=300)
+    assert files(output) == files(tmp_path / "whole")
+
+
+def test_where_there_is_no_cluster(tmp_path: Path) -> None:
+    tree = plain_tree(tmp_path / "tree", 3)
+    command = [sys.executable, "-m", "trainer.data", "pack", str(tree), str(tmp_path / "packed"), "--engine", "ray"]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        done = subprocess.run(
+            [*command, "--address", f"127.0.0.1:{closed.getsockname()[1]}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pic pack: no Ray cluster answers at 127.0.0.1:")
+    assert "start one by 'ray start --head', or omit --address" in line

@@ -1,0 +1,34 @@
+"""Packs images by a Ray cluster: each task a part, then the parts are joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack, planned_pack
+from trainer.data.pack_parts import merge
+from trainer.data.parts import WHOLE, Part
+from trainer.display import counting, stage
+from trainer.ray_tasks import MOST_PARTS, on_ray
+
+
+def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str | None) -> Manifest:
+    """Packs the images of `source` into `output` as `pack` does, on the cluster at an address of `on_ray`.
+
+    Raises:
+        ValueError, OSError: as `pack`, `merge` and `on_ray`.
+    """
+    source, output = source.resolve(), output.resolve()
+    with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as directories:
+        manifests = list(map(Manifest.load, directories))
+    if all(manifest.complete for manifest in manifests):
+        return merge(output)
+    of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))
+
+    def task(part: Part) -> None:
+        pack(source, output, replace(options, part=part, threads=1))
+
+    with stage("packing"), counting("parts", of) as progress:
+        on_ray(task, of, progress.advance, address=address)
+    return merge(output)

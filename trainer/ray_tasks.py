@@ -1,0 +1,83 @@
+"""Does the parts of a command on a Ray cluster, whose machines have the same files under the same paths."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from trainer.data.parts import Part
+from weightserver.common.installing import install_advice
+
+MOST_PARTS = 1_024
+"""Parts are as many on any cluster, so that a command that is repeated on another one finds what is done."""
+_CONNECT_SECONDS = 20
+_LOOK_SECONDS = 5
+
+
+def on_ray(
+    task: Callable[[Part], object],
+    of: int,
+    advance: Callable[[], object],
+    *,
+    address: str | None = None,
+    gpu: bool = False,
+) -> None:
+    """Does each of `of` parts in a task of one core, and with `gpu` of one GPU if there is any; repeats it if its
+    process or machine dies.
+
+    Args:
+        advance: called after each part.
+        address: of the cluster, as HOST:PORT or auto. None: what RAY_ADDRESS says, or a cluster on this machine.
+
+    Raises:
+        ValueError: Ray is not installed, or there is no such cluster.
+        OSError: the cluster went away.
+        Exception: what a part raised first; other parts are given up.
+    """
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # it is read when Ray is imported
+    ray = _ray()
+    try:
+        if address and re.fullmatch(r"[^/:]+:\d+", address):
+            _connect(address)  # Ray itself tries for minutes
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"no Ray cluster answers at {address or 'RAY_ADDRESS'} ({reason}): start one by 'ray start --head', or "
+            "omit --address for one on this machine"
+        ) from None
+    try:
+        gpus = min(1, ray.cluster_resources().get("GPU", 0)) if gpu else 0
+        do = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=-1)(task)
+        running = [do.remote(Part(number, of)) for number in range(of)]
+        cluster = ray.get_runtime_context().gcs_address
+        while running:
+            done, running = ray.wait(running, timeout=_LOOK_SECONDS)
+            ray.get(done)
+            if done:
+                advance()
+            else:
+                _connect(cluster)  # Ray itself ends the process, some time after its cluster
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except (ray.exceptions.RayError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(f"the Ray cluster went away ({reason}): repeat the command, which continues") from None
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ValueError(f"--engine ray needs Ray: {install_advice('ray')}") from None
