@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader
 from tests.head.conftest import MakeHead
 from tests.head.test_exact import WINDOW, drawn, windows
 from tests.helpers.own_loop import (
+    DIM,
     NUM_CLASSES,
+    SETTINGS,
     STEPS,
     Dense,
     Encoder,
@@ -314,3 +316,25 @@ def test_without_a_window_each_image_is_visited_once_in_an_epoch() -> None:
     with ClassifierHead(NUM_CLASSES, 6, num_negatives=12, rows="dense") as head:
         visited = np.concatenate(drawn(head.sampler(batch_size=4), steps=10))
     assert sorted(visited.tolist()) == list(range(NUM_CLASSES))
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("rows", ["resident", "remote"])
+def test_a_shard_is_killed_and_started_again(tmp_path: Path, rows: Any) -> None:
+    """During a step: training continues, and no update is lost."""
+    batches = shuffled(0, STEPS)
+    with (
+        LocalCluster(2, tmp_path) as cluster,
+        ClassifierHead(NUM_CLASSES, DIM, rows=rows, servers=cluster.addresses, **SETTINGS) as head,
+    ):
+        encoder, losses = Encoder(), []
+        for stop in (4, 9, STEPS):
+            losses += trained(head, [loaded(batches[head.num_steps :])], steps=stop, encoder=encoder).losses
+            head.announce(batches[min(stop, STEPS - 1)])  # rows are under way
+            cluster.processes[stop % 2].kill()
+            cluster.restart(stop % 2)
+            head.forget_announced()
+        expected = Dense(head).trained(batches)
+        rows_now = head.rows(range(NUM_CLASSES))
+    assert losses == pytest.approx(expected.losses, rel=1e-4)
+    assert (rows_now - expected.rows).abs().max() < 2e-5

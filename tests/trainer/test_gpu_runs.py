@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import pretended_gpu
+from tests.helpers.bars import write_bars
 from tests.helpers.gpu_runs import LOG_EVERY, NUM_IMAGES, NUM_STEPS, SCENARIOS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.ports import reserved_ports
@@ -24,18 +25,6 @@ pytestmark = [
     pytest.mark.skipif(pretended_gpu.unavailable() is not None, reason=str(pretended_gpu.unavailable())),
 ]
 RankRecords = list[dict[str, Any]]
-
-
-def grey_images(directory: Path) -> None:
-    """Files like MNIST's, of noise."""
-    generator = np.random.default_rng(0)
-    directory.mkdir()
-    for name, number in (("train", NUM_IMAGES), ("t10k", 10)):
-        labels = generator.integers(0, 4, number).astype(np.uint8)
-        images = generator.integers(0, 256, (number, 28, 28)).astype(np.uint8)
-        for kind, magic, data in (("images-idx3", 0x803, images), ("labels-idx1", 0x801, labels)):
-            header = np.array([magic, *data.shape], ">i4").tobytes()
-            (directory / f"{name}-{kind}-ubyte").write_bytes(header + data.tobytes())
 
 
 def run_ranks(num_ranks: int, out: Path, servers: str, images: Path, scenarios: list[str]) -> RankRecords:
@@ -73,7 +62,8 @@ def _run_ranks(num_ranks: int, out: Path, arguments: list[str]) -> RankRecords:
 @pytest.mark.parametrize("num_gpus", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gpus_train_like_the_cpu(num_gpus: int, cluster: LocalCluster, tmp_path: Path) -> None:
     """One test for everything, because the runs take the time."""
-    grey_images(tmp_path / "idx")
+    (tmp_path / "idx").mkdir()
+    write_bars(tmp_path / "idx", num_train=NUM_IMAGES, num_test=10)
     plain_tree(tmp_path / "folder", NUM_IMAGES)
     recorded = run_ranks(num_gpus, tmp_path, ",".join(cluster.addresses), tmp_path, list(SCENARIOS))
     assert_losses_are_those_of_the_cpu(recorded)
