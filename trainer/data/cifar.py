@@ -8,33 +8,25 @@ https://www.cs.toronto.edu/~kriz/cifar.html.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.reading import Split, read_source
 from trainer.torchvision_schemas import import_module
-from weightserver.core.arrays import Int64Array
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
-_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
-_TEST = ("test_batch",)
-_BINARY = [f"{name}.bin" for name in (*_TRAIN, *_TEST)]
+_BINARY = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
 _TORCHVISIONS = "cifar-10-batches-py"
 _COPIES = ("", "cifar-10-batches-bin", "cifar-10-binary.tar.gz")
 """Where a folder has them, in this order; the first is the folder itself."""
-
-
-_Batch = tuple[npt.NDArray[np.uint8], Int64Array]
-"""Images uint8 [n, 3072], or [n, 3, 32, 32], and labels [n]."""
 
 
 class Cifar(NamedTuple):
@@ -58,52 +50,41 @@ def read_cifar(source: Path) -> Cifar:
     if (root / _TORCHVISIONS).is_dir():
         return _of_torchvision(root)
     for place in (source / copy for copy in _COPIES):
-        if (place.is_dir() or place.is_file()) and (files := _files(place)):
-            parts = [_joined(place, files, names) for names in (_TRAIN, _TEST)]
-            return Cifar(*(torch.from_numpy(array) for part in parts for array in part))
+        if place.exists() and (batches := _batches(place)):
+            train, test = np.concatenate(batches[:-1]), batches[-1]
+            return Cifar(*_of_records(train), *_of_records(test))
     raise ValueError(
         f"{source} holds no CIFAR-10: give a folder with {', '.join([_TORCHVISIONS, *_COPIES[1:]])}, or with a folder "
         "for each class in train and test"
     )
 
 
-def _files(place: Path) -> dict[str, bytes]:
-    """The batches in a folder or archive by their names, none if it lacks one of them. Raises ValueError."""
+def _batches(place: Path) -> list[NDArray[np.uint8]]:
+    """The batches in a folder or archive, uint8 [n, 3073] each; none if it lacks one of them. Raises ValueError."""
     try:
         if place.is_dir():
             found = {path.name: path.read_bytes() for path in place.iterdir() if path.name in _BINARY}
         else:
-            found = {}
             with tarfile.open(place) as archive:
-                for member in archive:
-                    path = Path(member.name)
-                    if (
-                        path.suffix == ".bin"
-                        and path.stem in (*_TRAIN, *_TEST)
-                        and (file := archive.extractfile(member))
-                    ):
-                        found[path.name] = file.read()
+                files = ((Path(member.name).name, archive.extractfile(member)) for member in archive)
+                found = {name: file.read() for name, file in files if file and name in _BINARY}
     except (OSError, EOFError, tarfile.TarError) as error:
         raise ValueError(f"cannot read {place} ({error}): fetch it again") from error
-    return found if len(found) == len(_BINARY) else {}
+    return [_records(place, found[name]) for name in _BINARY] if len(found) == len(_BINARY) else []
 
 
-def _joined(place: Path, files: Mapping[str, bytes], names: tuple[str, ...]) -> _Batch:
-    images, labels = [], []
-    for name in names:
-        found, classes = _of_binary(place, files[f"{name}.bin"])
-        images.append(found.reshape(-1, 3, SIDE, SIDE))
-        labels.append(classes)
-    return np.concatenate(images), np.concatenate(labels)
-
-
-def _of_binary(place: Path, content: bytes) -> _Batch:
+def _records(place: Path, content: bytes) -> NDArray[np.uint8]:
     if not content or len(content) % (1 + 3 * SIDE * SIDE):
         raise ValueError(f"{place} has a batch of {len(content)} bytes, which is cut off: fetch it again")
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * SIDE * SIDE)
     if records[:, 0].max() >= len(CLASSES):
         raise ValueError(f"{place} has an image of class {records[:, 0].max()}: it is not CIFAR-10, fetch it again")
-    return records[:, 1:], records[:, 0].astype(np.int64)
+    return records
+
+
+def _of_records(records: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
+    images = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
+    return torch.tensor(images), torch.tensor(records[:, 0], dtype=torch.int64)
 
 
 def _of_torchvision(root: Path) -> Cifar:

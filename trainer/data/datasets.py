@@ -214,18 +214,15 @@ def load_dataset(
 ) -> Dataset:
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
 
-    fashion-mnist: `directory`; otherwise the system's copy, the cache of an earlier download, or torchvision's
-    download. The checksums are verified. cifar-10: `directory` with any copy that `read_cifar` reads; otherwise
-    torchvision's download. idx: any four files named like MNIST's in `directory` (required), without checksums. Of
-    these, the first `num_images` training images, and all for evaluation. synthetic: `num_images`
-    (required) colour images of `image_size` pixels, generated from `seed` (used by this data set only), without labels.
-    folder: images in `directory`, a folder or a list of them, or in its train/ with test images in test/ or val/.
-    packed: the output of `pic pack` in `directory`, with test images packed in its test/.
+    fashion-mnist: otherwise the system's copy or torchvision's download; the checksums are verified. cifar-10: any copy
+    that `read_cifar` reads; otherwise torchvision's download. idx: four files named like MNIST's in `directory`. Of
+    these three, the first `num_images` training images, and all for evaluation. synthetic: `num_images` colour images
+    of `image_size` pixels, generated from `seed`, without labels. folder, packed: what `read_source` or `PackedImages`
+    reads, decoded for each use: crops of the whole image for training, centres for evaluation.
 
-    Images of the last two are decoded in colour for each use: crops of the whole image for training, centres for
-    evaluation; by `decode_threads`, or this rank's share of the cores (`trainer.cores`). Transparent pixels show
-    `background`, a colour's name or #rrggbb; with none they show the colours that they hide. Test images of classes
-    that no training image has are omitted.
+    Args:
+        decode_threads: default: this rank's share of the cores.
+        background: what transparent pixels show: a colour's name, #rrggbb, or none for the colours that they hide.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
