@@ -64,12 +64,6 @@ def test_a_run_never_uses_a_pack_with_old_labels(tree: Path, capsys: pytest.Capt
     assert f"{packs[2]} is not used: it has labels by number, {path} labels by name" in said
 
 
-def test_a_name_among_numbers_makes_names_with_a_line(tree: Path) -> None:
-    reading = read_source(write_list(tree.parent / "list.txt", ["0", "1", "0", "1", "0", "dog"]))
-    assert reading.train.classes == ("0", "1", "dog")
-    assert "labels are names, because 'dog' is no number: '0' is the name of a class too" in reading.notes
-
-
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_broken_images_alone_are_not_added_until_one_can_be_read(
     split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -89,22 +83,6 @@ def test_broken_images_alone_are_not_added_until_one_can_be_read(
     shutil.copy(tmp_path / "set" / split / "b/0001.jpg", broken)
     assert beside(tmp_path / "set") == packed
     assert Manifest.load(packed if split == "train" else packed / "test").sizes == (6, 1)
-
-
-def test_labels_of_samples_that_are_written_anew_are_noticed(tree: Path) -> None:
-    shard = tree.parent / "shards/t-000000.tar"
-    shard.parent.mkdir()
-    labels = tree.parent / "label"
-    packs = list[Path]()
-    for names in ("ab", "ba"):
-        with tarfile.open(shard, "w") as tar:
-            for number, path in enumerate(sorted(tree.rglob("*.jpg"))):
-                labels.write_text(names[number % 2])
-                tar.add(path, f"{number}.jpg")
-                tar.add(labels, f"{number}.cls")
-        packs.append(beside(shard.parent))
-        assert load_dataset("packed", packs[-1]).train_labels.tolist() == [names[0] != "a", names[0] == "a"] * 3
-    assert packs[0] != packs[1]
 
 
 def test_an_extension_renames_no_class(tmp_path: Path) -> None:
@@ -244,6 +222,10 @@ def test_a_list_with_a_missing_file_is_packed_once(tree: Path) -> None:
     assert line.startswith("1 changed since (tree/a/gone.jpg): ")
     path.write_text(path.read_text() + "tree/a/later.jpg 1\n")
     assert changes_since(read_source(path), first).lines() == [line], "one that has no file yet is not added"
+    (tree / "b/0001.jpg").unlink()
+    assert changes_since(read_source(path), first).outdated() == (
+        "1 removed since (tree/b/0001.jpg), 1 changed since (tree/a/gone.jpg)"
+    )
 
 
 def test_a_list_is_packed_for_a_run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

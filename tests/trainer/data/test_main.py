@@ -215,19 +215,6 @@ def test_packing_again_says_which_images_were_overwritten(tmp_path: Path, capsys
     )
 
 
-def test_packing_a_list_again_says_which_files_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, packed, names = plain_tree(tmp_path / "tree", 6), tmp_path / "packed", tmp_path / "list.txt"
-    names.write_text("".join(f"{path}\n" for path in sorted(tree.rglob("*.jpg"))))
-    assert call("pack", names, packed) == 0
-    (tree / "a/0000.jpg").unlink()
-    names.write_text(names.read_text() + f"{tree}/a/9999.jpg\n")  # which does not exist either
-    capsys.readouterr()
-    assert call("pack", names, packed) == 0
-    printed = capsys.readouterr().out
-    assert "1 removed since (" in printed
-    assert "added since" not in printed
-
-
 def test_packing_again_reads_the_source_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
     (tree / "stray.jpg").write_bytes((tree / "a/0000.jpg").read_bytes())
