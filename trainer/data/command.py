@@ -53,14 +53,8 @@ def _pack(options: argparse.Namespace) -> list[str]:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
     with stage("comparing the source with the pack"):
-        reading = read_source(source.resolve(), of_source)
-        changed = changes_since(reading, options.output).lines()
-    unused = [
-        f"{split.name}/ is not packed ({counted(split.counts.total(), 'image')}): --split {reading.train.name}:"
-        f"{split.name} packs it for evaluation"
-        for split in reading.splits[2:]
-    ]
-    return [_packed(options.output, manifest), *changed, *unused]
+        changed = changes_since(read_source(source.resolve(), of_source), options.output).lines()
+    return [_packed(options.output, manifest), *changed]
 
 
 def _packed(output: Path, manifest: Manifest) -> str:

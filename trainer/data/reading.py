@@ -81,10 +81,9 @@ class Reading:
     def lines(self) -> list[str]:
         """The reading for people: kind, images and classes of each split, what is left out, and what was decided."""
         lines = []
-        for number, split in enumerate(self.splits):
-            name = f"{split.name}/: " if split.name else f"{self.kind}: "
-            unused = ", not used" if number > 1 else ""
-            lines.append(f"{name}{counted(split.counts.total(), 'image')}, {_labels(split)}{unused}")
+        for split in self.splits:
+            name = f"{split.name}/" if split.name else self.kind
+            lines.append(f"{name}: {counted(split.counts.total(), 'image')}, {_labels(split)}")
         if self.train.name:
             lines.insert(0, f"{self.kind}, in {counted(len(self.splits), 'split')}")
         used, left = sum(split.counts.total() for split in self.splits), sum(self.left_out.counts.values())
@@ -133,6 +132,10 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
         unlabelled = found[1].name
         found[1:] = sorted(found[1:], key=lambda one: not one.labelled)
         notes.append(f"{unlabelled}/ has no labels: {found[1].name}/ is for evaluation")
+    notes += [
+        f"{split.name}/ is not used to train or evaluate: --split {found[0].name}:{split.name} evaluates on it"
+        for split in found[2:]
+    ]
     if not found:
         why = f" ({line})" if (line := left_out.line(source)) else ""
         raise ValueError(f"no images in {source}{why}: give a folder, an archive or a list of images")

@@ -91,7 +91,7 @@ def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.Cap
     for name in ("train", "test", "val"):
         plain_tree(tmp_path / "set" / name, 3)
     assert call("pack", tmp_path / "set", tmp_path / "packed") == 0
-    assert "val/ is not packed (3 images): --split train:val packs it" in capsys.readouterr().out
+    assert "val/ is not used to train or evaluate: --split train:val evaluates on it" in capsys.readouterr().err
     assert call("pack", tmp_path / "set/val", tmp_path / "ranged", "--pixel-range", 0, 4095, "--stray", "use") == 0
     assert call("inspect", tmp_path / "ranged") == 0
     assert "  read with --stray use, --pixel-range 0 4095\n" in capsys.readouterr().out
