@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from contextvars import ContextVar
+from time import perf_counter
 
 
 class StageClock:
     """Sums the seconds spent in each stage since `started`; `stage` is the current one."""
 
     def __init__(self, stage: str, started: float | None = None) -> None:
-        self._started = self._since = time.perf_counter() if started is None else started
+        self._started = self._since = perf_counter() if started is None else started
         self.stage = stage
         self.num_rows = 0
         """Rows that the task is about, as far as they are known."""
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def start(self, stage: str) -> str:
         """Ends the current stage, and starts or continues another; returns the one that ended."""
-        now, ended = time.perf_counter(), self.stage
-        self.seconds[ended] = self.seconds.get(ended, 0.0) + now - self._since
+        now, ended = perf_counter(), self.stage
+        self.seconds[ended] += now - self._since
         self.stage, self._since = stage, now
         return ended
 
     def seconds_so_far(self) -> dict[str, float]:
         """The seconds of each stage, including the current one so far; may be called by any thread."""
         seconds, stage, since = self.seconds.copy(), self.stage, self._since
-        return seconds | {stage: seconds.get(stage, 0.0) + time.perf_counter() - since}
+        return seconds | {stage: seconds.get(stage, 0.0) + perf_counter() - since}
 
     def elapsed_seconds(self) -> float:
-        return time.perf_counter() - self._started
+        return perf_counter() - self._started
 
 
 _clock: ContextVar[StageClock | None] = ContextVar("clock", default=None)
