@@ -37,6 +37,7 @@ def named_by(mine: list[float], start: int) -> GivenRates:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 12), RATES, st.none() | RATES, RATES, st.integers(0, 40))
 @example(3, [0.5] * 6, [0.5] * 9, [0.5] * 12, 7)
+@example(0, [0.5] * 4, [0.25] * 6, [0.25] * 6, 3)
 def test_a_shard_uses_what_a_request_names(
     common: int, used: list[float], ahead: list[float] | None, mine: list[float], start: int
 ) -> None:
