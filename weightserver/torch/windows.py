@@ -159,8 +159,8 @@ def dealt_to_nodes(positions: Int64Array, num_nodes: int, *, window_size: int) -
     parts, so that what one machine has too much of goes to the next one. The visits of a part keep their order.
     """
     group_size = min(_LARGEST_GROUP, max(1, window_size // (_GROUPS_OF_NODE * num_nodes)))
-    place = (positions // group_size).astype(np.uint64) * _GOLDEN_RATIO  # modulo 1, as a fraction of 2^64
-    order = np.lexsort((positions, place))
-    size = len(positions)
-    node = np.searchsorted(size * np.arange(1, num_nodes) // num_nodes, np.arange(size), side="right")
-    return order[np.lexsort((order, node))]
+    group, offset = np.divmod(positions.astype(np.uint64), np.uint64(group_size))
+    place = group * _GOLDEN_RATIO + offset  # modulo 1, as a fraction of 2^64
+    node = np.empty(size := len(positions), np.uint16)  # which NumPy sorts by radix
+    node[np.argsort(place, kind="stable")] = (np.arange(1, size + 1) * num_nodes - 1) // size  # shares as of `Ranks`
+    return np.argsort(node, kind="stable")
