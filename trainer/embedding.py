@@ -58,7 +58,7 @@ def _embed(options: argparse.Namespace) -> str:
         of = min(MOST_PARTS, -(-total // _IMAGES_OF_A_TASK))
         part_output(options.output, Part(0, of), _digest(found, images, options))
         _on_ray(options, of)
-        return f"wrote {total:,} images in {of:,} parts to {options.output}{splits}"
+        return f"wrote {of:,} parts of {total:,} images to {options.output}{splits}"
     part, digest, output = options.part or WHOLE, "", options.output
     if options.part:
         if not (total := len(part.range(total))):

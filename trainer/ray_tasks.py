@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import socket
 from collections.abc import Callable
@@ -38,7 +37,6 @@ def on_ray(
         OSError: the cluster went away.
         Exception: what a part raised first; other parts are given up.
     """
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # it is read when Ray is imported
     ray = _ray()
     try:
         if address and re.fullmatch(r"[^/:]+:\d+", address):

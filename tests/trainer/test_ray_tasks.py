@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import wait_until
+from tests.trainer.test_embed import CONFIG, run_with
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, planned_pack
 from trainer.data.packed import PackedImages
@@ -38,6 +40,13 @@ from trainer.stopping import exit_on_error
 with exit_on_error("pack"):
     source, output, address = sys.argv[1:]
     pack_on_ray(Path(source), Path(output), PackOptions(order_seed=5, tar_bytes=20_000), address)
+"""
+EMBED = """
+import sys
+from trainer import embed, embedding
+
+embedding._IMAGES_OF_A_TASK = 8
+embed.main(sys.argv[1:])
 """
 
 
@@ -139,6 +148,24 @@ def test_a_killed_worker_and_a_cluster_that_goes_away(stuck: Path, folder: Path,
     with cluster(folder) as (_, address):
         subprocess.run([*command[:-1], address], check=True, cwd=ROOT, timeout=300)
     assert files(output) == files(tmp_path / "whole")
+
+
+def test_features_are_computed_in_parts(folder: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    tree = plain_tree(tmp_path / "tree", 20)
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    whole, parts = tmp_path / "whole.parquet", tmp_path / "parts"
+    with cluster(folder) as (_, address):
+        command = [sys.executable, "-c", EMBED, str(run), str(tree), "--device", "cpu", "--output"]
+        subprocess.run([*command, str(whole)], check=True, cwd=ROOT, timeout=300)
+        on_ray = ["--engine", "ray", "--address", address]
+        subprocess.run([*command, str(parts), *on_ray], check=True, cwd=ROOT, timeout=300)
+    assert len(list(parts.iterdir())) == 3
+    read, expected = parquet.read_table(parts), parquet.read_table(whole)
+    assert read["path"].to_pylist() == expected["path"].to_pylist()
+    np.testing.assert_allclose(
+        np.stack(read["vector"].to_numpy()), np.stack(expected["vector"].to_numpy()), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_where_there_is_no_cluster(tmp_path: Path) -> None:
