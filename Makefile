@@ -40,6 +40,7 @@ tables-quick: $(EXPERIMENTS) fashion-mnist
 
 # A million glyphs of Debian's fonts, from rendering to nearest neighbours, in hours; repeat it to resume.
 million: $(EXPERIMENTS)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m experiments.million && $(BIN)/python -m experiments page
 
 # Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
@@ -53,7 +54,7 @@ test-guard: $(INSTALLED) fashion-mnist
 # Every test that this machine can run, with the coverage of this process's code; tests that need a missing GPU or Docker
 # are skipped with the reason. Code that runs only in shard processes or other ranks counts as not covered.
 test-all: lint fashion-mnist
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,parquet,onnx]'
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,parquet,onnx,s3,ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --cov --cov-report=term $(PYTEST_FLAGS)
 
 # The tests that need GPUs, one at a time; each is skipped with the reason if its GPUs are missing.

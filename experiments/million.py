@@ -120,7 +120,7 @@ def make(output: Path, fonts: Path | None, sizes: dict[str, int], epochs: float)
                 download_packages(partial, [package for split in PACKAGES.values() for package in split])
         with atomic_directory(images) as partial:
             write_images(partial, unpacked, sizes)
-    _run([*python, "trainer.data", "pack", str(images), str(packed)])
+    _run([*python, "trainer.data", "pack", str(images), str(packed), "--engine", "ray"])
     number = sizes["train"]
     if not (run / "summary.json").exists():
         _run(_train_command(packed, run, number, f"--epochs={epochs}"), output / "memory.jsonl")

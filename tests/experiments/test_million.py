@@ -75,6 +75,7 @@ def test_refuses_a_missing_font_and_a_glyph_that_shows_nothing(fonts: Path) -> N
 def test_end_to_end_and_what_is_there_is_not_made_again(
     fonts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install -c constraints.txt '.[ray]'")
     sizes = {"train": 2_000, "test": 100}
     found = million.make(tmp_path / "out", fonts, sizes, 4.0)
     assert found["summary"]["fetched_rows"] >= 2_000
