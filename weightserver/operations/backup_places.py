@@ -6,10 +6,8 @@ import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from weightserver.common import object_store
 from weightserver.common.atomic_files import PRIVATE_DIRECTORY, PRIVATE_FILE, atomic_directory, atomic_write
@@ -21,45 +19,9 @@ Write = Callable[[str, bytes], None]
 _FILE = re.compile(r"shard-\d+/\w+(-\d+)?\.safetensors")
 
 
-class Place(Protocol):
-    """The folder of one backup. Its methods raise OSError or, of a bucket, ObjectStoreError."""
-
-    @property
-    def name(self) -> str: ...
-    def beside(self, name: str) -> Place:
-        """The folder of that name beside this one."""
-        ...
-
-    def names(self) -> list[str]:
-        """Names of the folders beside this one, in any order, whatever they hold; this one's if it exists."""
-        ...
-
-    def read(self, file: str) -> bytes | None:
-        """A file of the backup; None if there is none."""
-        ...
-
-    def new(self) -> AbstractContextManager[Write]:
-        """Yields what writes the files of a new backup, from any thread; the manifest last. On failure none is left.
-        Raises ValueError if the folder holds something."""
-        ...
-
-    def remove(self) -> None:
-        """Removes the backup; one that is removed in part is none any more."""
-        ...
-
-
-def place_at(path: Path) -> Place:
-    """The place of a backup. Raises ValueError for a bucket without a folder in it."""
-    if not object_store.is_remote(path):
-        return Folder(path)
-    if len(path.parts) < 3:
-        raise ValueError(f"{object_store.shown(path)} is a whole bucket: give s3://BUCKET/NAME")
-    return BucketFolder(path)
-
-
 @dataclass(frozen=True)
 class Folder:
-    """A folder on a disk."""
+    """A folder on a disk. Its methods raise OSError."""
 
     path: Path
 
@@ -71,19 +33,24 @@ class Folder:
         return self.path.resolve().name
 
     def beside(self, name: str) -> Folder:
+        """The folder of that name beside this one."""
         return Folder(self.path.resolve().parent / name)
 
     def names(self) -> list[str]:
+        """Names of the folders beside this one, whatever they hold; of this one too, if it exists."""
         folder = self.path.resolve().parent
         return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
 
     def read(self, file: str) -> bytes | None:
+        """A file of the backup; None if there is none."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return (self.path / file).read_bytes()
         return None
 
     @contextlib.contextmanager
     def new(self) -> Iterator[Write]:
+        """Yields what writes the files of a new backup, from any thread; the manifest last. On failure none is left.
+        Raises ValueError if the folder holds something."""
         with atomic_directory(self.path, mode=PRIVATE_DIRECTORY) as new:
 
             def write(file: str, content: bytes) -> None:
@@ -94,13 +61,15 @@ class Folder:
             yield write
 
     def remove(self) -> None:
+        """Removes the backup; one that is removed in part is none any more."""
         (self.path / MANIFEST).unlink()
         shutil.rmtree(self.path)
 
 
 @dataclass(frozen=True)
 class BucketFolder:
-    """What is below s3://BUCKET/NAME. What a killed backup left there goes when its command is repeated."""
+    """What is below s3://BUCKET/NAME: as `Folder`, but its methods raise ObjectStoreError. What a killed backup left
+    there goes when its command is repeated."""
 
     path: Path
 
@@ -147,3 +116,15 @@ class BucketFolder:
     def remove(self) -> None:
         object_store.remove([self.path / MANIFEST])
         object_store.remove(object_store.below(self.path))
+
+
+Place = Folder | BucketFolder
+
+
+def place_at(path: Path) -> Place:
+    """The place of a backup. Raises ValueError for a bucket without a folder in it."""
+    if not object_store.is_remote(path):
+        return Folder(path)
+    if len(path.parts) < 3:
+        raise ValueError(f"{object_store.shown(path)} is a whole bucket: give s3://BUCKET/NAME")
+    return BucketFolder(path)
