@@ -260,7 +260,8 @@ def load_splits(
     Raises:
         ValueError: a source that cannot be read, or has no images.
     """
-    found = _packed(source, options) if is_packed(source) else _unpacked(source, options)
+    found = open_source(source, options)
+    found.log_left_out()
     side = decoded_side(image_size)
     return {
         name if len(found.splits) > 1 else "": DecodedImages(
@@ -296,7 +297,9 @@ def _make_synthetic(directory: Path | None, num_images: int | None, image_size: 
 _NO_LABELS = StoredLabels(0, lambda: torch.empty(0, dtype=torch.int64))
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """Images of a split or a pack, encoded, and their labels."""
+
     images: Listing | PackedImages
     labels: StoredLabels
     """One for each image, or none."""
@@ -305,28 +308,45 @@ class _Stored(NamedTuple):
     """One for each range of images."""
 
 
-class _Source(NamedTuple):
-    splits: dict[str, _Stored]
+class Source(NamedTuple):
+    """A source of images or a pack."""
+
+    splits: dict[str, Stored]
     """The training images, then the test images, if any, then others."""
     options: SourceOptions
     """How the images become colours."""
     test_place: Path
     """The folder of the test images, for messages."""
-    stored: dict[str, Any]
-    """What a `Dataset` has of the source."""
+    reading: Reading | None
+    """What it was read as; None for a pack."""
+    order: dict[str, Any]
+    """What a `Dataset` has of a pack: `range_sizes` and `order_seed`."""
+
+    def log_left_out(self) -> None:
+        """Logs what the source leaves out."""
+        if self.reading:
+            self.reading.left_out.log(self.reading.source)
 
 
-def _unpacked(source: Path, options: SourceOptions) -> _Source:
+def open_source(source: Path, options: SourceOptions) -> Source:
+    """Opens a source or a pack.
+
+    Raises:
+        ValueError: a source that cannot be read, or has no images.
+    """
+    return _packed(source, options) if is_packed(source) else _unpacked(source, options)
+
+
+def _unpacked(source: Path, options: SourceOptions) -> Source:
     reading = read_source(source, options)
-    reading.left_out.log(source)
     splits = {
         split.name: _stored(split.listing, split.labelled, split.classes, [bytes(split.listing.content)])
         for split in reading.splits
     }
-    return _Source(splits, options, Path(reading.test.source if reading.test else source), {"reading": reading})
+    return Source(splits, options, Path(reading.test.source if reading.test else source), reading, {})
 
 
-def _packed(source: Path, options: SourceOptions) -> _Source:
+def _packed(source: Path, options: SourceOptions) -> Source:
     test = source / "test"
     packs = {"train": PackedImages(source, options)}
     if is_packed(test):
@@ -336,25 +356,26 @@ def _packed(source: Path, options: SourceOptions) -> _Source:
     for name, images in packs.items():
         contents = ["".join(shard.sha256 for shard in part.shards).encode() for part in images.manifest.ranges]
         splits[name] = _stored(images, images.manifest.labelled, images.manifest.classes, contents)
-    stored = {"range_sizes": manifest.sizes, "order_seed": manifest.order_seed}
-    return _Source(splits, options.of_pack(source, manifest.options), test, stored)
+    order = {"range_sizes": manifest.sizes, "order_seed": manifest.order_seed}
+    return Source(splits, options.of_pack(source, manifest.options), test, None, order)
 
 
 def _stored(
     images: Listing | PackedImages, labelled: bool, classes: tuple[str, ...], contents: Iterable[bytes]
-) -> _Stored:
+) -> Stored:
     labels = StoredLabels(len(images) if labelled else 0, lambda: torch.from_numpy(images.labels()))
-    return _Stored(images, labels, classes, tuple(map(_digest, contents)))
+    return Stored(images, labels, classes, tuple(map(_digest, contents)))
 
 
-def _decoded(source: _Source, image_size: int, background: str, threads: int | None) -> Dataset:
+def _decoded(source: Source, image_size: int, background: str, threads: int | None) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
     A single class is no label: every classifier would be right. Test images without labels are omitted, as are, with a
     line, those of a class that no training image has. Classes have the training images' numbers.
     """
+    source.log_left_out()
     train, test, *_ = *source.splits.values(), None
-    stored = source.stored
+    untested = NO_TEST_IMAGES
 
     def decoded(images: Listing | PackedImages) -> DecodedImages:
         side = decoded_side(image_size)
@@ -362,15 +383,15 @@ def _decoded(source: _Source, image_size: int, background: str, threads: int | N
 
     train_images = decoded(train.images)
     if _are_of_one_class(train):
-        stored["untested"] = "all images are of one class, which is no label"
+        untested = "all images are of one class, which is no label"
         train = train._replace(labels=_NO_LABELS)
     labels = torch.empty(0, dtype=torch.int64)
     if test and len(test.labels) and len(train.labels):
         own = test.labels.read()
-        labels = _as_in_training(own, test.classes, train)
+        labels = as_in_training(own, test.classes, train)
         others = torch.nonzero((labels == NO_LABEL) & (own != NO_LABEL))[:, 0].tolist()
         if not (labels != NO_LABEL).any():
-            stored["untested"] = f"no training image is of a class of the test images in {source.test_place}"
+            untested = f"no training image is of a class of the test images in {source.test_place}"
             labels = labels[:0]
         elif others:
             left_out = LeftOut()
@@ -385,11 +406,13 @@ def _decoded(source: _Source, image_size: int, background: str, threads: int | N
         test_digests=test.digests if test and len(labels) else (),
         class_names=train.classes,
         evaluated_side=image_size,
-        **stored,
+        untested=untested,
+        reading=source.reading,
+        **source.order,
     )
 
 
-def _as_in_training(labels: Tensor, classes: Sequence[str], train: _Stored) -> Tensor:
+def as_in_training(labels: Tensor, classes: Sequence[str], train: Stored) -> Tensor:
     """The labels of test images by the numbers that their classes have among the training images, int64 [M];
     `NO_LABEL` for a class that these lack. Only numbers without names are compared with the training images' labels."""
     if bool(classes) != bool(train.classes):
@@ -400,7 +423,7 @@ def _as_in_training(labels: Tensor, classes: Sequence[str], train: _Stored) -> T
     return torch.tensor([*(number_of.get(name, NO_LABEL) for name in classes), NO_LABEL])[labels]
 
 
-def _are_of_one_class(train: _Stored) -> bool:
+def _are_of_one_class(train: Stored) -> bool:
     if train.classes or not len(train.labels):
         return len(train.classes) == 1
     labels = train.labels.read()

@@ -5,31 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
 from trainer.data.config import SourceOptions
+from trainer.data.datasets import Stored, as_in_training, open_source
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Listing
-from trainer.data.manifest import Manifest, is_packed
 from trainer.data.packed import PackedImages
-from trainer.data.reading import kind_of_labels, read_source
+from trainer.data.reading import kind_of_labels
 from trainer.data.survey import sample
 
 _SAMPLE = 1_000
 _SHOWN = 10
-_NO_LABEL = "no label"
-
-
-class _Part(NamedTuple):
-    """A split of a source, or a pack."""
-
-    title: Sequence[str]
-    images: Listing | PackedImages
-    counts: Counter[int]
-    """Number of images of each label."""
-    classes: Sequence[str]
 
 
 def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
@@ -38,48 +26,41 @@ def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
     Raises:
         ValueError: a source that cannot be read, or has no images.
     """
-    if is_packed(source):
-        options = options.of_pack(source, Manifest.load(source).options)
-        parts = [_of_pack(directory) for directory in (source, source / "test") if is_packed(directory)]
-    else:
-        reading = read_source(source, options)
-        yield f"{source}"
-        yield from (f"  {line}" for line in reading.lines())
-        parts = [_Part([f"{one.name or 'images'}:"], one.listing, one.counts, one.classes) for one in reading.splits]
-    for number, part in enumerate(parts):
-        yield from part.title
+    found = open_source(source, options)
+    train, *_ = found.splits.values()
+    if found.reading:
+        yield from (f"{source}", *(f"  {line}" for line in found.reading.lines()))
+    for number, (name, part) in enumerate(found.splits.items()):
+        yield from _title(part.images) if isinstance(part.images, PackedImages) else [f"{name or 'images'}:"]
         if number == 1:
-            yield from (f"  {line}" for line in _without_training(part, parts[0]))
-        yield from (f"  {line}" for line in _lines(part, options))
+            yield from (f"  {line}" for line in _without_training(part, train))
+        yield from (f"  {line}" for line in _lines(part, found.options))
 
 
-def _of_pack(directory: Path) -> _Part:
-    images = PackedImages(directory)
+def _title(images: PackedImages) -> Iterator[str]:
     manifest = images.manifest
     kind = kind_of_labels(manifest.labelled, manifest.classes)
+    yield f"{images.directory}: a pack of {len(images):,} images, {kind}, in the order of seed {manifest.order_seed}:"
+    yield from (f"  {part.count:,} images of {part.source}" for part in manifest.ranges)
     broken = f"; {len(images.replaced):,} broken, others stand for them" if len(images.replaced) else ""
-    title = [
-        f"{directory}: a pack of {len(images):,} images, {kind}, in the order of seed {manifest.order_seed}:",
-        *(f"  {part.count:,} images of {part.source}" for part in manifest.ranges),
-        f"  read with {manifest.options.said or 'no options'}{broken}",
-    ]
-    return _Part(title, images, Counter(images.labels().tolist()), manifest.classes)
+    yield f"  read with {manifest.options.said or 'no options'}{broken}"
 
 
-def _without_training(tests: _Part, train: _Part) -> Iterator[str]:
+def _without_training(tests: Stored, train: Stored) -> Iterator[str]:
     """A line for test images of classes that no training image has, which evaluations leave out."""
-    alike = bool(tests.classes) == bool(train.classes)  # names are compared with names only
-    known = {_name(train.classes, label) for label in train.counts} if alike else set[str]()
-    others = {name: n for label, n in tests.counts.items() if (name := _name(tests.classes, label)) not in known}
-    others.pop(_NO_LABEL, None)
-    if others and train.counts.keys() - {NO_LABEL}:
-        named = ", ".join(sorted(others)[:_SHOWN]) + ", …" * (len(others) > _SHOWN)
-        yield f"{sum(others.values()):,} images of classes that no training image has, not evaluated: {named}"
+    if len(tests.labels) and len(train.labels):
+        own = tests.labels.read()
+        others = own[(as_in_training(own, tests.classes, train) == NO_LABEL) & (own != NO_LABEL)]
+        names = sorted({_name(tests.classes, label) for label in others.tolist()})
+        if names:
+            named = ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
+            yield f"{len(others):,} images of classes that no training image has, not evaluated: {named}"
 
 
-def _lines(part: _Part, options: SourceOptions) -> Iterator[str]:
-    if part.counts.keys() - {NO_LABEL}:
-        most = part.counts.most_common()
+def _lines(part: Stored, options: SourceOptions) -> Iterator[str]:
+    counts = Counter(part.labels.read().tolist())
+    if counts.keys() - {NO_LABEL}:
+        most = counts.most_common()
         named = [f"{_name(part.classes, label)} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
     images = DecodedImages(part.images, 1, options)
@@ -99,7 +80,7 @@ def _lines(part: _Part, options: SourceOptions) -> Iterator[str]:
 
 
 def _name(names: Sequence[str], label: int) -> str:
-    return _NO_LABEL if label == NO_LABEL else names[label] if names else str(label)
+    return "no label" if label == NO_LABEL else names[label] if names else str(label)
 
 
 def _duplicates(images: Listing | PackedImages) -> Iterator[str]:
