@@ -57,6 +57,8 @@ class Proxy:
         """Of the coming GETs, one each."""
         self.always: Fault | None = None
         """Of all requests."""
+        self.refused = ""
+        """Writes of objects whose path begins so are answered with 403."""
         self._closing = threading.Event()
         proxy = self
 
@@ -98,7 +100,7 @@ class Proxy:
 
     def heal(self) -> None:
         self.faults.clear()
-        self.always = None
+        self.always, self.refused = None, ""
         self.requests.clear()
 
     def close(self) -> None:
@@ -114,8 +116,9 @@ class Proxy:
         if fault is None and handler.command == "GET" and self.faults:
             fault = self.faults.popleft()
         content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        if fault is Fault.BUSY:
-            handler.send_response(503)
+        is_refused = self.refused and handler.command == "PUT" and path.startswith(self.refused)
+        if fault is Fault.BUSY or is_refused:
+            handler.send_response(403 if is_refused else 503)
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return

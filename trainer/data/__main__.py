@@ -5,6 +5,7 @@ pic pack images/train packed/                # repeat it to continue after an in
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
 pic pack images/train packed/ --part 2/8     # one of eight processes, each with a part
 pic pack merge packed/                       # when all parts are packed
+pic pack images/ s3://bucket/packed --cache-dir /nvme/images
 pic verify packed/
 """
 
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         type=to_location,
         help="a folder of images, class folders, tars or splits; an archive; or a list; on a disk or at s3://",
     )
-    packing.add_argument("output", type=to_path, help="the packed directory")
+    packing.add_argument("output", type=to_location, help="the packed directory, or s3://BUCKET/PACK")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
     packing.add_argument("--extend", action="store_true", help="add the images that are not packed yet, as new ids")
     packing.add_argument("--threads", type=int, default=usable_cores(), help="decoding threads (default one per core)")

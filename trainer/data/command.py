@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.data.bucket_packs import staging, upload
 from trainer.data.bucket_sources import local_source
 from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
@@ -18,6 +19,8 @@ from trainer.data.reading import counted, read_source
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
+from weightserver.common.object_store import is_remote
+from weightserver.common.object_store import shown as shown_path
 
 
 def run(options: argparse.Namespace) -> NoReturn:
@@ -36,6 +39,11 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 
 def _pack(options: argparse.Namespace) -> list[str]:
+    target = options.output
+    if is_remote(target):
+        if options.part:
+            raise ValueError("--part packs into a directory: give one on a disk")
+        options.output = staging(target, source_options(options))
     of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
     how = PackOptions(
         order_seed=options.order_seed,
@@ -54,6 +62,10 @@ def _pack(options: argparse.Namespace) -> list[str]:
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
     with stage("comparing the source with the pack"):
         changed = changes_since(read_source(source.resolve(), of_source), options.output).lines()
+    if is_remote(target):
+        with stage(f"uploading to {shown_path(target)}"):
+            upload(options.output, target)
+        changed.append(f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it")
     return [_packed(options.output, manifest), *changed]
 
 

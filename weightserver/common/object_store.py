@@ -114,6 +114,27 @@ def write(path: Path, content: bytes) -> None:
         _obstore().put(store, key, content, chunk_size=PART_BYTES)
 
 
+def upload(path: Path, target: Path, *, sha256: str = "") -> None:
+    """Makes or replaces an object by a file, in several requests at a time. Raises ObjectStoreError.
+
+    Args:
+        sha256: of the content, for `digest_of`.
+    """
+    with _asking(target) as (store, key):
+        _obstore().put(store, key, path, chunk_size=PART_BYTES, attributes={"sha256": sha256} if sha256 else None)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 with which an object was uploaded; empty if there is none. Raises ObjectStoreError."""
+    try:
+        with _asking(path) as (store, key):
+            return str(_obstore().get(store, key, options={"head": True}).attributes.get("sha256", ""))
+    except ObjectStoreError as error:
+        if error.reason is Reason.MISSING:
+            return ""
+        raise
+
+
 def below(path: Path) -> list[Path]:
     """The objects below a path, in any order. Raises ObjectStoreError."""
     return [one.path for one in found_below(path)]

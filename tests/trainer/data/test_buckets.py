@@ -24,7 +24,7 @@ from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import Listing
-from trainer.data.manifest import Manifest
+from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
@@ -350,3 +350,66 @@ def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shard
     with pytest.raises(ValueError, match="give --cache-dir"):
         read_source(SOURCE)
     assert not list((tmp_path / "cache").rglob("*.tar"))
+
+
+def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path) -> None:
+    """An upload that is cut off leaves no pack; the same command sends what is missing, and the manifest last."""
+    target, place = Path("s3://images/made"), tmp_path / "cache/packs/images/made"
+    tree = plain_tree(tmp_path / "tree/train", 30).parent
+    plain_tree(tree / "val", 10)
+    command = ["pack", str(tree), "s3://images/made", "--cache-dir", str(tmp_path / "cache")]
+    bucket.refused = "/images/made/images-"
+    assert call(*command) == 1
+    assert not is_packed(target)
+    bucket.heal()
+    assert call(*command) == 0
+    sent = [one.path for one in bucket.requests if one.method in ("PUT", "POST")]
+    assert sent[-1] == "/images/made/manifest.json"
+    assert not [path for path in sent if path.startswith("/images/made/test/rows-")], "they were sent before"
+    assert stored(target) == {path.relative_to(place): path.read_bytes() for path in place.rglob("*-*.*")} | {
+        Path(name): (place / name).read_bytes() for name in ("manifest.json", "test/manifest.json")
+    }
+    near = load_dataset("packed", place, image_size=16)
+    far = load_dataset("packed", target, image_size=16, options=options(tmp_path / "other"))
+    assert np.array_equal(far.train_images[:], near.train_images[:])
+    assert np.array_equal(far.test_labels, near.test_labels)
+    plain_tree(tree / "train", 6, first=30)
+    assert call(*command, "--extend") == 0
+    assert Manifest.load(target) == Manifest.load(place)
+    assert Manifest.load(target).sizes == (30, 6)
+    bucket.heal()
+    assert call(*command) == 0
+    assert {one.path for one in bucket.requests if one.method == "PUT"} == {"/images/made/.writable"}
+
+
+def stored(target: Path) -> dict[Path, bytes]:
+    return {path.relative_to(target): objects.read(path) for path in objects.below(target)}
+
+
+def test_a_place_for_a_pack_that_cannot_be_used_is_refused_first(
+    bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = plain_tree(tmp_path / "tree", 3)
+    cache_dir = ["--cache-dir", str(tmp_path / "cache")]
+    before = stored(PACK)
+    for arguments, message in (
+        (["s3://images/new"], "give --cache-dir"),
+        (["s3://nowhere/new", *cache_dir], Reason.MISSING.value),
+        ([str(PACK), *cache_dir], "s3://images/packed holds a pack, and"),
+        (["s3://images/new", *cache_dir, "--part", "0/2"], "--part packs into a directory"),
+    ):
+        assert call("pack", str(tree), *arguments) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    place = tmp_path / "cache/packs/images/packed"
+    pack(tree, place, PackOptions())
+    assert call("pack", str(tree), str(PACK), *cache_dir) == 1
+    assert "s3://images/packed holds another pack than" in capsys.readouterr().err
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another secret")
+    objects._bucket.cache_clear()
+    assert call("pack", str(tree), "s3://images/new", *cache_dir) == 1
+    assert Reason.DENIED.value in capsys.readouterr().err
+    monkeypatch.undo()
+    objects._bucket.cache_clear()
+    assert stored(PACK) == before
+    assert not objects.below(Path("s3://images/new"))

@@ -1,0 +1,59 @@
+"""Packs for a bucket: they are packed below --cache-dir and then uploaded, the manifest last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.data.config import SourceOptions
+from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, shards_path, tar_path
+from weightserver.common import object_store
+from weightserver.common.object_store import shown
+
+_TESTS = "test"
+
+
+def staging(target: Path, options: SourceOptions) -> Path:
+    """Where a pack for a bucket is packed before it is uploaded.
+
+    Raises:
+        ValueError: no --cache-dir, or a bucket that cannot be written.
+    """
+    place = options.in_cache("packs", *target.parts[1:])
+    trial = target / ".writable"  # before hours of packing
+    object_store.write(trial, b"")
+    object_store.remove([trial])
+    if is_packed(target) and not is_packed(place):
+        raise ValueError(
+            f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
+        )
+    return place
+
+
+def upload(directory: Path, target: Path) -> None:
+    """Uploads a finished pack, with that of its test images. What an earlier call has uploaded is not sent again.
+
+    Raises:
+        ValueError: the bucket refuses or does not answer, or holds another pack.
+    """
+    packs = [(directory, target)]
+    if is_packed(directory / _TESTS):
+        packs.insert(0, (directory / _TESTS, target / _TESTS))
+    for here, there in packs:
+        _upload(here, there)
+
+
+def _upload(here: Path, there: Path) -> None:
+    manifest = Manifest.load(here)
+    before = Manifest.load(there) if is_packed(there) else replace(manifest, ranges=())
+    if (before.order_seed, before.ranges) != (manifest.order_seed, manifest.ranges[: len(before.ranges)]):
+        raise ValueError(f"{shown(there)} holds another pack than {here}: give another place")
+    for part in manifest.ranges[len(before.ranges) :]:
+        for shard in part.shards:
+            tar = tar_path(here, shard.first)
+            if object_store.digest_of(there / tar.name) != shard.sha256:
+                object_store.upload(tar, there / tar.name, sha256=shard.sha256)
+        for path in (index_path(here, part.first), listing_path(here, part.first), shards_path(here, part.first)):
+            object_store.upload(path, there / path.name)
+    if before != manifest:
+        object_store.upload(here / "manifest.json", there / "manifest.json")
