@@ -204,7 +204,7 @@ def _copy_shard(
         files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
 
     reader = CheckpointReader(client, shard, checkpoint.name, info, since=backup_name(base.kept) if base else "")
-    if base is not None and reader.digest(reader.since).hex() != base.shards[shard]["digest"]:
+    if base is not None and reader.digest(reader.since).hex() != base.shards[shard].get("digest"):
         raise ClusterError(
             f"shard {shard} keeps other blocks of checkpoint {base.checkpoint!r} than its backup has, as after a "
             "reshard: make a backup that is not incremental"

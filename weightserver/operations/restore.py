@@ -46,7 +46,7 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
             builder.add(version, content)
             named.append((version.block, version.write_id))
             num_rows += codec.num_written(content)
-        if digest(named).hex() != made.shards[shard]["digest"]:
+        if digest(named).hex() != made.shards[shard].get("digest"):
             raise StorageError(f"{place} has other blocks of shard {shard} than it had: use another backup")
         builder.finish(_table_state(made, shard, reader.learning_rates(shard)), rows_stored=num_rows)
     return made, num_rows

@@ -101,6 +101,11 @@ def test_a_chain_without_a_link_says_which(weightserver: Weightserver, client: W
     with pytest.raises(StorageError, match="wed has other blocks of shard 0 than it had"):
         restore(tmp_path / "wed", tmp_path / "new", shard=0)
     assert same(restored(full, tmp_path / "again"), kept["full"])
+    older = read_backup(Folder(full))
+    del older.shards[0]["digest"]  # as an earlier commit of this version wrote it
+    rewrite(full, older)
+    with pytest.raises(StorageError, match="full has other blocks of shard 0 than it had"):
+        restore(full, tmp_path / "older", shard=0)
 
 
 @pytest.mark.parametrize("what", ["rolled back", "released", "an earlier checkpoint", "another table", "moved away"])
