@@ -89,10 +89,20 @@ def part_command(tree: Path, output: Path, part: str) -> list[object]:
     return ["-c", PACK, tree, output, part]
 
 
+def waits_for_a_lock(process: subprocess.Popen[str]) -> bool:
+    return re.search(rf"-> FLOCK .* {process.pid} ", Path("/proc/locks").read_text()) is not None
+
+
 def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, packed: Path, tmp_path: Path) -> None:
-    """One of them lists the images."""
+    """One of them lists the images, while the others wait."""
     output = tmp_path / "packed"
-    with processes(*(part_command(tree, output, f"{number}/3") for number in range(3))) as started:
+    output.mkdir()
+    with (
+        locked(output / LOCK, fcntl.LOCK_EX) as lock,
+        processes(*(part_command(tree, output, f"{number}/3") for number in range(3))) as started,
+    ):
+        wait_until(lambda: all(map(waits_for_a_lock, started)), seconds=200)
+        fcntl.flock(lock, fcntl.LOCK_UN)
         errors = [process.communicate(timeout=300)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0, 0], errors
     assert "".join(errors).count("left out of") == 1
@@ -247,8 +257,7 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
         merge(output)
     assert files(output) == before
     with locked(output / LOCK, fcntl.LOCK_EX) as lock, processes(part_command(tree, output, "0/2")) as (process,):
-        waiting = re.compile(rf"-> FLOCK .* {process.pid} ")
-        wait_until(lambda: waiting.search(Path("/proc/locks").read_text()) is not None)
+        wait_until(lambda: waits_for_a_lock(process), seconds=200)
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert process.wait(300) == 0
 
