@@ -315,7 +315,9 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert call(*command) == call("pack", str(shards / "{00000..00002}.tar"), str(tmp_path / "near")) == 0
     assert Manifest.load(tmp_path / "far").shards == Manifest.load(tmp_path / "near").shards
     assert not bucket.ranges()
-    upload(shards / "00000.tar", SOURCE.with_name("00001.tar"))
+    longer = tmp_path / "longer.tar"  # an object's time has whole seconds
+    longer.write_bytes((shards / "00000.tar").read_bytes() + bytes(tarfile.RECORDSIZE))
+    upload(longer, SOURCE.with_name("00001.tar"))
     (tmp_path / "cache/sources/images/source/gone.tar").write_bytes((shards / "00000.tar").read_bytes())
     copied = read_source(SOURCE.parent, options(tmp_path)).train.listing
     assert len(copied) == 36
