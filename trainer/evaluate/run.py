@@ -24,6 +24,7 @@ from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import Subject, load_subject
 from trainer.settings import flag
 from weightserver.common.logs import Remark, say
+from weightserver.common.object_store import shown
 
 DIRECTORY = "evaluation"
 """Folder of results, in the run's directory."""
@@ -101,7 +102,7 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
     digest.update(json.dumps([dataset.digests, dataset.test_digests]).encode())
     images: dict[str, Any] = {
         "dataset": name,
-        "data_dir": directory and str(directory),
+        "data_dir": directory and shown(directory),
         "train_images": len(dataset.train_images),
         "test_images": len(dataset.test_images),
         "classes": len(torch.unique(dataset.train_labels)),

@@ -105,14 +105,15 @@ class Subject:
 
     def reading_of(self, source: Path | None) -> SourceOptions:
         """How images are read: the run's own, also those of which its pack was made, as in the run; others with its
-        pixels."""
+        pixels and its cache."""
         own = self.images
+        pixels = replace(own.of_pixels, cache_dir=own.cache_dir, cache_gib=own.cache_gib)
         if source is None or own.data_dir is None:
-            return own.of_pixels
+            return pixels
         if source.resolve() == own.data_dir.resolve():
             return own
         packed = Manifest.load(own.data_dir) if is_packed(own.data_dir) else None
-        return replace(own, **packed.options.given | own.given) if packed and packed.is_of(source) else own.of_pixels
+        return replace(own, **packed.options.given | own.given) if packed and packed.is_of(source) else pixels
 
 
 def load_subject(options: SubjectOptions, ranks: Ranks | None = None) -> Subject:

@@ -28,6 +28,7 @@ from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
+from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from weightserver.common import object_store as objects
 from weightserver.common.object_store import ObjectStoreError, Reason
@@ -120,7 +121,7 @@ def num_segments(directory: Path) -> int:
 
 
 def test_a_run_on_a_bucket_is_that_on_a_disk(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
-    """Busy answers and cut ones change nothing, and what is in the cache is not fetched again."""
+    """Busy answers and cut ones change nothing; what is cached is not fetched again; evaluations read buckets too."""
     settings: dict[str, Any] = {"dataset": "packed", "num_images": None, "rows": "dense", "steps": 6}
     cached = {"cache_dir": tmp_path / "cache", "cache_gib": 0.01}
     train(small_run(tmp_path / "disk", data_dir=directory, **settings))
@@ -134,6 +135,13 @@ def test_a_run_on_a_bucket_is_that_on_a_disk(bucket: Proxy, directory: Path, tmp
     train(small_run(tmp_path / "again", data_dir=PACK, **settings, **cached))
     assert losses(tmp_path / "again") == losses(tmp_path / "disk")
     assert not bucket.ranges()
+    copy = Path("s3://images/copy")
+    for path in (path for path in directory.rglob("*") if path.is_file()):
+        upload(path, copy / path.relative_to(directory))
+    run = ["--run", str(tmp_path / "again"), "--output", str(tmp_path), "--name", "result"]
+    for where, data_dir in (([], "s3://images/packed"), (["--data-dir", "s3://images/copy"], "s3://images/copy")):
+        evaluate(["knn", *run, *where])
+        assert json.loads((tmp_path / "result.json").read_text())["data_dir"] == data_dir
 
 
 def test_labels_paths_and_test_images_are_those_of_the_pack(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
