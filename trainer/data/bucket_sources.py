@@ -6,6 +6,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from zlib import crc32
 
 from trainer.data.cache import locked
 from trainer.data.config import SourceOptions
@@ -85,15 +86,20 @@ def _objects(source: Path) -> list[Found]:
 
 
 def _copy(one: Found, target: Path) -> None:
-    """Copies an object unless its copy is there, of the same length and time."""
-    written = int(one.written.timestamp())
-    if target.is_file() and (target.stat().st_size, target.stat().st_mtime) == (one.bytes, written):
+    """Copies an object unless its copy is there, of the same length and version."""
+    stamp = _stamp(one)
+    if target.is_file() and (target.stat().st_size, target.stat().st_mtime_ns) == (one.bytes, stamp):
         return
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
             copy_range(one.path, 0, one.bytes, file)
-        os.utime(path, (written, written))
+        os.utime(path, ns=(stamp, stamp))
 
     make_directory(target.parent)
     atomic_write(target, write)
+
+
+def _stamp(one: Found) -> int:
+    """The time of modification, ns, of an object's copy. Stores tell whole seconds: the rest tells versions apart."""
+    return int(one.written.timestamp()) * 10**9 + crc32(one.version.encode()) % 10**9

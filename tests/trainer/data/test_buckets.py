@@ -305,10 +305,13 @@ def shards(bucket: Proxy, tmp_path: Path) -> Path:
                 tar.add(image, f"{number}{image.stem}.jpg")
                 (tree / "label").write_text(str(int(image.stem) % 3))
                 tar.add(tree / "label", f"{number}{image.stem}.cls")
+        with path.open("ab") as padded:  # all have one length
+            padded.truncate(_SHARD_BYTES)
         upload(path, Path("s3://images/source") / path.name)
     return tmp_path / "shards"
 
 
+_SHARD_BYTES = 20 * tarfile.RECORDSIZE
 SOURCE = Path("s3://images/source/{00000..00002}.tar")
 
 
@@ -323,9 +326,7 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert call(*command) == call("pack", str(shards / "{00000..00002}.tar"), str(tmp_path / "near")) == 0
     assert Manifest.load(tmp_path / "far").shards == Manifest.load(tmp_path / "near").shards
     assert not bucket.ranges()
-    longer = tmp_path / "longer.tar"  # an object's time has whole seconds
-    longer.write_bytes((shards / "00000.tar").read_bytes() + bytes(tarfile.RECORDSIZE))
-    upload(longer, SOURCE.with_name("00001.tar"))
+    upload(shards / "00000.tar", SOURCE.with_name("00001.tar"))  # of the same length, perhaps in the same second
     (tmp_path / "cache/sources/images/source/gone.tar").write_bytes((shards / "00000.tar").read_bytes())
     copied = read_source(SOURCE.parent, options(tmp_path)).train.listing
     assert len(copied) == 36
