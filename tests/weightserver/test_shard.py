@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +400,18 @@ def test_a_copied_checkpoint_stays(served: Served) -> None:
     served.do(lambda batch: batch.rollback(header(9), "copy"))
     assert np.array_equal(served.weights(), kept)
     assert [known.name for known in served.shard.state.checkpoints] == ["copy"]
+
+
+def test_a_restored_shard_accepts_no_writer_before_a_session(served: Served, tmp_path: Path) -> None:
+    """It has the epoch of its backup, of which a writer may still run."""
+    with served.storage.write() as txn:
+        records.write_state(txn, replace(records.read_state(txn), session_id=""))
+    served.close()
+    with closing(Served(tmp_path)) as restored:
+        with pytest.raises(FencedError, match=r"session 1 is not known, .*: open a session first"):
+            restored.push(1)
+        restored.do(lambda batch: batch.open_session("next", 2, SESSION_ID))
+        assert restored.push(1, epoch=2) is True
 
 
 def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None:
