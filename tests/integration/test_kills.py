@@ -1,6 +1,6 @@
 """Shards that die at points of a commit while a run trains, and are restarted as by a supervisor: nothing changes.
 
-Kills at random times are in test_histories.py and tests/head/test_kills.py.
+Kills at random times are in test_histories.py, a killed shard under a head in tests/head/test_breaks.py.
 """
 
 from __future__ import annotations
