@@ -160,6 +160,7 @@ FAULTS = {
         "secure",
         _call_with_another_token,
         {"TokensRefused": (420, 540)},
+        names_shard=False,  # it calls both
     ),
     "trainer": Fault("the trainer is killed", "trainer", _kill_trainer, {"TrainerGone": (780, 900)}),
     "drained": Fault(
