@@ -7,8 +7,7 @@ from pathlib import Path
 
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, shards_path, tar_path
-from weightserver.common import object_store
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import digest_of, remove, shown, upload, write
 
 _TESTS = "test"
 
@@ -21,8 +20,8 @@ def staging(target: Path, options: SourceOptions) -> Path:
     """
     place = options.in_cache("packs", *target.parts[1:])
     trial = target / ".writable"  # before hours of packing
-    object_store.write(trial, b"")
-    object_store.remove([trial])
+    write(trial, b"")
+    remove([trial])
     if is_packed(target) and not is_packed(place):
         raise ValueError(
             f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
@@ -30,7 +29,7 @@ def staging(target: Path, options: SourceOptions) -> Path:
     return place
 
 
-def upload(directory: Path, target: Path) -> None:
+def upload_pack(directory: Path, target: Path) -> None:
     """Uploads a finished pack, with that of its test images. What an earlier call has uploaded is not sent again.
 
     Raises:
@@ -51,9 +50,9 @@ def _upload(here: Path, there: Path) -> None:
     for part in manifest.ranges[len(before.ranges) :]:
         for shard in part.shards:
             tar = tar_path(here, shard.first)
-            if object_store.digest_of(there / tar.name) != shard.sha256:
-                object_store.upload(tar, there / tar.name, sha256=shard.sha256)
+            if digest_of(there / tar.name) != shard.sha256:
+                upload(tar, there / tar.name, sha256=shard.sha256)
         for path in (index_path(here, part.first), listing_path(here, part.first), shards_path(here, part.first)):
-            object_store.upload(path, there / path.name)
+            upload(path, there / path.name)
     if before != manifest:
-        object_store.upload(here / "manifest.json", there / "manifest.json")
+        upload(here / "manifest.json", there / "manifest.json")

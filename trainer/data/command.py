@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.data.bucket_packs import staging, upload
+from trainer.data.bucket_packs import staging, upload_pack
 from trainer.data.bucket_sources import local_source
 from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
@@ -64,7 +64,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
         changed = changes_since(read_source(source.resolve(), of_source), options.output).lines()
     if is_remote(target):
         with stage(f"uploading to {shown_path(target)}"):
-            upload(options.output, target)
+            upload_pack(options.output, target)
         changed.append(f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it")
     return [_packed(options.output, manifest), *changed]
 

@@ -20,6 +20,7 @@ import grpc
 from weightserver.client import metrics
 from weightserver.common.logs import OncePerSecond, new_request_id
 from weightserver.common.metrics import LATE_SECONDS, size_class
+from weightserver.common.tracing import CLIENT, spans
 from weightserver.core.errors import WeightServerError, WrongShardError
 from weightserver.protocol.status import outcome_of, status_of
 
@@ -124,6 +125,9 @@ class CallWatch:
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
+        if traced := spans(CLIENT):
+            values: dict[str, int | str] = {"shard": call.shard, "rows": call.num_rows, "attempts": call.num_attempts}
+            traced.call_ended(call.request_id, call.method, seconds, call.outcome, values)
         if seconds >= SLOW_SECONDS and call.num_attempts == 1 and self._may_log(call.labels):
             _log.warning(
                 "slow call: %(target)s took %(seconds).1f s for %(method)s of %(rows)d rows (%(outcome)s, %(request)s)",

@@ -24,6 +24,7 @@ from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
 from weightserver.client.threads import require_caller
 from weightserver.common.logs import REQUEST_ID, new_request_id
+from weightserver.common.tracing import CLIENT, spans
 from weightserver.common.version import __version__
 from weightserver.core.errors import ClusterError, DataLossError, InvalidRequestError, WeightServerError
 from weightserver.core.lineage import is_earlier
@@ -248,6 +249,8 @@ class ShardConnection:
         """Deadline and metadata of an attempt."""
         mark = acknowledged or self.acknowledged
         metadata = [*self._known_metadata(), *([(ACKNOWLEDGED_KEY, mark)] if mark else []), (REQUEST_ID, request_id)]
+        if traced := spans(CLIENT):
+            metadata += traced.header(request_id)
         if self.table:
             metadata.append((TABLE_KEY, self.table.hex()))
         seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)

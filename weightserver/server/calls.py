@@ -17,6 +17,7 @@ import grpc
 from weightserver.common.logs import OncePerSecond
 from weightserver.common.metrics import size_class
 from weightserver.common.stages import StageClock, call_clock
+from weightserver.common.tracing import SHARD, TRACE_KEY, spans
 from weightserver.common.version import __version__, works_with
 from weightserver.core.errors import (
     DamagedRecordError,
@@ -139,6 +140,10 @@ class Calls:
             clock.start("end")
             seconds = clock.elapsed_seconds()
             self._metrics.answered(method, status, size_class(clock.num_rows), seconds)
+            if traced := spans(SHARD):
+                header = str(dict(context.invocation_metadata()).get(TRACE_KEY, ""))
+                values = {"shard": self._shard.shard, "rows": clock.num_rows}
+                traced.answered(header, method, seconds, status.name, values, clock.seconds)
             if seconds >= self._slow_seconds:
                 self._log_slow(method, status.name, seconds, clock)
 

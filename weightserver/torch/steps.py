@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightserver.common.tracing import CLIENT, spans
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.agreement import Agreement, Doing, ids_of_all_ranks
 from weightserver.torch.arguments import checked_ids
@@ -260,3 +261,5 @@ class Steps:
         """Updates the rows by the step in progress, which ends it: the store then has its number."""
         step.update(gradients)
         self._begun = None
+        if traced := spans(CLIENT):
+            traced.step_ended(step.number)

@@ -1,0 +1,148 @@
+"""Spans of a head's steps, its calls and the shards' answers, as a collector receives them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightserver import LocalCluster
+from weightserver.common import tracing
+
+pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry: pip install '.[otel]'")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from weightserver.torch import ClassifierHead
+
+
+class Collector:
+    """What arrived, by the name of the program; one event for each arrival."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[Any]] = {}
+        self.arrived = threading.Condition()
+
+    def add(self, content: bytes) -> None:
+        with self.arrived:
+            for part in ExportTraceServiceRequest.FromString(content).resource_spans:
+                (service,) = (one.value.string_value for one in part.resource.attributes if one.key == "service.name")
+                self.spans.setdefault(service, []).extend(span for scope in part.scope_spans for span in scope.spans)
+            self.arrived.notify_all()
+
+
+@contextmanager
+def collector() -> Iterator[tuple[Collector, str]]:
+    found = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            found.add(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield found, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def values(span: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    tracing.spans.cache_clear()
+    yield
+    if found := tracing.spans(tracing.CLIENT):
+        found.close()
+    tracing.spans.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_step_its_calls_and_their_answers_are_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as (found, address):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        with LocalCluster(2, tmp_path) as cluster:
+            with ClassifierHead(200, 8, num_negatives=32, servers=cluster.addresses, run="a", rows="remote") as head:
+                for first in (0, 8, 16):
+                    embeddings = torch.ones(8, 8).normal_().requires_grad_()
+                    head(embeddings, torch.arange(first, first + 8)).backward()
+                    head.step(learning_rate=0.1)
+                head.flush()
+
+            def complete() -> bool:
+                methods = {span.name for span in found.spans.get(tracing.SHARD, [])}
+                steps = [span for span in found.spans.get(tracing.CLIENT, []) if span.name.startswith("step ")]
+                return {"Fetch", "PushGradients"} <= methods and len(steps) == 3
+
+            with found.arrived:
+                assert found.arrived.wait_for(complete, 60), found.spans.keys()
+        of_head, of_shards = found.spans[tracing.CLIENT], found.spans[tracing.SHARD]
+    by_id = {span.span_id: span for span in of_head}
+    steps = {span.span_id: span for span in of_head if span.name.startswith("step ")}
+    assert [values(span)["step"] for span in steps.values()] == [0, 1, 2]
+    joined = [span for span in of_shards if span.parent_span_id in by_id]
+    assert {"Fetch", "PushGradients"} <= {span.name for span in joined}
+    for answer in joined:
+        call = by_id[answer.parent_span_id]
+        assert (call.name, call.trace_id) == (answer.name, answer.trace_id)
+        assert values(call)["shard"] in (str(values(answer)["shard"]), *cluster.addresses)  # its address at first
+        if call.parent_span_id in steps:
+            assert steps[call.parent_span_id].trace_id == call.trace_id
+    pushed = next(span for span in joined if span.name == "PushGradients")
+    assert values(pushed)["status"] == "OK"
+    assert 0 < values(pushed)["stage.commit_seconds"] <= (pushed.end_time_unix_nano - pushed.start_time_unix_nano) / 1e9
+    in_steps = {by_id[span.parent_span_id].parent_span_id for span in joined} & steps.keys()
+    assert len(in_steps) >= 2, "calls of several steps"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_nothing_is_made_unless_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
+    assert tracing.spans(tracing.CLIENT) is None
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("header", ["", "00-zz-11-01", "00-1", "a" * 300, f"00-{'1' * 33}-{'2' * 16}-01"])
+def test_a_header_of_another_program_makes_no_span(header: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    spans = tracing.Spans(SimpleSpanProcessor(exporter), "shard")
+    spans.answered(header, "Fetch", 0.1, "OK", {}, {})
+    assert not exporter.get_finished_spans()
+    spans.answered(f"00-{'1' * 32}-{'2' * 16}-01", "Fetch", 0.1, "OK", {}, {"read": 0.05})
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is not None
+    assert span.context is not None
+    assert (span.parent.span_id, span.context.trace_id) == (int("2" * 16, 16), int("1" * 32, 16))
+
+
+def test_the_traces_of_calls_that_never_end_are_forgotten() -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    spans = tracing.Spans(SimpleSpanProcessor(exporter), "client")
+    for number in range(5000):
+        spans.header(f"{number:016x}")
+    assert len(spans._calls) == 4096
+    spans.call_ended(f"{1:016x}", "Fetch", 0.1, "ok", {})
+    assert not exporter.get_finished_spans()
+    spans.call_ended(f"{4999:016x}", "Fetch", 0.1, "ok", {})
+    assert len(exporter.get_finished_spans()) == 1
