@@ -59,7 +59,7 @@ class Kept:
         self.names: list[str] = []
 
     def take(self, step: int = 0) -> None:
-        """At `step`, or after the last one."""
+        """Takes a checkpoint at `step`, or one step after the last checkpoint."""
         self._step = max(self._step + 1, step)
         self._client.checkpoint(f"checkpoint {self._step}", step=self._step)
         self.names.append(f"checkpoint {self._step}")

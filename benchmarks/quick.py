@@ -71,7 +71,7 @@ class Ratio:
 
 
 def measured(seconds: float) -> dict[str, Ratio]:
-    """The ratios of all calls to the floor of their case, each case measured for so many seconds."""
+    """The ratios of all calls to the floor of their case, each case measured for `seconds`."""
     ratios: dict[str, Ratio] = {}
     with cases() as all_cases:
         for case, calls in all_cases:

@@ -50,7 +50,7 @@ class Cell:
     evaluations: tuple[Evaluation, ...] = ()
 
     def identity(self, seed: int) -> str:
-        """Of a run and its directory: equal for cells of several tables with the same method, settings and seed."""
+        """Names a run and its directory; equal for cells of several tables with the same method, settings and seed."""
         preset = [] if self.preset == Cell.preset else [self.preset]
         text = json.dumps([self.method, self.settings, *preset], sort_keys=True)
         return f"{self.method}-{hashlib.sha256(text.encode()).hexdigest()[:10]}-{seed}"
@@ -69,13 +69,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """That one cell is better than another."""
+    """The claim that one cell is better than another."""
 
     text: str
     """The effect as a sentence, without its full stop."""
     better: str
     worse: str
-    """Names of the cells."""
+    """The names of the two cells."""
     measure: str = LINEAR
 
 

@@ -30,7 +30,7 @@ _NOTO = tuple(
     for weight in weights
 )
 _NOTO_FACES = (0, 2, 3)
-"""Of each collection: Japan's forms, mainland China's, Taiwan's."""
+"""Faces of each collection that are used: Japan's forms, mainland China's, Taiwan's."""
 PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {
         "fonts-noto-cjk": (*(name for name in _NOTO if "-Regular" in name or "-Bold" in name),),

@@ -96,7 +96,7 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
 
 
 def drawn_tables(tables: Sequence[Table], runs: Runs) -> list[Table]:
-    """Those of the plan that have results."""
+    """The tables of the plan that have results."""
     return [table for table in tables if table.name not in _APPENDIX and _has_runs(table, runs)]
 
 

@@ -12,7 +12,7 @@ from experiments.cells import Table
 from experiments.results import Runs, values
 
 CONFIDENCE = 0.95
-"""Of the interval around an effect."""
+"""Confidence of the interval around an effect."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Effect:
 
     mean: float
     half_width: float
-    """Of its confidence interval, by Student's t."""
+    """Half the width of its confidence interval, by Student's t."""
     p: float
-    """Of the two-sided paired t-test."""
+    """The p of the two-sided paired t-test."""
     corrected: float = 1.0
-    """That, corrected for the number of the table's claims."""
+    """This p, corrected for the number of the table's claims."""
 
     @property
     def shows(self) -> bool:

@@ -24,10 +24,10 @@ _ENOUGH_EPOCHS, _FEWEST_EPOCHS, _MOST_EPOCHS = 30, 10, 200
 _SMALLEST_WINDOW, _SMALL_WINDOW = 1 << 10, 1 << 14
 _LARGEST_WINDOW = {"cpu": _SMALL_WINDOW, "gpu": 1 << 17}
 _BATCHES_OF_CLASSES = 4
-"""Each step has the classes of so many batches if the window has up to `_SMALL_WINDOW`: with more, runs as short as
+"""Each step has the classes of this many batches if the window has up to `_SMALL_WINDOW`: with more, runs as short as
 these learn more slowly, and may collapse (docs/recipes.md). Of a larger window it has half, as in the paper."""
 _MOST_EVALUATED = {"cpu": 200_000, "gpu": 2_000_000}
-"""Up to so many images, the encoder is evaluated at the end of the run."""
+"""Up to this many images, the encoder is evaluated at the end of the run."""
 _STEPS_RESERVED = 0.9
 """Share of the most possible steps that a run may take."""
 

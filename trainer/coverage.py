@@ -54,7 +54,7 @@ def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
 
 
 def _longer(config: TrainConfig, visits: int, num_images: int) -> str:
-    """The setting of a run with at least so many visits, which come in whole batches."""
+    """The setting of a run with at least `visits` visits, which come in whole batches."""
     steps = -(-visits // config.optimization.batch_size)
     if config.optimization.steps is not None:
         return f"--steps {steps}"

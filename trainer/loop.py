@@ -134,7 +134,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
 
 
 def _save_if_due(run: Run, finished: int) -> None:
-    """Saves a checkpoint after so many steps if one is due. If a rank received a signal, saves one and ends the run."""
+    """Saves a checkpoint after `finished` steps if one is due. If a rank received a signal, saves one and ends it."""
     signalled = 0.0
     if run.ranks.world_size == 1 or finished % _SIGNAL_STEPS == 0:
         (signalled,) = run.ranks.max_over_ranks([max(run.signals, default=0)])  # ranks receive it at different steps

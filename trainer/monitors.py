@@ -19,7 +19,7 @@ from trainer.loss import LossConfig
 from weightserver.torch import Ranks, gathered, padded
 
 RANKME_WINDOW = 2_048
-"""RankMe is computed on the embeddings of so many images, the newest; of whole steps, so on a few more."""
+"""RankMe is computed on the embeddings of this many images, the newest; of whole steps, so on a few more."""
 _EPSILON = 1e-7
 """ε of RankMe (Garrido et al., 2210.02885, Equation 1)."""
 

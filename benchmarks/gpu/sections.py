@@ -92,7 +92,7 @@ class Bench:
         ]
 
     def arguments(self, images: str, *, num_images: int | None = None, **changes: Any) -> list[str]:
-        """Of a run on generated images without an encoder ("none") or with one ("generated")."""
+        """The arguments of a run on generated images without an encoder ("none") or with one ("generated")."""
         number = num_images or self.size.all_rows[0][1]
         encoder = ("--encoder.name", "none") if images == "none" else self.size.encoder
         side = 8 if images == "none" else self.size.generated_side

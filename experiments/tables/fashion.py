@@ -30,7 +30,7 @@ def _in_windows(name: str, **settings: Any) -> Cell:
 
 
 def _other(name: str, method: str, views: int, epochs: float, **settings: Any) -> Cell:
-    """A baseline, with so many views of each image in an epoch; it visits images in epoch order."""
+    """A baseline, with `views` views of each image in an epoch; it visits images in epoch order."""
     settings = BASE | EPOCH_ORDER | {"epochs": epochs, "views": views} | settings
     return Cell(name=name, method=method, settings=settings)
 
@@ -173,7 +173,7 @@ WINDOWS = Table(
 _LENGTHS = {10: (53.3, 60.4), 20: (62.7, 64.8), 40: (66.2, 67.3), 80: (68.5, 69.0), 320: (70.4, 70.8)}
 """Epochs to the paper's numbers in epoch order and in windows, for five times as many epochs."""
 _LARGER = {5: (22.38, 30.73), 10: (31.03, 31.97), 20: (32.02, 32.94)}
-"""The same on ImageNet-11K."""
+"""Epochs to the paper's numbers on ImageNet-11K, likewise."""
 
 
 def _lengths(table: Table, lengths: dict[int, tuple[float, float]], images: int) -> Table:

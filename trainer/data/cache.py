@@ -127,7 +127,7 @@ class Cache:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, path: Path, num_bytes: int) -> None:
-        """Creates a file of so many bytes; others leave the cache until there is room for it."""
+        """Creates a file of `num_bytes`; others leave the cache until there is room for it."""
         with locked(self._locks / "size") as descriptor:
             text = os.pread(descriptor, 32, 0)
             used = int(text) if text else self._removed_to(self.limit)
@@ -146,7 +146,7 @@ class Cache:
             os.pwrite(descriptor, b"%32d" % (used + num_bytes), 0)
 
     def _removed_to(self, most: int) -> int:
-        """Removes the pieces used longest ago, until at most so many bytes are left; returns how many are left."""
+        """Removes the pieces used longest ago, until at most `most` bytes are left; returns how many are left."""
         found = []
         for entry in os.scandir(self._pieces):
             with suppress(FileNotFoundError):

@@ -26,7 +26,7 @@ class Changes:
     """Images that differ between a source and its pack."""
 
     added: list[Entry] = field(default_factory=list)
-    """Those to pack."""
+    """Images that an extension packs."""
     unreadable: list[Entry] = field(default_factory=list)
     """Those added, if none of them can be read."""
     differing: list[tuple[str, str]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Changes:
         return lines
 
     def outdated(self) -> str:
-        """What no extension of the pack helps against; empty if there is nothing."""
+        """A line for the differences that no extension of the pack mends; empty without any."""
         found: dict[str, list[str]] = {}
         for how, name in self.differing:
             found.setdefault(how, []).append(name)

@@ -100,7 +100,7 @@ def _of_torchvision(root: Path) -> Cifar:
 
 def _of_folders(source: Path) -> Cifar:
     """Images by class, train/CLASS/NAME and test/CLASS/NAME, decoded: the first of each class, then the second, ...,
-    so that the first so many are of all classes, as in the other copies."""
+    so that the first images, however many, are of all classes, as in the other copies."""
     reading = read_source(source, SourceOptions())
     if reading.test is None or not reading.train.classes == reading.test.classes == CLASSES:
         raise ValueError(f"{source} has other folders than train/CLASS and test/CLASS of {', '.join(CLASSES)}")

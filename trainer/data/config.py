@@ -110,7 +110,7 @@ class SourceOptions(Settings):
         return Rendering(shown, self.pixel_range, self.max_megapixels or DEFAULT_RENDERING.max_megapixels)
 
     def limit_of_broken(self, num_images: int) -> int:
-        """Number of broken images, of so many, beyond which a run or a pack ends."""
+        """Number of broken images, of `num_images`, beyond which a run or a pack ends."""
         return max(100, num_images // 100) if self.max_broken is None else self.max_broken
 
     @property
@@ -152,7 +152,7 @@ class DataConfig(SourceOptions):
     dataset: str = "fashion-mnist"
     """Name of the data set: fashion-mnist, cifar-10, idx, folder, packed or synthetic."""
     num_images: int | None = None
-    """N: the number of images of the synthetic data set, up to 10⁹; the first so many of fashion-mnist,
+    """N: the number of images of the synthetic data set, up to 10⁹; the first N of fashion-mnist,
     cifar-10 or idx, whose evaluation uses all images and labels."""
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files; of a pack also in a bucket, s3://BUCKET/PACK. Without it the usual places are

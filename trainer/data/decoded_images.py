@@ -91,7 +91,7 @@ def broken_line(path: str, error: Exception) -> Remark:
 
 
 class BrokenImages:
-    """The broken ones of so many images, each read once only; an error when there are too many. Thread-safe.
+    """The broken ones of a number of images, each read once only; an error when there are too many. Thread-safe.
 
     Kept in memory: a number for each broken image, of which there are no more than may be broken.
     """

@@ -20,7 +20,7 @@ _BATCH_SIZE = 128
 
 
 class KnnProbe:
-    """Evaluates the encoder every so many steps; all ranks call `observe` together and share the work.
+    """Evaluates the encoder when that is due; all ranks call `observe` together and share the work.
 
     The images are the same at every evaluation. Memory is bounded whatever their number: 0.3 GB at 224 px and 2,048
     features, for a batch of pixels and the features of the sample, and the encoder's activations of a batch.

@@ -37,8 +37,8 @@ class LinearCachedConfig(Settings):
     """Settings of the protocol on features computed once: how λ is chosen."""
 
     folds: int | None = None
-    """Choose λ by cross-validation: the training images are divided into so many parts, each held out in turn. Default:
-    5,000 images are held out, a tenth if that is fewer. With less than 50,000, five folds choose better, and take up to
+    """Choose λ by cross-validation in this many parts of the training images, each held out in turn. Default: 5,000
+    images are held out, a tenth if that is fewer. With less than 50,000, five folds choose better, and take up to
     five times as long."""
 
     def check(self) -> None:

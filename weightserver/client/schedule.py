@@ -99,7 +99,7 @@ class ClientSchedule:
 
     def _learnt(self, num_steps: int = 0) -> HashedRates:
         """All that are known, at least those of the first `num_steps` steps. Raises StepError if neither the client nor
-        a shard knows so many, ClusterError as `learn`."""
+        a shard knows that many, ClusterError as `learn`."""
         known = self._known
         if not self._is_learnt or num_steps > len(known):
             answers = self._shards.describe()

@@ -62,7 +62,7 @@ class Found(NamedTuple):
     path: Path
     bytes: int
     version: str
-    """Differs if the content does."""
+    """Identifies the content: another content has another one."""
     written: datetime
 
 

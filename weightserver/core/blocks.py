@@ -119,7 +119,7 @@ class BlockCodec:
         return self.precision.rounded(initial_rows(self._spec, rows), rows, 0, WEIGHT)
 
     def array_bytes(self, num_rows: int) -> tuple[int, int, int]:
-        """Bytes of so many rows' weights, momentum buffers and last steps."""
+        """Bytes of `num_rows` rows' weights, momentum buffers and last steps."""
         values = self._spec.value_bytes * self.dim * num_rows
         return values, values, 8 * num_rows
 

@@ -10,7 +10,7 @@ import xxhash
 from weightserver.core.arrays import Float32Array
 
 _EVERY = 1 << 14
-"""Number of learning rates after which the state of the hash is kept: a digest hashes fewer than so many."""
+"""Number of learning rates after which the state of the hash is kept: a digest hashes fewer than that."""
 
 
 class HashedRates:

@@ -27,7 +27,7 @@ from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
 _BITS = 4
 _CHILDREN = 1 << _BITS
 _FEW = 12
-"""Up to so many products are computed one by one: NumPy's calls would take longer."""
+"""Up to this many products are computed one by one: NumPy's calls would take longer."""
 _MOST_GAPS = 1 << 16
 """Longer gaps are not remembered."""
 _MOST_STOPS = 4

@@ -57,7 +57,7 @@ class Backup:
     base: str = ""
     """Name of the backup beside this one since which the blocks were written; empty if these are all."""
     base_sha256: str = ""
-    """Its digest."""
+    """The SHA-256 of that backup's manifest; empty without a base."""
 
     @property
     def num_bytes(self) -> int:

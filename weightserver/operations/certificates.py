@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--renew-within",
         type=int,
         metavar="DAYS",
-        help="replace the certificates there, not the CA and the token, if they end within so many days",
+        help="replace the certificates there, not the CA and the token, if they end within that number of days",
     )
     parser.add_argument("--days", type=int, default=365, help="days until they expire (default 365)")
 

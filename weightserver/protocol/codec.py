@@ -165,7 +165,7 @@ def encode_fetch_response(
 
 
 def field_head(number: int, num_bytes: int) -> bytes:
-    """What precedes a field of a FetchResponse (1 weight, 2 momentum buffer, 3 last step) of so many bytes."""
+    """What precedes a field of a FetchResponse (1 weight, 2 momentum buffer, 3 last step) of `num_bytes`."""
     return bytes([number << 3 | _LENGTH_DELIMITED]) + _varint(num_bytes)
 
 

@@ -44,7 +44,7 @@ class TableState:
 
     spec: TableSpec
     learning_rates: Float32Array
-    """Those of the steps below the checkpoint's, float32 [step]."""
+    """The learning rates of the steps below the checkpoint's, float32 [step]."""
     epoch: int
     """The newest session's; all writes are refused until a newer one is opened."""
     run: str

@@ -27,7 +27,7 @@ reused: glibc returns it to the kernel each time, and the page faults take longe
 _LOGITS_OF_CHUNK = 1 << 19
 """2 MiB, of which each thread has one chunk at a time; as many values of rows at most."""
 _NUM_GROUPS = 16
-"""Groups of chunks that threads take in turn; so many sums of gradients of the embeddings are held."""
+"""Groups of chunks that threads take in turn; one sum of gradients of the embeddings is held for each."""
 _ROWS_OF_PRODUCT = 64
 """A chunk has a multiple of this many rows; products of fewer are slow."""
 _SHORTEST = 1e-12

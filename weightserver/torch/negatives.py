@@ -32,7 +32,7 @@ NEGATIVES: tuple[Negatives, ...] = ("recent", "uniform", "both")
 _NEGATIVES = 7
 """The purpose of a seed's numbers (see `windows`)."""
 _SORTED_BLOCKS = 1 << 12
-"""Up to so many blocks, those with the smallest hashes are drawn: `RowOrder` is slightly biased for few numbers."""
+"""Up to this many blocks, those with the smallest hashes are drawn: `RowOrder` is slightly biased for few numbers."""
 
 
 class BlockSampler:

@@ -107,7 +107,7 @@ class RowOwners:
     num_shards: int = 1
     num_ranks: int = 1
     rank: int = 0
-    """This one."""
+    """Number of this rank."""
 
     def are_mine(self, rows: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether this rank holds each row, bool [n]."""

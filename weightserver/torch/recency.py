@@ -12,7 +12,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.torch.ranks import ONE_OWNER, RowOwners
 
 _GONE = np.iinfo(np.int64).max
-"""In place of the last visit of a row that is no longer among the recent ones, or is among the newest."""
+"""Stands for the last visit of a row that is no longer among the recent ones, or is among the newest."""
 _PART_OF_NEWEST = 8
 """The newest rows join the others when they are this part of K: a join takes as long as a few steps."""
 
@@ -58,7 +58,7 @@ class Visited:
         return owners.mine(self.settled().rows) if self.mine is None else self.mine
 
     def settled(self) -> Visited:
-        """The same with all recent rows, and no others, in `rows`."""
+        """An equal one with all recent rows, and no others, in `rows`."""
         if not len(self.newest):
             return self
         stay = self.last_visit != _GONE

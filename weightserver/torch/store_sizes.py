@@ -52,7 +52,7 @@ def sizes_for_steps(
 def _rows_of_sampler(
     sampler: WindowSampler, spec: TableSpec, negatives: NegativeSampler, step_size: int, prefetch_steps: int
 ) -> tuple[int, int]:
-    """The fewest resident rows for a sampler's steps that are requested so many steps in advance, and a good number.
+    """The fewest resident rows for a sampler's steps that are requested `prefetch_steps` in advance, and a good number.
 
     The good number holds the rows of as many windows as the visits from the current step to the last requested one
     touch, so that no row of a window is fetched twice; where images share classes, recent rows may be far outside the
