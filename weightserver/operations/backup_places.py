@@ -37,9 +37,11 @@ class Folder:
         return Folder(self.path.resolve().parent / name)
 
     def names(self) -> list[str]:
-        """Names of the folders beside this one, whatever they hold; of this one too, if it exists."""
+        """Names of the folders beside this one, whatever they hold; of this one too, if it exists. A link, such as
+        `latest`, is none, nor is what a command is writing or has left."""
         folder = self.path.resolve().parent
-        return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+        paths = folder.iterdir() if folder.exists() else ()
+        return [path.name for path in paths if path.suffix != ".partial" and path.is_dir() and not path.is_symlink()]
 
     def read(self, file: str) -> bytes | None:
         """A file of the backup; None if there is none."""

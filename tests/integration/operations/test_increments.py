@@ -138,6 +138,24 @@ def test_a_backup_without_a_base_is_full(
     assert read_backup(Folder(tmp_path / "next")).shards == whole.shards
 
 
+def test_a_link_and_an_unfinished_backup_are_no_backups(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """The link would name another backup one day, and its removal would take what it names."""
+    backups = tmp_path / "backups"
+    make_table(client)
+    backup(client, backups / "mon", checkpoint="one")
+    backup(client, backups / "unfinished", checkpoint="one")
+    (backups / "unfinished").rename(backups / ".tue.partial")  # killed when it had written its manifest
+    (backups / "latest").symlink_to("mon")
+    command = ["backup", *cluster.addresses, "--incremental", "--output"]
+    status, said, error = weightserver(*command, backups / "wed", "--keep", 2)
+    assert status == 0, error
+    assert said.endswith("since backup mon\n")
+    assert (backups / "mon/manifest.json").exists()
+    assert (backups / "latest").is_symlink()
+
+
 def test_an_increment_needs_the_blocks_of_its_base_on_the_shards(client: WeightClient, tmp_path: Path) -> None:
     make_table(client)
     made = backup(client, tmp_path / "full", checkpoint="one")
