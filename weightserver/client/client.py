@@ -422,7 +422,7 @@ class WeightClient(Closing):
         take_checkpoint(self._shards, writer, self._schedule, name, step)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints that every shard retains, in the order of their steps."""
+        """The checkpoints that every shard retains, oldest first."""
         return common_checkpoints(self.checkpoints_by_shard())
 
     def checkpoints_by_shard(self) -> list[tuple[Checkpoint, ...]]:

@@ -52,14 +52,14 @@ def require_readable(name: str, step: int, clock: int) -> None:
 
 
 def common_checkpoints(shards: Sequence[Iterable[Checkpoint]]) -> list[Checkpoint]:
-    """The checkpoints that every shard retains, in the order of their steps, with the marks of all shards."""
+    """The checkpoints that every shard retains, oldest first, with the marks of all shards."""
     known = [{(kept.checkpoint_id, kept.name): kept for kept in checkpoints} for checkpoints in shards]
     common = []
     for key, kept in known[0].items():
         if all(key in shard for shard in known):
             marks = tuple(mark for shard in known for mark in shard[key].marks)
             common.append(Checkpoint(kept.name, kept.step, kept.checkpoint_id, marks))
-    return sorted(common, key=lambda kept: (kept.step, kept.name))
+    return sorted(common, key=lambda kept: kept.step)  # those of one step stay in the order in which they were taken
 
 
 def partly_kept(shards: Sequence[Iterable[Checkpoint]]) -> dict[str, list[list[int]]]:
@@ -83,15 +83,15 @@ def who_keeps(name: str, groups: list[list[int]]) -> str:
 
 
 def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoint:
-    """The checkpoint of that name, or the newest that is no backup's, among those that all shards retain.
+    """The checkpoint of that name, or the newest that is no backup's, among those that all shards retain, oldest first.
 
     Raises:
         NoTableError: there is none.
     """
     by_name = {kept.name: kept for kept in known}
-    of_runs = [(kept.step, kept.name) for kept in by_name.values() if kept.name != backup_name(kept)]
+    of_runs = [kept.name for kept in by_name.values() if kept.name != backup_name(kept)]
     if name is None and of_runs:
-        _, name = max(of_runs)
+        name = of_runs[-1]
     if name is None or name not in by_name:
         what = "no checkpoint" if name is None else f"no checkpoint {name!r}"
         others = f", only {sorted(by_name)}" if by_name else ": WeightClient.checkpoint() and every trainer take them"

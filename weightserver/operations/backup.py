@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,8 @@ def _others(place: Place, table_identity: str) -> dict[str, Backup]:
 def _last_backup(place: Place, held: Checkpoint, info: TableInfo) -> tuple[str, Backup | None]:
     """The newest backup beside this one, and its name, whose checkpoint all shards still keep, not later than `held`;
     empty and None if there is none."""
-    kept = {
-        one.name for one in common_checkpoints([shard.checkpoints for shard in info.shards]) if one.step <= held.step
-    }
+    common = [one.name for one in common_checkpoints([shard.checkpoints for shard in info.shards])]
+    kept = {held.name, *takewhile(lambda name: name != held.name, common)}
     for name, made in reversed(_others(place, info.identity.hex()).items()):
         if backup_name(made.kept) in kept and len(made.shards) == len(info.shards):
             return name, made

@@ -156,6 +156,23 @@ def test_a_link_and_an_unfinished_backup_are_no_backups(
     assert (backups / "latest").is_symlink()
 
 
+def test_checkpoints_of_one_step_have_an_order(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    """That in which they were taken: the newest is backed up, and an increment has no later base."""
+    make_table(client)
+    client.checkpoint("z", step=4)
+    few = client.fetch_state(FEW)
+    client.write_state(FEW, few.weight + 1, few.momentum_buffer, 4)
+    client.checkpoint("a", step=4)
+    backup(client, tmp_path / "newest")
+    assert same(restored(tmp_path / "newest", tmp_path / "new"), client.fetch_state(ROWS))
+    options = ["--output", tmp_path / "earlier", "--checkpoint", "z", "--incremental"]
+    status, said, error = weightserver("backup", *cluster.addresses, *options)
+    assert status == 0, error
+    assert said.endswith("/earlier, all: there is no base\n")
+
+
 def test_an_increment_needs_the_blocks_of_its_base_on_the_shards(client: WeightClient, tmp_path: Path) -> None:
     make_table(client)
     made = backup(client, tmp_path / "full", checkpoint="one")
