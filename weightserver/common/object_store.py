@@ -204,10 +204,13 @@ def _listed(path: Path, ask: Callable[[Any, str | None], Any]) -> Any:
 
 @lru_cache(16)
 def _bucket(name: str) -> Any:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
+        raise ValueError(f"AWS_ENDPOINT_URL is {endpoint}: begin it with https:// or http://")
     return _obstore().store.S3Store(
         name,
         client_options={
-            "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+            "allow_http": endpoint.startswith("http://"),
             "timeout": timedelta(seconds=_REQUEST_SECONDS),
         },
         retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
