@@ -65,7 +65,7 @@ def backup(
             those that they need.
 
     Raises:
-        ValueError: the directory holds something.
+        ValueError: the directory holds something, or the base was removed meanwhile.
         NoTableError: the checkpoint does not exist or was released, by a backup of a later one too.
         StorageError: a block is damaged.
         ClusterError: a shard sent other blocks than it keeps, or keeps other ones than the base of an increment has.
@@ -101,6 +101,11 @@ def backup(
             base=name,
             base_sha256="" if base is None else base.digest,
         )
+        if base is not None and place.beside(name).read(MANIFEST) is None:
+            raise ValueError(
+                f"backup {name}, the base of this one, was removed while it was copied, as by --keep of another "
+                "command: repeat the command"
+            )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
         write(MANIFEST, text.encode())
     _release_earlier(client, chosen)
@@ -199,8 +204,8 @@ def _copy_shard(
         if stop.is_set():  # another shard's copy has failed
             raise CancelledError
         content = save(columns)
-        write(f"shard-{shard}/{name}", content)
-        files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        stored = write(f"shard-{shard}/{name}", content)
+        files[Path(stored).name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
 
     reader = CheckpointReader(client, shard, checkpoint.name, info, since=backup_name(base.kept) if base else "")
     if base is not None and reader.digest(reader.since).hex() != base.shards[shard].get("digest"):

@@ -6,6 +6,8 @@ shard-K/
   blocks-N.safetensors  stored blocks from number N on: number int64 [n], write_id uint64 [n], content uint8
                         [n, block bytes], see `core.blocks`; rows never written are in no file
 
+In a bucket, the names of the safetensors end in -X, which is random and the same for all of one command.
+
 An increment has the blocks that were written since another backup beside it, its base, which its manifest names. It is
 restored with its base, and the base of that, up to one that has all blocks.
 """
@@ -129,7 +131,8 @@ class BackupReader:
     def learning_rates(self, shard: int) -> Float32Array:
         """float32 [step of the checkpoint]. Raises as `blocks`."""
         place, made = self.links[0]
-        rates: Float32Array = load(_read_file(place, made, shard, SCHEDULE))["learning_rates"]
+        (name,) = (name for name in made.shards[shard]["files"] if not _holds_blocks(name))
+        rates: Float32Array = load(_read_file(place, made, shard, name))["learning_rates"]
         return rates
 
     def blocks(self, shard: int) -> Iterator[tuple[Version, bytes]]:
@@ -151,8 +154,12 @@ def _number(found: tuple[Version, bytes]) -> int:
     return found[0].block
 
 
+def _holds_blocks(name: str) -> bool:
+    return name.startswith("blocks-")
+
+
 def _blocks(place: Place, made: Backup, shard: int, codec: BlockCodec) -> Iterator[tuple[Version, bytes]]:
-    for name in sorted(made.shards[shard]["files"].keys() - {SCHEDULE}):  # in ascending order of their blocks
+    for name in sorted(filter(_holds_blocks, made.shards[shard]["files"])):  # in ascending order of their blocks
         yield from _blocks_in(_read_file(place, made, shard, name), f"{place}/shard-{shard}/{name}", codec)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from weightserver.common.atomic_files import PRIVATE_DIRECTORY, PRIVATE_FILE, at
 
 MANIFEST = "manifest.json"
 """The file that a complete backup has."""
-Write = Callable[[str, bytes], None]
-"""Writes a file of a new backup, by its path in it and its content."""
-_FILE = re.compile(r"shard-\d+/\w+(-\d+)?\.safetensors")
+Write = Callable[[str, bytes], str]
+"""Writes a file of a new backup, by its path in it and its content; returns the path that it was given."""
+_FILE = re.compile(r"shard-\d+/\w+(-\w+)*\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class Folder:
         Raises ValueError if the folder holds something."""
         with atomic_directory(self.path, mode=PRIVATE_DIRECTORY) as new:
 
-            def write(file: str, content: bytes) -> None:
+            def write(file: str, content: bytes) -> str:
                 path = new / file
                 path.parent.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
                 atomic_write(path, lambda partial: partial.write_bytes(content), mode=PRIVATE_FILE)
+                return file
 
             yield write
 
@@ -71,7 +73,8 @@ class Folder:
 @dataclass(frozen=True)
 class BucketFolder:
     """What is below s3://BUCKET/NAME: as `Folder`, but its methods raise ObjectStoreError. What a killed backup left
-    there goes when its command is repeated."""
+    there goes when its command is repeated. Buckets have no locks: of several commands at once, each writes files of
+    its own, and one that lost some to another fails."""
 
     path: Path
 
@@ -102,18 +105,31 @@ class BucketFolder:
         if not all(_FILE.fullmatch(str(path.relative_to(self.path))) for path in written):
             raise ValueError(f"{self} is not empty: give another folder")
 
-        def write(file: str, content: bytes) -> None:
-            written.append(self.path / file)
-            object_store.write(self.path / file, content)
-
         object_store.remove(written)
         written.clear()
+        attempt = os.urandom(4).hex()
+
+        def write(file: str, content: bytes) -> str:
+            if file == MANIFEST:
+                self._require_alone(written)
+            else:
+                file = f"{file.removesuffix('.safetensors')}-{attempt}.safetensors"
+            written.append(self.path / file)
+            object_store.write(self.path / file, content)
+            return file
+
         try:
             yield write
         except BaseException:
             with contextlib.suppress(object_store.ObjectStoreError):
                 object_store.remove(written)
             raise
+
+    def _require_alone(self, written: list[Path]) -> None:
+        """Raises ValueError if another command has completed a backup here, or removed what this one has written."""
+        found = set(object_store.below(self.path))
+        if self.path / MANIFEST in found or not found.issuperset(written):
+            raise ValueError(f"another command wrote to {self} meanwhile: give another folder")
 
     def remove(self) -> None:
         object_store.remove([self.path / MANIFEST])

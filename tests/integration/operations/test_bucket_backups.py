@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.helpers.operations import (
 )
 from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
+from weightserver.operations import backup as backups
 
 BACKUPS = Path("s3://backups/a run")
 
@@ -92,6 +94,43 @@ def test_a_chain_in_a_bucket_is_restored(
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_of_two_commands_to_one_name_one_fails(
+    is_killed: bool,
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second takes the files of the first for those of a killed one, and has another checkpoint."""
+    url = "s3://backups/a run/mon"
+    make_table(client)
+    copy_shards = backups._copy_shards
+
+    def begin_another(*arguments: Any) -> Any:
+        copied = copy_shards(*arguments)
+        monkeypatch.setattr(backups, "_copy_shards", copy_shards)
+        if is_killed:
+            dies("weightserver.common.object_store:write", 3, "backup", *cluster.addresses, "--output", url)
+        else:
+            with WeightClient(cluster.addresses) as another:
+                backups.backup(another, BACKUPS / "mon")
+        return copied
+
+    monkeypatch.setattr(backups, "_copy_shards", begin_another)
+    outcome = weightserver("backup", *cluster.addresses, "--output", url, "--checkpoint", "one")
+    assert outcome[0] == 1
+    assert outcome[2].endswith(f"another command wrote to {url} meanwhile: give another folder\n")
+    for shard in range(2):
+        restoring = weightserver("restore", url, "--data-dir", tmp_path / f"{shard}", "--shard", shard)
+        if is_killed:
+            assert_one_line(restoring, f"{url} holds no backup")
+        else:
+            assert "checkpoint two (step 3)" in restoring[1]
+
+
+@pytest.mark.guard
 def test_a_bucket_that_refuses_is_one_line(
     weightserver: Weightserver,
     cluster: LocalCluster,
@@ -120,6 +159,10 @@ def test_a_bucket_that_refuses_is_one_line(
         wrong.setenv("AWS_SECRET_ACCESS_KEY", "another")
         objects._bucket.cache_clear()
         fails(": access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    with monkeypatch.context() as wrong:
+        wrong.setenv("AWS_ENDPOINT_URL", server.url.removeprefix("http://"))
+        objects._bucket.cache_clear()
+        fails(": begin it with https:// or http://")
     objects._bucket.cache_clear()
     server.always = Fault.BUSY
     fails(": cannot be reached, in up to")

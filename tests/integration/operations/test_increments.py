@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.operations import (
     targets_in,
 )
 from weightserver import ClusterError, LocalCluster, RowState, StorageError, WeightClient
+from weightserver.operations import backup as operation
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import Backup, read_backup
 from weightserver.operations.backup_places import Folder
@@ -136,6 +138,31 @@ def test_a_backup_without_a_base_is_full(
     whole = backup(client, tmp_path / "whole", checkpoint=read_backup(Folder(tmp_path / "next")).checkpoint)
     assert same(restored(tmp_path / "next", tmp_path / "a"), restored(tmp_path / "whole", tmp_path / "b"))
     assert read_backup(Folder(tmp_path / "next")).shards == whole.shards
+
+
+def test_a_base_that_is_removed_meanwhile_makes_no_backup(
+    weightserver: Weightserver,
+    cluster: LocalCluster,
+    client: WeightClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By --keep of another command, which does not know of the increment yet."""
+    backups = tmp_path / "backups"
+    make_table(client)
+    backup(client, backups / "mon", checkpoint="one")
+
+    def remove_after_copying(*arguments: Any) -> Any:
+        copied = copy_shards(*arguments)
+        Folder(backups / "mon").remove()
+        return copied
+
+    copy_shards = operation._copy_shards
+    monkeypatch.setattr(operation, "_copy_shards", remove_after_copying)
+    outcome = weightserver("backup", *cluster.addresses, "--output", backups / "tue", "--incremental")
+    assert outcome[0] == 1
+    assert "backup mon, the base of this one, was removed while it was copied" in outcome[2]
+    assert not [*backups.iterdir()]
 
 
 def test_a_link_and_an_unfinished_backup_are_no_backups(
