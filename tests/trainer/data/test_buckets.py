@@ -49,7 +49,7 @@ images = PackedImages(Path("s3://images/packed"), SourceOptions(cache_dir=Path(s
 print(sum(len(images.read(image)) for image in range(len(images))))
 """
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
 
 
 @pytest.fixture(scope="module")
