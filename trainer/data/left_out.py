@@ -30,7 +30,7 @@ _HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 class Reason(Enum):
     """A reason why a file is no image of its source, for one file and for several."""
 
-    LINKED = "link to what is listed anyway", "links to what is listed anyway"
+    LINKED = "link to what lies in the source", "links to what lies in the source"
     MISSING = "link to a missing file", "links to missing files"
     EMPTY = "empty file", "empty files"
     SPECIAL = "name that is no file", "names that are no files"

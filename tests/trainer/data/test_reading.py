@@ -723,7 +723,8 @@ def test_links_double_no_image(tmp_path: Path) -> None:
     listing, found = listed(tree)
     assert (paths(listing), found.classes) == (once, ("a", "b", "c"))
     assert (
-        left_out_of(tree) == "3 links to what is listed anyway (first 0 linked folder), 1 link to a missing file (self)"
+        left_out_of(tree)
+        == "3 links to what lies in the source (first 0 linked folder), 1 link to a missing file (self)"
     )
 
 
@@ -740,7 +741,18 @@ def test_linked_folders_outside_are_listed_once(tmp_path: Path) -> None:
     files = ["d/0003.jpg", "e/b/0004.jpg", "e/c/0005.jpg"]
     assert paths(listing) == ["a/0000.jpg", "b/0001.jpg", "c/0002.jpg", "c/kept.jpg", *files]
     assert found.classes == ("a", "b", "c", "d", "e")
-    assert left_out_of(tree) == "3 links to what is listed anyway (first d/back), 1 hidden name (e/.hidden)"
+    assert left_out_of(tree) == "3 links to what lies in the source (first d/back), 1 hidden name (e/.hidden)"
+
+
+def test_a_link_into_a_run_is_left_out_with_the_run(tmp_path: Path) -> None:
+    """Nothing says that the image is listed."""
+    plain_tree(tmp_path, 6)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"format": 5}')
+    (tmp_path / "run/training.png").write_bytes(b"x")
+    (tmp_path / "a/linked.png").symlink_to(tmp_path / "run/training.png")
+    left_out = "1 link to what lies in the source (a/linked.png), 1 directory of a run or a pack (run)"
+    assert left_out_of(tmp_path) == left_out
 
 
 def test_missing_and_empty_files_are_left_out_and_reported_in_one_line(
