@@ -17,7 +17,7 @@ import torch
 from trainer.compute import ComputeConfig
 from trainer.data import load_splits
 from trainer.data.decoded_images import DecodedImages
-from trainer.data.parts import WHOLE, Part
+from trainer.data.parts import WHOLE, Part, check_part_arguments
 from trainer.data.source_arguments import source_options
 from trainer.display import counting, shown, stage
 from trainer.evaluate.features import Advance, Frozen
@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> NoReturn:
 
 def _embed(options: argparse.Namespace) -> str:
     """Writes the features; returns the line that says so."""
+    check_part_arguments(options)
     in_parts = options.part or options.engine
     if not in_parts:
         check_output(options.output)
@@ -76,7 +77,7 @@ def _embed(options: argparse.Namespace) -> str:
 
 def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
     """What all parts have in common: the encoder, the images, and how they are read."""
-    reading = [(name, len(each), each.options.given) for name, each in images.items()]
+    reading = [(name, len(each), each.digests, each.options.given) for name, each in images.items()]
     content = [found.digest, str(_absolute(options.images)), reading, options.background or found.images.background]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

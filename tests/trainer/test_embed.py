@@ -193,6 +193,11 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
         assert message in line
         assert sorted(folder.iterdir()) == before
     assert embed(run, tree, "--output", folder, "--part", "2/2") == 2
+    (tree / "a/0000.jpg").rename(tree / "c/9999.jpg")  # as many images, in another order
+    assert embed(run, tree, "--output", folder, "--part", "1/2") == 1
+    assert mixed in capsys.readouterr().err
+    assert embed(run, tree, "--output", folder, "--address", "host:1") == 1
+    assert "--address is that of a Ray cluster: give --engine ray" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line_before_anything_is_computed(

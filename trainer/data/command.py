@@ -15,6 +15,7 @@ from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.pack_on_ray import pack_on_ray
 from trainer.data.pack_parts import merge
+from trainer.data.parts import check_part_arguments
 from trainer.data.reading import counted, read_source
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
@@ -39,6 +40,7 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 
 def _pack(options: argparse.Namespace) -> list[str]:
+    check_part_arguments(options)
     target = options.output
     if is_remote(target):
         if options.part:

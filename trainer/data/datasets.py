@@ -265,7 +265,7 @@ def load_splits(
     side = decoded_side(image_size)
     return {
         name if len(found.splits) > 1 else "": DecodedImages(
-            stored.images, side, found.options, background=background, threads=decode_threads
+            stored.images, side, found.options, background=background, threads=decode_threads, digests=stored.digests
         )
         for name, stored in found.splits.items()
     }

@@ -155,6 +155,7 @@ class DecodedImages:
         options: how pixels become colours, and how many images may be broken.
         background: what transparent pixels show.
         threads: default: this rank's share of the cores.
+        digests: what identifies the images.
 
     Raises:
         ValueError: side below 1.
@@ -168,11 +169,12 @@ class DecodedImages:
         *,
         background: str = "white",
         threads: int | None = None,
+        digests: tuple[str, ...] = (),
     ) -> None:
         if side < 1:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._num_images = images, side, len(images)
-        self.options = options or SourceOptions()
+        self.options, self.digests = options or SourceOptions(), digests
         self._rendering = self.options.rendering(background)
         self.broken = BrokenImages(self.options, len(images))
         self._device, self._strict = torch.device("cpu"), False

@@ -96,7 +96,7 @@ def _joined(directory: Path, output: Path) -> Manifest:
     if manifest.complete:
         return manifest
     if not parts_begun(directory, range_):
-        raise ValueError(f"{directory} has no parts to join: 'pic pack {range_.source} {output} --part I/N' packs them")
+        raise ValueError(f"{directory} has no parts to join: 'pic pack SOURCE {output} --part I/N' packs them")
     unfinished, shards = list[Part](), list[Shard]()
     for part, index, found in _parts(directory, range_):
         rows = range_.tars(part)
@@ -109,8 +109,8 @@ def _joined(directory: Path, output: Path) -> Manifest:
     if unfinished:
         named = ", ".join(map(str, unfinished[:_LISTED])) + (", …" if len(unfinished) > _LISTED else "")
         raise ValueError(
-            f"{directory} lacks {counted(len(unfinished), 'part')} that are missing or not finished, {named}: repeat "
-            f"'pic pack {range_.source} {output} --part {unfinished[0]}'"
+            f"{counted(len(unfinished), 'part')} of {directory} missing or not finished, {named}: repeat "
+            f"'pic pack SOURCE {output} --part {unfinished[0]}' for each"
         )
     return replace(manifest, ranges=(*manifest.ranges[:-1], replace(range_, shards=tuple(shards))))
 

@@ -15,7 +15,7 @@ from trainer.data.index import INDEX, check_index
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, index_path, listing_path, tar_path
 from trainer.data.pack_files import File, pack_files
-from weightserver.common.object_store import is_remote
+from weightserver.common.object_store import is_remote, shown
 from weightserver.core.arrays import Int64Array
 from weightserver.torch import RangesOrder
 
@@ -42,12 +42,15 @@ class PackedImages:
         manifest = Manifest.load(directory)
         self.manifest = manifest.finished
         if not self.manifest.ranges:
-            raise ValueError(f"{directory} is not completely packed: repeat the command that packs it")
+            raise ValueError(
+                f"{shown(directory)} is not completely packed: repeat the command that packs it; "
+                "'pic pack merge' joins parts"
+            )
         if not manifest.complete:
             added = manifest.num_images - len(self)
             _log.warning(
                 "%(path)s without %(images)d images that are being added: repeat the command that adds them",
-                {"path": str(directory), "images": added},
+                {"path": shown(directory), "images": added},
             )
         self.order = RangesOrder(self.manifest.sizes, self.manifest.order_seed)
         self._shards = self.manifest.shards
@@ -157,7 +160,7 @@ class PackedImages:
 
     def _damaged(self, row: int) -> ValueError:
         return ValueError(
-            f"the index of {self.directory} is damaged, in the records from row {row} on: "
+            f"the index of {shown(self.directory)} is damaged, in the records from row {row} on: "
             "'pic verify' names the damaged files; pack the images again, into a new directory"
         )
 

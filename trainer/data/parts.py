@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
 
@@ -43,3 +43,9 @@ def add_part_arguments(parser: ArgumentParser) -> None:
     ways.add_argument("--part", type=to_part, metavar="I/N", help="do one of N parts, from 0/N to N−1/N")
     ways.add_argument("--engine", choices=["ray"], help="do all parts on a Ray cluster (extra ray)")
     parser.add_argument("--address", help="the cluster: HOST:PORT or auto (default: RAY_ADDRESS, or this machine)")
+
+
+def check_part_arguments(options: Namespace) -> None:
+    """Raises ValueError for an --address without a cluster to reach there."""
+    if options.address and not options.engine:
+        raise ValueError("--address is that of a Ray cluster: give --engine ray, or omit it")

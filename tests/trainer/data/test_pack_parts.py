@@ -106,7 +106,7 @@ def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, p
         errors = [process.communicate(timeout=300)[1] for process in started]
         assert [process.returncode for process in started] == [0, 0, 0], errors
     assert "".join(errors).count("left out of") == 1
-    with pytest.raises(ValueError, match="is not completely packed"):
+    with pytest.raises(ValueError, match=r"is not completely packed: .*; 'pic pack merge' joins parts"):
         PackedImages(output)
     merge(output)
     assert files(output) == files(packed)
@@ -132,7 +132,7 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
     stuck.unlink()
     stuck.write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"lacks 1 part that .* 0/2: repeat 'pic pack .*/images/train .*packed --part 0/2'"
+        ValueError, match=r"1 part of .* not finished, 0/2: repeat 'pic pack SOURCE .*packed --part 0/2'"
     ):
         merge(output)
     pack(images, output, options(Part(0, 2)))
@@ -209,7 +209,7 @@ def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path)
     changed = tmp_path / "changed"
     pack(others, changed, options(Part(1, 2)))
     for other, message in (
-        (None, r"halves lacks 1 part that .* finished, 1/2: repeat 'pic pack .*/train .*/halves --part 1/2'"),
+        (None, r"1 part of .*halves missing or .*, 1/2: repeat 'pic pack SOURCE .*/halves --part 1/2' for each"),
         (thirds, "halves has parts of 2 and of 3, which overlap: remove the shards- and index- files of one"),
         (seeds, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
         (changed, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
