@@ -56,7 +56,7 @@ def _settings(arguments: list[str]) -> TrainConfig:
     from trainer.presets import PRESETS
     from trainer.proportions import proportions
 
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and Path(arguments[0]).exists():
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and _names_images(arguments[0]):
         arguments = ["images", "--data-dir", *arguments]
     arguments = with_config_file(arguments)
     only_prints = "--print-config" in arguments
@@ -74,6 +74,13 @@ def _settings(arguments: list[str]) -> TrainConfig:
             sys.stdout.writelines(f"# {line}\n" for line in proportions(config, num_images).lines())
         sys.exit(0)
     return config
+
+
+def _names_images(text: str) -> bool:
+    """Whether a first argument is a place of images: what is on a disk, numbered archives, or a URL."""
+    from trainer.data.bucket_sources import numbered
+
+    return "://" in text or Path(text).exists() or bool(numbered(Path(text)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from trainer.config import TrainConfig
 from trainer.presets import PRESETS
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import print_error
+from weightserver.common.object_store import shown
 
 _OF_ONE_START = ("resume", "resume_step", "extend")
 """Settings that concern one start of a run, not the run: only the command line gives them."""
@@ -45,7 +46,8 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # a string of JSON is one of TOML
+    text = shown(value) if isinstance(value, Path) else str(value)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a string of JSON is one of TOML
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.run_dataset import check_images
 from trainer.settings import flag
 from weightserver.common.logs import logs_json
+from weightserver.common.object_store import shown as shown_path
 
 _log = logging.getLogger(__name__)
 PRESET = "images"
@@ -201,7 +202,7 @@ def _print_choices(
     labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
     tests = f", {images.num_tests:,} test images" if images.num_tests else ""
     console.print(
-        f"{config.data.data_dir}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
+        f"{_place(config)}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
     )
     for line in dataset.reading.lines() if dataset.reading else ():
         console.print(f"  {line}", markup=False, soft_wrap=True)
@@ -230,7 +231,7 @@ def _log_choices(
     """The same as one event, with values in fields."""
     named(sample.broken)
     fields = {
-        "data_dir": str(config.data.data_dir),
+        "data_dir": _place(config),
         "output": str(config.run.output),
         "images": images.number,
         "classes": images.num_classes,
@@ -243,6 +244,11 @@ def _log_choices(
         "given": {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()},
     }
     _log.info("settings chosen", extra=fields)
+
+
+def _place(config: TrainConfig) -> str:
+    assert config.data.data_dir is not None, "otherwise there are problems"
+    return shown_path(config.data.data_dir)
 
 
 def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

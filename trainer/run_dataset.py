@@ -16,6 +16,7 @@ from trainer.model import load_encoder
 from trainer.run.checkpoint_file import num_images_to_resume
 from trainer.run.directory import CONFIG_FILE, READING_FILE, read_settings
 from weightserver.common.atomic_files import atomic_write
+from weightserver.common.object_store import shown
 from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ def dataset_of(config: TrainConfig, data_dir: Path | None = None) -> Dataset:
 
 def write_reading(config: TrainConfig, dataset: Dataset) -> None:
     """Writes into the run's directory what the source of its images was read as."""
-    if dataset.reading:
-        text = "\n".join([f"{config.data.data_dir}", *dataset.reading.lines(), ""])
+    if dataset.reading and config.data.data_dir:
+        text = "\n".join([shown(config.data.data_dir), *dataset.reading.lines(), ""])
         atomic_write(
             config.run.output / READING_FILE, lambda path: path.write_text(text, "utf-8", errors="surrogateescape")
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, shards_path, tar_path
-from weightserver.common.object_store import digest_of, remove, shown, upload, write
+from weightserver.common.object_store import digest_of, directly_below, remove, shown, upload, write
 
 _TESTS = "test"
 
@@ -30,7 +30,8 @@ def staging(target: Path, options: SourceOptions) -> Path:
 
 
 def upload_pack(directory: Path, target: Path) -> None:
-    """Uploads a finished pack, with that of its test images. What an earlier call has uploaded is not sent again.
+    """Uploads a finished pack, with that of its test images. What an earlier call has uploaded is not sent again,
+    unless it is missing or has another length now.
 
     Raises:
         ValueError: the bucket refuses or does not answer, or holds another pack.
@@ -47,12 +48,16 @@ def _upload(here: Path, there: Path) -> None:
     before = Manifest.load(there) if is_packed(there) else replace(manifest, ranges=())
     if (before.order_seed, before.ranges) != (manifest.order_seed, manifest.ranges[: len(before.ranges)]):
         raise ValueError(f"{shown(there)} holds another pack than {here}: give another place")
-    for part in manifest.ranges[len(before.ranges) :]:
+    lengths = {one.path.name: one.bytes for one in directly_below(there)}
+    for number, part in enumerate(manifest.ranges):
+        is_new = number >= len(before.ranges)
         for shard in part.shards:
             tar = tar_path(here, shard.first)
-            if digest_of(there / tar.name) != shard.sha256:
+            is_there = lengths.get(tar.name) == shard.bytes
+            if not is_there or (is_new and digest_of(there / tar.name) != shard.sha256):
                 upload(tar, there / tar.name, sha256=shard.sha256)
         for path in (index_path(here, part.first), listing_path(here, part.first), shards_path(here, part.first)):
-            upload(path, there / path.name)
+            if is_new or lengths.get(path.name) != path.stat().st_size:
+                upload(path, there / path.name)
     if before != manifest:
         upload(here / "manifest.json", there / "manifest.json")

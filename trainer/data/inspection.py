@@ -15,6 +15,7 @@ from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.packed import PackedImages
 from trainer.data.reading import kind_of_labels
 from trainer.data.survey import sample
+from weightserver.common.object_store import shown
 
 _SAMPLE = 1_000
 _SHOWN = 10
@@ -29,7 +30,7 @@ def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
     found = open_source(source, options)
     train, *_ = found.splits.values()
     if found.reading:
-        yield from (f"{source}", *(f"  {line}" for line in found.reading.lines()))
+        yield from (shown(source), *(f"  {line}" for line in found.reading.lines()))
     for number, (name, part) in enumerate(found.splits.items()):
         yield from _title(part.images) if isinstance(part.images, PackedImages) else [f"{name or 'images'}:"]
         if number == 1:
@@ -40,7 +41,8 @@ def inspect_source(source: Path, options: SourceOptions) -> Iterator[str]:
 def _title(images: PackedImages) -> Iterator[str]:
     manifest = images.manifest
     kind = kind_of_labels(manifest.labelled, manifest.classes)
-    yield f"{images.directory}: a pack of {len(images):,} images, {kind}, in the order of seed {manifest.order_seed}:"
+    order = f"in the order of seed {manifest.order_seed}"
+    yield f"{shown(images.directory)}: a pack of {len(images):,} images, {kind}, {order}:"
     yield from (f"  {part.count:,} images of {part.source}" for part in manifest.ranges)
     broken = f"; {len(images.replaced):,} broken, others stand for them" if len(images.replaced) else ""
     yield f"  read with {manifest.options.said or 'no options'}{broken}"

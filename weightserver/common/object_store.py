@@ -67,8 +67,17 @@ class Found(NamedTuple):
 
 
 def to_location(text: str) -> Path:
-    """Parses a path of the command line, which may be s3://BUCKET/KEY. Raises ArgumentTypeError for any other URL."""
+    """Parses a path of the command line, which may be s3://BUCKET/KEY.
+
+    Raises:
+        ArgumentTypeError: any other URL, or one with credentials.
+    """
     scheme, mark, rest = text.partition("://")
+    if mark and "@" in rest.partition("/")[0]:
+        raise ArgumentTypeError(
+            f"{scheme}://…@{rest.partition('@')[2]} has credentials, which files and messages would repeat: give "
+            "s3://BUCKET/KEY, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
     if mark and scheme == "s3" and rest.strip("/"):
         return Path(text)
     if mark and scheme.isalnum():

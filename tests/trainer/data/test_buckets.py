@@ -18,6 +18,7 @@ import pytest
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, object_store
 from tests.helpers.small_run import losses, small_run
+from trainer.__main__ import main as start
 from trainer.arguments import parse_config
 from trainer.data import cache, load_dataset, pack_files
 from trainer.data.__main__ import main as command_line
@@ -277,6 +278,12 @@ def test_bad_arguments_and_disks_are_one_line(
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--cache-dir .*file cannot be written \(Not a directory\)"):
         PackedImages(PACK, SourceOptions(cache_dir=tmp_path / "file"))
+    for place in ("s3://a-key:a-secret@images/packed", "gs://a-secret@images/packed"):
+        assert call("pack", str(tmp_path), place) == 2
+        (*_, line) = capsys.readouterr().err.splitlines()
+        assert "@images/packed has credentials, which files and messages would repeat: give s3://BUCKET/KEY" in line
+        assert "a-key" not in line
+        assert "a-secret" not in line
     for text in ("gs://images/packed", "s3://"):
         with pytest.raises(SystemExit):
             parse_config(["imagenet-1k", "--data-dir", text])
@@ -292,6 +299,24 @@ def test_bad_arguments_and_disks_are_one_line(
         with pytest.raises(ValueError, match=r"\(No space left on device\): free space, or give a lower --cache-gib"):
             images.read_row(0)
     assert not list((tmp_path / "cache/pieces").iterdir())
+
+
+def test_a_bucket_is_trained_on_by_its_name_alone(
+    bucket: Proxy, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a folder is: a pack, and numbered archives here or there; no other URL."""
+    chosen = ["--cache-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "run"), "--print-config"]
+    for place in ("s3://images/packed", "s3://images/source/{00000..00002}.tar", str(shards / "{00000..00002}.tar")):
+        with pytest.raises(SystemExit) as ended:
+            start([place, *chosen])
+        assert ended.value.code == 0
+        assert f'data_dir = "{place}"' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        start(["gs://images/packed", *chosen])
+    assert ended.value.code == 2
+    assert "gs://images/packed is a URL: copy or mount what is there" in capsys.readouterr().err
+    assert call("inspect", "s3://images/packed", *chosen[:2]) == 0
+    assert capsys.readouterr().out.startswith(f"s3://images/packed: a pack of {NUM_IMAGES} images")
 
 
 @pytest.fixture
@@ -391,6 +416,12 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     bucket.heal()
     assert call(*command) == 0
     assert {one.path for one in bucket.requests if one.method == "PUT"} == {"/images/made/.writable"}
+    whole = stored(target)
+    tar, index = target / "rows-000000000000.tar", target / "test/index-000000000000.bin"
+    objects.remove([tar])
+    objects.write(index, objects.read(index)[:-1])
+    assert call(*command) == 0
+    assert stored(target) == whole, "what is missing or too short is sent again"
 
 
 def stored(target: Path) -> dict[Path, bytes]:
