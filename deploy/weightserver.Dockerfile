@@ -15,7 +15,8 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 # Dependencies come first, in their own layer: they change seldom.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    mkdir weightserver && touch README.md weightserver/__init__.py && pip install --no-cache-dir -c constraints.txt . \
+    mkdir weightserver && touch README.md weightserver/__init__.py \
+    && pip install --no-cache-dir -c constraints.txt '.[s3]' \
     && rm -r build
 COPY README.md ./
 COPY weightserver weightserver
