@@ -86,8 +86,8 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert (info.spec, info.run, info.epoch, info.clock, info.horizon) == (SPEC, "run", epoch, 2, 2)
         assert info.rows_stored == NUM_STORED
         assert [(known, known.checkpoint_id.hex()) for known in client.checkpoints()] == [
-            (Checkpoint(held, 2), made.identity),
             (Checkpoint("one", 2), made.identity),
+            (Checkpoint(held, 2), made.identity),
         ]
         assert same(client.fetch_state(ROWS), kept)
         with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
