@@ -26,6 +26,11 @@ def backup_name(checkpoint: Checkpoint) -> str:
     return f"backup-{checkpoint.checkpoint_id.hex()[:16]}"
 
 
+def is_for_backup(kept: Checkpoint) -> bool:
+    """Whether the shards keep it for its backups, or one of them while it is made."""
+    return kept.name.startswith(backup_name(kept))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardCheckpoint(Checkpoint):
     """A checkpoint as one shard retains it: each block's newest version of a generation ≤ `generation`."""
@@ -89,7 +94,7 @@ def chosen_checkpoint(name: str | None, known: Iterable[Checkpoint]) -> Checkpoi
         NoTableError: there is none.
     """
     by_name = {kept.name: kept for kept in known}
-    of_runs = [kept.name for kept in by_name.values() if kept.name != backup_name(kept)]
+    of_runs = [kept.name for kept in by_name.values() if not is_for_backup(kept)]
     if name is None and of_runs:
         name = of_runs[-1]
     if name is None or name not in by_name:

@@ -2,7 +2,8 @@
 
 The shards keep the checkpoint under a second name, `backup-…`, so that training may continue and release the first.
 They keep it until a backup of a later checkpoint has ended: a shard that is lost until then can be restored from the
-backup, and the others rolled back to the same state. What a failed or killed backup left is released at the same time.
+backup, and the others rolled back to the same state. While a backup is made, they keep it under a name of that one,
+which it releases when it fails; what a killed one left is released when one of a later checkpoint has ended.
 
 Because they keep it, they also know which blocks were written since: an increment has only these.
 """
@@ -13,7 +14,9 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -30,8 +33,8 @@ from weightserver.client.results import TableInfo
 from weightserver.common.object_store import ObjectStoreError, shown, to_location
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint, common_checkpoints
-from weightserver.core.errors import ClusterError, NoTableError
+from weightserver.core.checkpoints import Checkpoint, backup_name, chosen_checkpoint, common_checkpoints, is_for_backup
+from weightserver.core.errors import ClusterError, NoTableError, WeightServerError
 from weightserver.operations.arguments import add_cluster_arguments, connect, non_empty_name
 from weightserver.operations.backup_files import SCHEDULE, Backup, read_backup
 from weightserver.operations.backup_places import MANIFEST, Place, Write, place_at
@@ -76,17 +79,11 @@ def backup(
     with place.new() as write:
         chosen = chosen_checkpoint(checkpoint, client.checkpoints())
         client.join_newest_session()
-        held = replace(chosen, name=backup_name(chosen))
-        client.copy_checkpoint(chosen, held.name)  # by its identity: another may take its name meanwhile
-        info = client.describe()
-        name, base = _last_backup(place, held, info) if incremental else ("", None)
-        try:
+        with _held(client, chosen) as held:
+            info = client.describe()
+            name, base = _last_backup(place, held, info) if incremental else ("", None)
             shards = _copy_shards(client, held, base, info, write)
-        except NoTableError as error:
-            raise NoTableError(
-                f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was copied, "
-                "by another backup, of a later one, that has ended, or by hand: repeat the command"
-            ) from error
+            client.copy_checkpoint(held, backup_name(chosen))
         made = Backup(
             checkpoint=chosen.name,
             step=chosen.step,
@@ -108,10 +105,29 @@ def backup(
             )
         text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
         write(MANIFEST, text.encode())
-    _release_earlier(client, chosen)
+    _release_earlier(client, chosen, held.name)
     if keep is not None:
         _remove_others(place, made, keep)
     return made
+
+
+@contextlib.contextmanager
+def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
+    """Lets the shards keep a checkpoint under a name of this backup; releases that on failure, except for Ctrl-C, which
+    closes the client."""
+    held = replace(chosen, name=f"{backup_name(chosen)}-{os.urandom(4).hex()}")
+    client.copy_checkpoint(chosen, held.name)  # by its identity: another may take its name meanwhile
+    try:
+        yield held
+    except Exception as error:
+        with contextlib.suppress(WeightServerError):
+            client.release(held.name, join=True)
+        if isinstance(error, NoTableError):
+            raise NoTableError(
+                f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was "
+                "copied, by another backup, of a later one, that has ended, or by hand: repeat the command"
+            ) from error
+        raise
 
 
 def _others(place: Place, table_identity: str) -> dict[str, Backup]:
@@ -135,7 +151,7 @@ def _last_backup(place: Place, held: Checkpoint, info: TableInfo) -> tuple[str, 
     """The newest backup beside this one, and its name, whose checkpoint all shards still keep, not later than `held`;
     empty and None if there is none."""
     common = [one.name for one in common_checkpoints([shard.checkpoints for shard in info.shards])]
-    kept = {held.name, *takewhile(lambda name: name != held.name, common)}
+    kept = {backup_name(held), *takewhile(lambda name: name != held.name, common)}.intersection(common)
     for name, made in reversed(_others(place, info.identity.hex()).items()):
         if backup_name(made.kept) in kept and len(made.shards) == len(info.shards):
             return name, made
@@ -157,12 +173,13 @@ def _remove_others(place: Place, made: Backup, keep: int) -> None:
             _log.info("removed backup %(name)s", {"name": name})
 
 
-def _release_earlier(client: WeightClient, backed_up: Checkpoint) -> None:
-    """Releases what the shards keep for backups of earlier checkpoints, failed and killed ones among them."""
+def _release_earlier(client: WeightClient, backed_up: Checkpoint, meanwhile: str) -> None:
+    """Releases what the shards kept meanwhile, and for backups of earlier checkpoints, killed ones among them."""
     client.join_newest_session()  # another than at the beginning if the trainer was started again
-    kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if one.name == backup_name(one)}
+    kept = {one.name: one for shard in client.checkpoints_by_shard() for one in shard if is_for_backup(one)}
     for name, one in kept.items():
-        if one.step <= backed_up.step and name != backup_name(backed_up):
+        is_earlier = one.step <= backed_up.step and not name.startswith(backup_name(backed_up))
+        if is_earlier or name == meanwhile:
             with contextlib.suppress(NoTableError):  # another backup that ends now has released it
                 client.release(name)
 

@@ -183,7 +183,7 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
     monkeypatch.setattr(backup_places, "atomic_write", watch)
     second = backup(client, tmp_path / "second")
     names = [f"backup-{made.identity[:16]}" for made in (first, second)]
-    assert set(seen) == {*names, "two"}, "the second is not yet complete"
+    assert set(seen) > {*names, "two"}, "the second is not yet complete"
     assert {known.name for known in client.checkpoints()} == {names[1], "two"}
     backup(client, tmp_path / "again", checkpoint="two")
     assert {known.name for known in client.checkpoints()} == {names[1], "two"}
