@@ -29,6 +29,7 @@ import psutil
 from experiments.han import PACKAGES, SIDE, write_images
 from experiments.icons import download_packages
 from experiments.run_cell import processor
+from trainer.data.manifest import Manifest
 from trainer.run.directory import METRICS_FILE, read_metrics, read_settings, read_summary
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_directory, atomic_write, to_path
@@ -121,6 +122,9 @@ def make(output: Path, fonts: Path | None, sizes: dict[str, int], epochs: float)
         with atomic_directory(images) as partial:
             write_images(partial, unpacked, sizes)
     _run([*python, "trainer.data", "pack", str(images), str(packed), "--engine", "ray"])
+    for split, pack in (("train", packed), ("test", packed / "test")):
+        if (there := Manifest.load(pack).num_images) != sizes[split]:
+            raise ValueError(f"{pack} has {there:,} images, not {sizes[split]:,}: give another --output")
     number = sizes["train"]
     if not (run / "summary.json").exists():
         _run(_train_command(packed, run, number, f"--epochs={epochs}"), output / "memory.jsonl")

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from experiments import han, million
+from tests.helpers.image_tree import plain_tree
+from trainer.data.pack import PackOptions, pack
 
 FONTS = Path(mpl.get_data_path()) / "fonts" / "ttf"
 
@@ -90,3 +92,17 @@ def test_end_to_end_and_what_is_there_is_not_made_again(
     assert "| passes over the images | 2" in text
     assert "<svg" in (tmp_path / "million.svg").read_text()
     assert not list(million.section(tmp_path / "none.json", tmp_path / "none.svg", "none.svg"))
+
+
+def test_images_of_an_earlier_call_are_not_taken_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page would name a number of images that no run had."""
+    (tmp_path / "images").mkdir()
+    for name, number in (("packed", 6), ("packed/test", 3)):
+        pack(plain_tree(tmp_path / "trees" / name, number), tmp_path / name, PackOptions())
+    monkeypatch.setattr(million, "_run", lambda *_: None)
+    for sizes, message in (
+        ({"train": 2_000, "test": 3}, "packed has 6 images, not 2,000: give another --output"),
+        ({"train": 6, "test": 4}, "packed/test has 3 images, not 4: give another --output"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            million.make(tmp_path, None, sizes, 1.0)
