@@ -81,12 +81,13 @@ class Cache:
             ValueError: it cannot be fetched or written.
         """
         path = self._pieces / piece.name
-        try:
-            os.utime(path)
-        except FileNotFoundError:
-            with self._writing(), locked(self._locks / str(int(piece.name[:8], 16) % _LOCKS)):
-                if not path.exists():
-                    self._fetch(piece, path)
+        with self._writing():
+            try:
+                os.utime(path)
+            except FileNotFoundError:
+                with locked(self._locks / str(int(piece.name[:8], 16) % _LOCKS)):
+                    if not path.exists():
+                        self._fetch(piece, path)
         return path
 
     def fetch_ahead(self, piece: Piece) -> float:

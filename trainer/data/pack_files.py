@@ -18,6 +18,8 @@ from weightserver.common.object_store import ObjectStoreError, Reason, find, is_
 SEGMENT_BYTES = 1 << 23
 """Unit of reading ahead, and of what is kept of a bucket's files."""
 _OPEN_FILES = 256
+_OPEN_PIECES = 32
+"""Those that have left the cache take space until they are closed, beyond its limit."""
 _ADVICE_BYTES = 1 << 17
 """Linux reads at most a device's read-ahead for one piece of advice."""
 _REMEMBERED_SEGMENTS = 1 << 11
@@ -95,14 +97,18 @@ class CachedFiles:
 
     def __init__(self, options: SourceOptions) -> None:
         self._cache = Cache.of(options)
-        self._open = functools.lru_cache(_share_of_files(8, _OPEN_FILES))(self._opened)
+        self._open = functools.lru_cache(_share_of_files(8, _OPEN_PIECES))(self._opened)
 
     def read(self, file: File, offset: int, length: int) -> bytes:
         stop = offset + length
-        parts = [
-            self._open(piece).read(max(0, offset - piece.start), min(stop, piece.stop) - max(offset, piece.start))
-            for piece in _segments(file, offset, stop)
-        ]
+        try:
+            parts = [
+                self._open(piece).read(max(0, offset - piece.start), min(stop, piece.stop) - max(offset, piece.start))
+                for piece in _segments(file, offset, stop)
+            ]
+        except OSError as error:  # of the disk, which says nothing about the image
+            reason = f"--cache-dir {self._cache.directory} cannot be read ({error.strerror})"
+            raise ValueError(f"{reason}: give another --cache-dir") from None
         content = b"".join(parts) if len(parts) != 1 else parts[0]
         if len(content) != length:
             raise ObjectStoreError(file.path, Reason.CUT_OFF)

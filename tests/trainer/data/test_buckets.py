@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,23 @@ def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory
     assert len(bucket.ranges()) >= num_segments(directory)
 
 
+def test_few_files_that_have_left_the_cache_stay_open(
+    bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take space beyond its limit."""
+    monkeypatch.setattr(pack_files, "_OPEN_PIECES", 3)
+    images = PackedImages(PACK, options(tmp_path, 6 * SEGMENT_BYTES / 2**20))
+    for row in range(len(images)):
+        images.read_row(row)
+    assert 0 < sum(name.startswith(str(tmp_path)) and name.endswith("(deleted)") for name in open_files()) <= 3
+
+
+def open_files() -> Iterator[str]:
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield os.readlink(path)
+
+
 def test_what_is_coming_is_fetched_before_it_is_read(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
     images = PackedImages(PACK, options(tmp_path))
     ids = np.arange(NUM_IMAGES)
@@ -290,9 +309,20 @@ def test_bad_arguments_and_disks_are_one_line(
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f"{text} is a URL: copy or mount what is there, or give s3://BUCKET/KEY")
 
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    for call_of_disk, message in (("os.utime", "cannot be written"), ("os.pread", "cannot be read")):
+        read = PackedImages(PACK, options(tmp_path / "read"))
+        read.read_row(0)
+        read._files._open.cache_clear()  # type: ignore[attr-defined]
+        with monkeypatch.context() as failing:
+            failing.setattr(call_of_disk, fail)
+            with pytest.raises(ValueError, match=message):
+                read.read_row(0)
     monkeypatch.setattr("os.posix_fallocate", full)
     images = PackedImages(PACK, options(tmp_path))
     for _ in range(2):
