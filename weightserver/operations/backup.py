@@ -65,7 +65,7 @@ def backup(
     Args:
         incremental: copy only the blocks that were written since the last backup, if that is beside this one.
         keep: afterwards, remove the table's other backups beside this one, but the newest (`keep` with this one) and
-            those that they need.
+            those that they need, and what killed backups left there.
 
     Raises:
         ValueError: the directory holds something, or the base was removed meanwhile.
@@ -171,6 +171,7 @@ def _remove_others(place: Place, made: Backup, keep: int) -> None:
         if name not in needed:
             place.beside(name).remove()
             _log.info("removed backup %(name)s", {"name": name})
+    place.remove_killed()
 
 
 def _release_earlier(client: WeightClient, backed_up: Checkpoint, meanwhile: str) -> None:

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightserver.common import object_store
-from weightserver.common.atomic_files import PRIVATE_DIRECTORY, PRIVATE_FILE, atomic_directory, atomic_write
+from weightserver.common.atomic_files import (
+    PRIVATE_DIRECTORY,
+    PRIVATE_FILE,
+    atomic_directory,
+    atomic_write,
+    directory_lock,
+)
 
 MANIFEST = "manifest.json"
 """The file that a complete backup has."""
@@ -68,6 +74,19 @@ class Folder:
         """Removes the backup; one that is removed in part is none any more."""
         (self.path / MANIFEST).unlink()
         shutil.rmtree(self.path)
+
+    def remove_killed(self) -> None:
+        """Removes what killed backups left beside this one, and nothing that a command is writing."""
+        folder = self.path.resolve().parent
+        for partial in folder.glob(".*.partial"):
+            files = [str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir()]
+            if not all(map(_FILE.match, files)):  # another program's, or has its manifest, and may get its name now
+                continue
+            target = folder / partial.name[1 : -len(".partial")]
+            with contextlib.suppress(OSError), directory_lock(target):
+                shutil.rmtree(partial)
+            with contextlib.suppress(OSError):
+                target.rmdir()
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,9 @@ class BucketFolder:
     def remove(self) -> None:
         object_store.remove([self.path / MANIFEST])
         object_store.remove(object_store.below(self.path))
+
+    def remove_killed(self) -> None:
+        """Does nothing: without locks, what was killed cannot be told from what is being written."""
 
 
 Place = Folder | BucketFolder

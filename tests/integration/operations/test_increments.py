@@ -24,6 +24,7 @@ from tests.helpers.operations import (
     targets_in,
 )
 from weightserver import ClusterError, LocalCluster, RowState, StorageError, WeightClient
+from weightserver.common.atomic_files import LOCK, directory_lock
 from weightserver.operations import backup as operation
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import Backup, read_backup
@@ -223,6 +224,23 @@ def test_a_table_grows_between_two_links(client: WeightClient, tmp_path: Path) -
         restore(tmp_path / "large", target, shard=shard)
     with LocalCluster(2, tmp_path / "new") as cluster, WeightClient(cluster.addresses) as reader:
         assert same(reader.fetch_state(np.arange(1_200)), rows)
+
+
+def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Path) -> None:
+    """They have a name of their own each night, so that no command is repeated which would remove it."""
+    backups, file = tmp_path / "backups", "shard-0/blocks-000000000000000.safetensors"
+    make_table(client)
+    for name in (".mon.partial", ".tue.partial", ".wed.partial", ".notes.partial"):
+        (backups / name / "shard-0").mkdir(parents=True)
+        (backups / name / file).write_bytes(b"some")
+    (backups / "mon").mkdir()
+    (backups / "mon" / LOCK).touch()
+    (backups / ".wed.partial/manifest.json").touch()
+    (backups / ".notes.partial/mine").touch()
+    with directory_lock(backups / "tue"):  # which a living command has
+        backup(client, backups / "thu", keep=1)
+        left = {path.name for path in backups.iterdir()}
+    assert left == {".tue.partial", "tue", ".wed.partial", ".notes.partial", "thu"}
 
 
 def test_the_newest_backups_are_kept_with_what_they_need(
