@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +112,23 @@ def test_a_step_its_calls_and_their_answers_are_one_trace(tmp_path: Path, monkey
     assert 0 < values(pushed)["stage.commit_seconds"] <= (pushed.end_time_unix_nano - pushed.start_time_unix_nano) / 1e9
     in_steps = {by_id[span.parent_span_id].parent_span_id for span in joined} & steps.keys()
     assert len(in_steps) >= 2, "calls of several steps"
+
+
+@pytest.mark.guard
+def test_a_collector_that_does_not_answer_delays_no_end() -> None:
+    program = """if True:
+    from weightserver.common.tracing import CLIENT, spans
+    spans(CLIENT).step_ended(0)
+    print("ends", flush=True)
+    """
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as ending:
+            assert ending.stdout is not None
+            assert ending.stdout.readline() == b"ends\n"
+            ended = time.monotonic()
+            assert ending.wait(60) == 0
+    assert time.monotonic() - ended < 8, "the exporter's own limit is 10 s"
 
 
 @pytest.mark.usefixtures("fresh")

@@ -25,6 +25,8 @@ TRACE_KEY = "traceparent"
 """Key of the trace in a call's metadata, as the W3C defines it: 00-TRACE-SPAN-01."""
 CLIENT, SHARD = "weightserver-client", "weightserver-shard"
 """Names of the programs."""
+_SEND_SECONDS = 2.0
+"""How long a collector may take for a batch: a process that ends waits for it."""
 _MOST_CALLS = 4096
 """Calls whose traces are remembered: some never end, as a fetch that was begun and then left."""
 
@@ -33,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Spans:
-    """Those of this process. Thread-safe.
+    """The spans of this process. Thread-safe.
 
     Args:
         processor: takes the spans.
@@ -144,6 +146,8 @@ def spans(service: str) -> Spans | None:
     except ImportError:
         _log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no spans: pip install '.[otel]'")
         return None
-    found = Spans(BatchSpanProcessor(OTLPSpanExporter()), service)
+    is_given = {"OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"} & os.environ.keys()
+    exporter = OTLPSpanExporter(timeout=None if is_given else _SEND_SECONDS)
+    found = Spans(BatchSpanProcessor(exporter), service)
     atexit.register(found.close)
     return found
