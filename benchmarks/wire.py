@@ -45,7 +45,7 @@ def processor_seconds(cluster: LocalCluster) -> float:
 
 
 def active_rows(schedule: VisitSchedule, steps: int) -> Iterator[ActiveRows]:
-    """Those of each step, as a head finds them."""
+    """The active rows of each step, as a head finds them."""
     visited = visited_before(schedule.visits, 0, num_active=NUM_ACTIVE)
     for step in range(steps):
         batch = schedule.visits(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)

@@ -39,7 +39,7 @@ class Machine:
     cores: int
     memory_bytes: int
     gpu_memory_bytes: int = 0
-    """Of one GPU; 0 without one."""
+    """Memory of one GPU; 0 without one."""
     ranks: int = 1
     """Processes that share each batch, with a GPU each if there are any."""
     disk_bytes: int = 0

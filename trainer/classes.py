@@ -24,7 +24,7 @@ class RunClasses:
     rows: RangesOrder
     """Row <-> class."""
     digest: str = ""
-    """Of the class map; empty if each image is its own class."""
+    """Digest of the class map; empty if each image is its own class."""
 
     @property
     def shared(self) -> ClassOrder | None:

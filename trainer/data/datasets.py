@@ -190,7 +190,7 @@ class Dataset:
 
 
 def _with_labels(images: TrainImages, labels: Tensor) -> tuple[TrainImages, Tensor]:
-    """Those images that have a label, and the labels."""
+    """The images that have a label, and their labels."""
     if not len(labels) or labels.min() >= 0:
         return images, labels
     kept = torch.nonzero(labels >= 0)[:, 0]

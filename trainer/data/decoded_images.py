@@ -256,7 +256,7 @@ class DecodedImages:
         return self._with(_num_images=num_images, broken=BrokenImages(self.options, num_images))
 
     def chosen(self, images: Int64Array) -> DecodedImages:
-        """Those of these images, int64 [n], under the ids 0..n-1."""
+        """These images alone, int64 [n], under the ids 0..n-1."""
         return self._with(_images=Chosen(self._images, images)).first(len(images))
 
     def strict(self) -> DecodedImages:
@@ -284,8 +284,8 @@ class DecodedImages:
         return [self._images.path(image) for image in images.tolist()]
 
     def intact(self, images: Int64Array) -> tuple[Int64Array, Tensor, list[Remark]]:
-        """Those of images (int64 [n]) that can be read, their centre squares uint8 [m, 3, side, side], and a line for
-        each of the others."""
+        """The ids, among int64 [n], of images that can be read, their centre squares uint8 [m, 3, side, side], and a
+        line for each of the others."""
         replaced = frozenset(self._images.replaced.tolist())
         squares = self._each(
             images, lambda content: decode(content, [Crop(self._side, centre)], self._rendering)[0], replaced

@@ -36,7 +36,7 @@ class Shard:
     """One tar and its index."""
 
     first: int
-    """Its first row."""
+    """The number of its first row."""
     count: int
     bytes: int
     sha256: str

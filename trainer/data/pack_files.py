@@ -19,7 +19,7 @@ SEGMENT_BYTES = 1 << 23
 """Unit of reading ahead, and of what is kept of a bucket's files."""
 _OPEN_FILES = 256
 _OPEN_PIECES = 32
-"""Those that have left the cache take space until they are closed, beyond its limit."""
+"""Pieces that stay open: if they leave the cache, they take space beyond its limit until they are closed."""
 _ADVICE_BYTES = 1 << 17
 """Linux reads at most a device's read-ahead for one piece of advice."""
 _REMEMBERED_SEGMENTS = 1 << 11

@@ -77,7 +77,7 @@ class Opened:
     step: int | None = None
     """That of the checkpoint from which it is resumed; None for a new run."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Those of the checkpoint, by their names in its file."""
+    """The checkpoint's tensors, by their names in its file."""
     has_grown: bool = False
     """Whether it has more images than at the checkpoint."""
 

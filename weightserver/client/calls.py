@@ -51,7 +51,7 @@ class Call:
     num_rows: int = 0
     """Rows that it names; 0 for calls without rows."""
     rows: FetchedRows | None = None
-    """Those of a fetch, as they arrive."""
+    """The rows of a fetch, as they arrive."""
     request_id: str = field(default_factory=new_request_id)
     started: float = field(default_factory=lambda: time.monotonic())
     heard: float = 0.0
@@ -96,7 +96,7 @@ class Call:
 
 
 class CallWatch:
-    """Those that threads wait for. Thread-safe."""
+    """The calls that threads wait for. Thread-safe."""
 
     def __init__(self) -> None:
         self.waiting: dict[Call, None] = {}

@@ -48,7 +48,7 @@ _OPTIONS = [
 ]
 CLOSED = "the client is closed: make a new one"
 _called: set[Channel] = set()
-"""Those with a call that has not returned; of the main thread, also those whose call was interrupted."""
+"""Channels with a call that has not returned; of the main thread, also those whose call was interrupted."""
 _is_cut_off = False
 """Whether this process is a fork of one whose threads were calling, and has none of them."""
 
@@ -99,7 +99,7 @@ class Channel:
         self.is_useless = False
         """Whether the next call needs a new one."""
         self.num_calls = 0
-        """Of those that it has now."""
+        """Number of calls that it has now."""
         self.close = channel.close
         self._stubs = {
             method.name: (channel.stream_unary if method.client_streaming else channel.unary_unary)(_path(method))
@@ -152,14 +152,14 @@ def _bytes_of(message: Message) -> bytes:
 
 
 class Channels:
-    """Those to one address. Safe to use from any thread."""
+    """The channels to one address. Safe to use from any thread."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
         self._process, self._lock = os.getpid(), threading.Lock()
         self._is_closed = False
         self._newest: dict[bool, Channel] = {}
-        """Of the main thread, and of the others."""
+        """The newest channel of the main thread, and of the others."""
         self._all: set[Channel] = set()
 
     def take(self) -> Channel:

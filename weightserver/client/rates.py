@@ -44,7 +44,7 @@ class CarriedRates:
         self._in_doubt_before = 0
 
     def of_shard(self, num_steps: int) -> CarriedRates:
-        """Those of the first `num_steps` alone, for a shard whose part of a write uses no others."""
+        """The learning rates of the first `num_steps` alone, for a shard whose part of a write uses no others."""
         return CarriedRates(self._known, num_steps, self._held, self._fixed)
 
     def message(self, shard: int) -> pb.Rates:

@@ -48,7 +48,7 @@ class Failure:
     details: str
     is_retried: bool
     fields: dict[str, int] = field(default_factory=dict)
-    """Of the error that the shard raised."""
+    """Fields of the error that the shard raised."""
     is_of_another: bool = False
     """Whether another shard or program has answered."""
 

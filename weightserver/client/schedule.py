@@ -150,5 +150,5 @@ class ClientSchedule:
         return CarriedRates(self._learnt(num_steps), num_steps, self._held)
 
     def used(self, num_steps: int) -> CarriedRates:
-        """Those for a write."""
+        """The learning rates that a write carries."""
         return CarriedRates(self._learnt(num_steps), num_steps, self._held, self._fixed)

@@ -48,7 +48,7 @@ class _Write:
     digest: bytes
     """Recognises it when it is repeated."""
     shards: Collection[int]
-    """Those that may apply it under this number."""
+    """Shards that may apply it under this number."""
     adds: bool
     """Whether it adds to the rows instead of replacing them."""
     timeline: bytes = b""

@@ -20,7 +20,7 @@ SECONDS = (*(float(f"{10 ** (power / 11 - 1):.3g}") for power in range(-30, 27))
 """Upper bounds of all histograms of seconds: eleven in each power of ten from 0.19 ms to 23 s, so in steps of less than
 1.25 and with 1, 10 and 100 ms among them; above, where calls are retried, 60, 180 and 600 s."""
 SIZE_CLASSES = ("none", "128", "2048", "32768", "more")
-"""Of calls, by the largest number of rows."""
+"""Classes of calls, by the largest number of rows."""
 LATE_SECONDS = dict.fromkeys(SIZE_CLASSES, 0.1) | {"more": 1.0}
 """A call of a size class that takes longer is late: the objective of the alert FetchSlow."""
 _CLASSES = tuple((int(name), name) for name in SIZE_CLASSES if name.isdigit())
@@ -78,7 +78,7 @@ class Durations:
             self._sum += float(seconds)  # of NumPy, it would be written otherwise
 
     def _values(self) -> list[float]:
-        """Those of the buckets, which include all smaller ones, of the count and of the sum."""
+        """The values of the buckets, which include all smaller ones, of the count and of the sum."""
         with self._lock:
             counts, total = self._counts.copy(), self._sum
         upto = list(accumulate(counts))

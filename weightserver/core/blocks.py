@@ -52,7 +52,7 @@ from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import mix_seed
 
 _GROUP_BYTES = 2_048
-"""Of the weights of a group of rows, if it has more than one."""
+"""Bytes of the weights of a group of rows, if it has more than one."""
 _MAX_RANGES = 8
 """Ranges of damaged rows that a message names."""
 _HEADER_BYTES, _START = 16, struct.Struct("<HHI")

@@ -24,7 +24,7 @@ class HashedRates:
     def __init__(self, values: Float32Array, before: HashedRates | None = None) -> None:
         self.values = values
         self._hashes: list[Any] = before._hashes[:] if before else [xxhash.xxh3_64()]
-        """Of the first 0, 1, 2, … times `_EVERY` learning rates."""
+        """States of the hash after the first 0, 1, 2, … times `_EVERY` learning rates."""
         while len(self._hashes) * _EVERY <= len(values):
             self._hashes.append(self._hash(len(self._hashes) * _EVERY))
 

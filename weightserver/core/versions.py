@@ -48,7 +48,7 @@ def newest(versions: Iterable[Version], up_to: int = NEWEST) -> Iterator[Version
 
 
 def unneeded(versions: Sequence[Version], checkpoints: Sequence[ShardCheckpoint]) -> list[Version]:
-    """Those of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
+    """The ones of a block's versions, newest first, that neither the newest state nor a checkpoint needs."""
     return [
         older
         for newer, older in itertools.pairwise(versions)

@@ -45,7 +45,7 @@ class GivenRates:
             raise StepError(f"a schedule has at most {MAX_STEPS} steps, not {self.stop}: give fewer")
 
     def up_to(self, num_steps: int) -> GivenRates:
-        """Those of the first `num_steps` (≥ start) steps."""
+        """The learning rates of the first `num_steps` (≥ start) steps."""
         return GivenRates(self.start, self.digest, self.learning_rates[: max(0, num_steps - self.start)])
 
 
@@ -124,5 +124,5 @@ class ScheduledRates:
         return ahead.followed_by(beyond[len(ahead) - used :])
 
     def up_to(self, spec: TableSpec, num_steps: int) -> ScheduledRates:
-        """Those of the first `num_steps` steps."""
+        """The learning rates of the first `num_steps` steps."""
         return self if num_steps == len(self) else self.of(spec, self.hashed.values[:num_steps])

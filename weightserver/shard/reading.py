@@ -157,7 +157,7 @@ class CheckpointBlocks:
     next_block: int | None
     """Where to continue; None after the last block of the table as it was at the checkpoint."""
     digest: bytes = b""
-    """Of all the checkpoint's versions, see `core.versions`; only where no more blocks follow."""
+    """The digest of all the checkpoint's versions, see `core.versions`; only where no more blocks follow."""
     lineage: Sequence[str] = ()
     """The marks that the checkpoint descends from, its own included; only there too."""
 

@@ -21,7 +21,7 @@ from weightserver.core.errors import DamagedFileError
 from weightserver.storage.interface import DATABASES
 
 _LARGE_BYTES = 2 << 30
-"""Of a file that is read ahead of the verifier: some seconds of reads of a disk, one after another."""
+"""Least size of a file that is read ahead of the verifier: some seconds of reads of a disk, one after another."""
 _THREADS = 16
 
 

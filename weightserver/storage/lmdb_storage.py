@@ -41,8 +41,8 @@ _READING_THREADS = 16
 """Threads that read blocks from the disk ahead of their use."""
 _READER_CHECK_SECONDS = 5.0
 _WRITE_BACK_BYTES = 32 << 20
-"""Of a transaction's blocks. From here on the disk writes while LMDB still copies pages to the system: smaller ones are
-copied before a thread gains anything."""
+"""Bytes of a transaction's blocks from which on the disk writes while LMDB still copies pages to the system: fewer
+are copied before a thread gains anything."""
 _DAMAGE = (
     lmdb.BadChecksumError,
     lmdb.CorruptedError,

@@ -115,7 +115,7 @@ class RowOwners:
         return are_mine
 
     def mine(self, rows: Int64Array) -> Int64Array:
-        """Those of the rows, int64 [n], that this rank holds."""
+        """The rows among these, int64 [n], that this rank holds."""
         return rows if self.num_ranks == 1 else rows[self.are_mine(rows)]
 
     def rank_of(self, rows: Int64Array) -> Int64Array:

@@ -27,7 +27,7 @@ class SavedRows:
     table: str
     """Identity of the table, hexadecimal."""
     marks: Sequence[str]
-    """Of the servers' states, see `WeightClient.marks`."""
+    """Marks of the servers' states, see `WeightClient.marks`."""
     num_classes: Sequence[int]
     """Numbers of classes that were added one after another."""
     order_seed: int
@@ -40,7 +40,7 @@ class SavedRows:
 
     @classmethod
     def from_state(cls, state: Tensor) -> SavedRows:
-        """Of a head's extra state. Raises ValueError for anything else."""
+        """Reads a head's extra state. Raises ValueError for anything else."""
         return from_tensor(state)[0]
 
     @property

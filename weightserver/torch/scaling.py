@@ -77,7 +77,7 @@ class ScalerUse:
     """
 
     _states: dict[int, dict[str, Any]] | None = None
-    """Those that were read last."""
+    """The states that were read last."""
     _own: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The ones among them that were used in `_attempt`."""
     _attempt: object = None

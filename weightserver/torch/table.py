@@ -66,7 +66,7 @@ class Table:
         self._directory = directory
         self._learning_rates = learning_rates
         self.ranks = Ranks(device=torch.device("meta"))
-        """Those that share the rows, and their device; of none before the first use."""
+        """The ranks that share the rows, and their device; none of them before the first use."""
         self._set_unopened()
 
     def _set_unopened(self) -> None:
