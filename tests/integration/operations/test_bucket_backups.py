@@ -115,11 +115,11 @@ def test_of_two_commands_to_one_name_one_fails(
             dies("weightserver.common.object_store:write", 3, "backup", *cluster.addresses, "--output", url)
         else:
             with WeightClient(cluster.addresses) as another:
-                backups.backup(another, BACKUPS / "mon")
+                backups.backup(another, BACKUPS / "mon", checkpoint="one")
         return copied
 
     monkeypatch.setattr(backups, "_copy_shards", begin_another)
-    outcome = weightserver("backup", *cluster.addresses, "--output", url, "--checkpoint", "one")
+    outcome = weightserver("backup", *cluster.addresses, "--output", url)
     assert outcome[0] == 1
     assert outcome[2].endswith(f"another command wrote to {url} meanwhile: give another folder\n")
     for shard in range(2):
@@ -127,7 +127,7 @@ def test_of_two_commands_to_one_name_one_fails(
         if is_killed:
             assert_one_line(restoring, f"{url} holds no backup")
         else:
-            assert "checkpoint two (step 3)" in restoring[1]
+            assert "checkpoint one (step 2)" in restoring[1]
 
 
 @pytest.mark.guard
