@@ -125,7 +125,8 @@ def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
         if isinstance(error, NoTableError):
             raise NoTableError(
                 f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was "
-                "copied, by another backup, of a later one, that has ended, or by hand: repeat the command"
+                "copied, by another backup, of a later one, that has ended, by a rollback or by hand: repeat the "
+                "command"
             ) from error
         raise
 
@@ -169,7 +170,8 @@ def _remove_others(place: Place, made: Backup, keep: int) -> None:
             wanted.append(others[name].base)
     for name in newest:  # increments before their bases
         if name not in needed:
-            place.beside(name).remove()
+            with contextlib.suppress(FileNotFoundError):  # another command removes it too
+                place.beside(name).remove()
             _log.info("removed backup %(name)s", {"name": name})
     place.remove_killed()
 

@@ -226,6 +226,23 @@ def test_a_table_grows_between_two_links(client: WeightClient, tmp_path: Path) -
         assert same(reader.fetch_state(np.arange(1_200)), rows)
 
 
+def test_two_commands_remove_the_same_backups(
+    client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(client)
+    for name in ("mon", "tue"):
+        backup(client, tmp_path / "backups" / name)
+    remove = Folder.remove
+
+    def remove_after_another(place: Folder) -> None:
+        remove(place)
+        remove(place)
+
+    monkeypatch.setattr(Folder, "remove", remove_after_another)
+    backup(client, tmp_path / "backups/wed", keep=1)
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == ["wed"]
+
+
 def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Path) -> None:
     """They have a name of their own each night, so that no command is repeated which would remove it."""
     backups, file = tmp_path / "backups", "shard-0/blocks-000000000000000.safetensors"
