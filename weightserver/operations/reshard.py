@@ -17,7 +17,7 @@ from weightserver.client.client import WeightClient
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.checkpoints import Checkpoint, chosen_checkpoint
-from weightserver.core.errors import NoTableError
+from weightserver.core.errors import InvalidRequestError, NoTableError
 from weightserver.core.lineage import Lineage
 from weightserver.core.sharding import MAX_SHARDS
 from weightserver.core.spec import TableSpec
@@ -97,7 +97,15 @@ def _taken_now(client: WeightClient) -> str:
     client.join_newest_session()
     step = client.describe().clock
     name = f"current-{step}"
-    client.checkpoint(name, step=step)
+    try:
+        client.checkpoint(name, step=step)
+    except InvalidRequestError as error:
+        if all(kept.name != name for kept in client.checkpoints()):
+            raise
+        raise InvalidRequestError(
+            f"rows were written since checkpoint {name!r} was taken for new shards: end what writes, release {name!r}, "
+            "and fill all new shards again, in other directories"
+        ) from error
     return name
 
 

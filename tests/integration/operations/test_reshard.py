@@ -105,6 +105,8 @@ def test_resharding_the_current_rows(
         )
     assert same(rows_in(targets), now)
     assert [verify_directory(target).problems for target in targets] == [[], [], []]
+    push(client, 3, ROWS)  # a late gradient: the newest step is still 4
+    assert_one_line(weightserver(*commands[0], "--current"), "end what writes, release 'current-4', and fill all new")
 
 
 def test_shards_send_only_blocks_that_are_needed(
