@@ -24,6 +24,9 @@ _KEPT = 15 / 16
 """Share of the limit that stays when pieces leave."""
 _ABANDONED_SECONDS = 600
 """Age of an unfinished piece whose process has died."""
+_ROOM_SECONDS = 150.0
+"""How long pieces that are being fetched may take the room: longer than a request is repeated."""
+_POLL_SECONDS = 0.05
 _TOUCHED_SECONDS = 60.0
 """How often a piece in use is marked as used."""
 _REMEMBERED = 1 << 16
@@ -128,14 +131,22 @@ class Cache:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, path: Path, num_bytes: int) -> None:
-        """Creates a file of `num_bytes`; others leave the cache until there is room for it."""
+        """Creates a file of `num_bytes`; others leave the cache until there is room for it, when they are fetched."""
+        end = time.monotonic() + _ROOM_SECONDS
+        while not self._reserved(path, num_bytes):
+            if num_bytes > self.limit or time.monotonic() > end:
+                raise ValueError(f"{self.directory}: --cache-gib is too small for what is read at once: give more")
+            time.sleep(_POLL_SECONDS)
+
+    def _reserved(self, path: Path, num_bytes: int) -> bool:
+        """Creates the file if there is room; there is none while pieces that are being fetched take it."""
         with locked(self._locks / "size") as descriptor:
             text = os.pread(descriptor, 32, 0)
             used = int(text) if text else self._removed_to(self.limit)
             if used + num_bytes > self.limit:
                 used = self._removed_to(int(self.limit * _KEPT) - num_bytes)
             if used + num_bytes > self.limit:
-                raise ValueError(f"{self.directory}: --cache-gib is too small for what is read at once: give more")
+                return False
             new = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 os.posix_fallocate(new, 0, num_bytes)
@@ -145,6 +156,7 @@ class Cache:
             finally:
                 os.close(new)
             os.pwrite(descriptor, b"%32d" % (used + num_bytes), 0)
+            return True
 
     def _removed_to(self, most: int) -> int:
         """Removes the pieces used longest ago, until at most `most` bytes are left; returns how many are left."""

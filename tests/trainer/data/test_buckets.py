@@ -184,6 +184,23 @@ def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory
     assert len(bucket.ranges()) >= num_segments(directory)
 
 
+def test_a_piece_waits_for_the_room_of_others_that_are_being_fetched(
+    bucket: Proxy, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = PackedImages(PACK, options(tmp_path, 2 * SEGMENT_BYTES / 2**20))
+    other = tmp_path / "cache/pieces/of-another-process.1"
+    other.write_bytes(bytes(2 * SEGMENT_BYTES))
+    waited = list[float]()
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        other.unlink()  # it is fetched, and has left the cache
+
+    monkeypatch.setattr("trainer.data.cache.time.sleep", wait)
+    assert images.read_row(0) == PackedImages(directory).read_row(0)
+    assert len(waited) == 1
+
+
 def test_few_files_that_have_left_the_cache_stay_open(
     bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
