@@ -83,28 +83,28 @@ def backup(
             info = client.describe()
             name, base = _last_backup(place, held, info) if incremental else ("", None)
             shards = _copy_shards(client, held, base, info, write)
-            client.copy_checkpoint(held, backup_name(chosen))
-        made = Backup(
-            checkpoint=chosen.name,
-            step=chosen.step,
-            identity=chosen.checkpoint_id.hex(),
-            run=info.run,
-            epoch=info.epoch,
-            spec=info.spec,
-            version=__version__,
-            created=datetime.now(UTC).isoformat(timespec="microseconds"),
-            shards=shards,
-            table_identity=info.identity.hex(),
-            base=name,
-            base_sha256="" if base is None else base.digest,
-        )
-        if base is not None and place.beside(name).read(MANIFEST) is None:
-            raise ValueError(
-                f"backup {name}, the base of this one, was removed while it was copied, as by --keep of another "
-                "command: repeat the command"
+            made = Backup(
+                checkpoint=chosen.name,
+                step=chosen.step,
+                identity=chosen.checkpoint_id.hex(),
+                run=info.run,
+                epoch=info.epoch,
+                spec=info.spec,
+                version=__version__,
+                created=datetime.now(UTC).isoformat(timespec="microseconds"),
+                shards=shards,
+                table_identity=info.identity.hex(),
+                base=name,
+                base_sha256="" if base is None else base.digest,
             )
-        text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
-        write(MANIFEST, text.encode())
+            if base is not None and place.beside(name).read(MANIFEST) is None:
+                raise ValueError(
+                    f"backup {name}, the base of this one, was removed while it was copied, as by --keep of another "
+                    "command: repeat the command"
+                )
+            client.copy_checkpoint(held, backup_name(chosen))
+            text = json.dumps({"format": FORMAT, "sha256": made.digest, "backup": asdict(made)}, indent=2) + "\n"
+            write(MANIFEST, text.encode())
     _release_earlier(client, chosen, held.name)
     if keep is not None:
         _remove_others(place, made, keep)
@@ -160,10 +160,12 @@ def _last_backup(place: Place, held: Checkpoint, info: TableInfo) -> tuple[str, 
 
 
 def _remove_others(place: Place, made: Backup, keep: int) -> None:
-    """Removes the table's older backups beside this one, newest first, but those that a kept one needs."""
+    """Removes the older backups of the table beside this one, but those that a kept one needs. Newer ones stay: two
+    commands at once would remove each other's."""
     others = _others(place, made.table_identity)
     newest, needed = [*reversed(others)], set[str]()
-    wanted = [made.base, *newest[: keep - 1]]
+    num_newer = sum(other.created >= made.created for other in others.values())
+    wanted = [made.base, *newest[: max(keep - 1, num_newer)]]
     while wanted:
         if (name := wanted.pop()) in others and name not in needed:
             needed.add(name)

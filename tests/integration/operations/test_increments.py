@@ -163,6 +163,7 @@ def test_a_base_that_is_removed_meanwhile_makes_no_backup(
     outcome = weightserver("backup", *cluster.addresses, "--output", backups / "tue", "--incremental")
     assert outcome[0] == 1
     assert "backup mon, the base of this one, was removed while it was copied" in outcome[2]
+    assert len(client.describe().checkpoint_names) == 3, "one, two, and what the shards keep for the removed one"
     assert not [*backups.iterdir()]
 
 
@@ -241,6 +242,26 @@ def test_two_commands_remove_the_same_backups(
     monkeypatch.setattr(Folder, "remove", remove_after_another)
     backup(client, tmp_path / "backups/wed", keep=1)
     assert [path.name for path in (tmp_path / "backups").iterdir()] == ["wed"]
+
+
+def test_of_two_commands_at_once_the_newer_removes_the_others_backup(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each removed the other's, none would be left."""
+    make_table(client)
+
+    def remove_after_another(place: Any, made: Backup, keep: int) -> None:
+        monkeypatch.setattr(operation, "_remove_others", remove_others)
+        with WeightClient(cluster.addresses) as another:
+            backup(another, tmp_path / "backups/newer")
+        remove_others(place, made, keep)
+
+    remove_others = operation._remove_others
+    monkeypatch.setattr(operation, "_remove_others", remove_after_another)
+    backup(client, tmp_path / "backups/older", keep=1)
+    assert {path.name for path in (tmp_path / "backups").iterdir()} == {"newer", "older"}
+    backup(client, tmp_path / "backups/newest", keep=1)
+    assert {path.name for path in (tmp_path / "backups").iterdir()} == {"newest"}
 
 
 def test_what_killed_backups_left_is_removed(client: WeightClient, tmp_path: Path) -> None:
