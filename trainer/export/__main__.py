@@ -26,6 +26,7 @@ from trainer.loading import loading_libraries
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import make_directory, to_path
 from weightserver.common.command_line import CommandParser, Parser
+from weightserver.common.object_store import to_location
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument("--servers", help="host:port,host:port of all weight servers (default: the run's)")
     add_options(rows, ClientSecurity)
     add_export_options(rows)
-    rows.add_argument("--data-dir", type=to_path, help="where the run's images are now (default: as in the run)")
+    rows.add_argument("--data-dir", type=to_location, help="where the run's images are now (default: as in the run)")
     rows.set_defaults(stage="exporting the rows", export=_export_rows)
     encoder = what.add_parser("encoder", help="export the encoder under another library's names, with a model card")
     encoder.add_argument("run", type=to_path, help="the run's directory")

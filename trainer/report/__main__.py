@@ -12,6 +12,7 @@ from trainer.loading import loading_libraries
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write, to_path
 from weightserver.common.command_line import CommandParser
+from weightserver.common.object_store import to_location
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -32,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="pic report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=to_path, help="the run's directory")
     parser.add_argument("--output", type=to_path, help="the file to write (default: RUN/report.html)")
-    parser.add_argument("--data-dir", type=to_path, help="folder of the data set (default: the run's)")
+    parser.add_argument("--data-dir", type=to_location, help="folder of the data set (default: the run's)")
     parser.add_argument(
         "--images",
         type=int,

@@ -145,6 +145,11 @@ def test_a_run_on_a_bucket_is_that_on_a_disk(bucket: Proxy, directory: Path, tmp
     for where, data_dir in (([], "s3://images/packed"), (["--data-dir", "s3://images/copy"], "s3://images/copy")):
         evaluate(["knn", *run, *where])
         assert json.loads((tmp_path / "result.json").read_text())["data_dir"] == data_dir
+    report = ["report", str(tmp_path / "again"), "--output", str(tmp_path / "report.html"), "--data-dir"]
+    for place, status in (("s3://images/copy", 0), ("gs://images/copy", 2)):
+        with pytest.raises(SystemExit) as ended:
+            start([*report, place])
+        assert ended.value.code == status
 
 
 def test_labels_paths_and_test_images_are_those_of_the_pack(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
