@@ -16,7 +16,7 @@ COPY pyproject.toml constraints.txt ./
 # Dependencies come first, in their own layer: they change seldom, and installing them takes minutes.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     mkdir weightserver trainer && touch README.md weightserver/__init__.py trainer/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt '.[trainer,parquet,s3]' \
+    && pip install --no-cache-dir -c constraints.txt '.[trainer,parquet,s3,otel]' \
     && rm -r build
 COPY README.md ./
 COPY weightserver weightserver

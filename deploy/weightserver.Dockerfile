@@ -16,7 +16,7 @@ COPY pyproject.toml constraints.txt ./
 # Dependencies come first, in their own layer: they change seldom.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
     mkdir weightserver && touch README.md weightserver/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt '.[s3]' \
+    && pip install --no-cache-dir -c constraints.txt '.[s3,otel]' \
     && rm -r build
 COPY README.md ./
 COPY weightserver weightserver

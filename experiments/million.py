@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _run(command: Sequence[str], memory: Path | None = None) -> None:
     process = subprocess.Popen(command, env=environment)
     ended = threading.Event()
     if memory is not None:
-        threading.Thread(target=_sample_memory, args=(process.pid, memory, ended), daemon=True).start()
+        threading.Thread(target=_sample_memory, args=(psutil.Process(process.pid), memory, ended), daemon=True).start()
     try:
         status = process.wait()
     except BaseException:
@@ -92,17 +93,17 @@ def _run(command: Sequence[str], memory: Path | None = None) -> None:
         raise ValueError(f"{' '.join(command[:4])} … ended with status {status}: see above, and repeat this command")
 
 
-def _sample_memory(pid: int, path: Path, ended: threading.Event) -> None:
-    while not ended.wait(10):
+def _sample_memory(process: psutil.Process, path: Path, ended: threading.Event) -> None:
+    while True:
         sizes = {"trainer": 0, "servers": 0}
-        for process in psutil.Process(pid).children(recursive=True):
-            try:
-                kind = "servers" if "weightserver" in process.cmdline() else "trainer"
-                sizes[kind] += process.memory_info().rss - process.memory_info().shared  # without the rows' file
-            except psutil.Error:  # it has ended
-                continue
+        with suppress(psutil.Error):  # it has ended
+            for child in process.children(recursive=True):
+                kind = "servers" if "weightserver" in child.cmdline() else "trainer"
+                sizes[kind] += child.memory_info().rss - child.memory_info().shared  # without the rows' file
         with path.open("a") as lines:
             lines.write(json.dumps({"time": time.time(), **sizes}) + "\n")
+        if ended.wait(10):
+            return
 
 
 def make(output: Path, fonts: Path | None, sizes: dict[str, int], epochs: float) -> dict[str, Any]:
@@ -174,7 +175,8 @@ def section(results: Path, picture: Path, link: str) -> Iterator[str]:
     summary, settings, knn = found["summary"], found["settings"], found["knn_top1"]
     passes = summary["epochs"] * settings["window_stride"] / settings["window_size"]
     memory = np.array(found["memory"]) / 2**30
-    halves = [np.median(half, axis=0) for half in np.array_split(memory, 2)]
+    middle = len(memory) // 2
+    halves = [np.median(half, axis=0) for half in (memory[: middle + 1], memory[middle:])]
     _draw(found, picture)
     yield f"## {found['images']:,} images, end to end\n"
     yield (

@@ -185,7 +185,7 @@ def test_images_are_pinned_and_of_this_version() -> None:
         installs = re.findall(r"pip install .*", text)
         assert len(installs) == 2
         assert "-c constraints.txt" in installs[0]
-        assert re.search(r"'\.\[([a-z]+,)*s3\]'", installs[0]), "backups and images may lie in a bucket"
+        assert re.search(r"'\.\[([a-z]+,)*s3,otel\]'", installs[0]), "buckets, and spans for a collector"
         assert "--no-deps" in installs[1]
 
 

@@ -68,11 +68,11 @@ def values(span: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    tracing.spans.cache_clear()
+    tracing._opened.clear()
     yield
     if found := tracing.spans(tracing.CLIENT):
         found.close()
-    tracing.spans.cache_clear()
+    tracing._opened.clear()
 
 
 @pytest.mark.usefixtures("fresh")

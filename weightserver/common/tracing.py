@@ -15,7 +15,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ _MOST_CALLS = 4096
 
 _HEADER = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 _log = logging.getLogger(__name__)
+_opened: dict[str, Spans | None] = {}
+_opening = threading.Lock()
 
 
 class Spans:
@@ -135,9 +136,16 @@ class Spans:
         )
 
 
-@cache
 def spans(service: str) -> Spans | None:
     """This process's spans, sent in batches; None if nobody asks for them."""
+    if service not in _opened:
+        with _opening:  # or two threads would open two
+            if service not in _opened:
+                _opened[service] = _open(service)
+    return _opened[service]
+
+
+def _open(service: str) -> Spans | None:
     if not {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"} & os.environ.keys():
         return None
     try:
