@@ -84,8 +84,11 @@ class LocalFiles:
         if was_read_ahead is not False or not hasattr(os, "posix_fadvise"):
             return 0.0
         opened = self._open(path)
-        for place in range(start, start + SEGMENT_BYTES, _ADVICE_BYTES):
-            os.posix_fadvise(opened.number, place, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+        try:
+            for place in range(start, start + SEGMENT_BYTES, _ADVICE_BYTES):
+                os.posix_fadvise(opened.number, place, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
+        except OSError:  # it is advice only, and some file systems refuse it
+            return 0.0
         return SEGMENT_BYTES / _AHEAD_BYTES
 
     def whole(self, path: Path) -> Path:

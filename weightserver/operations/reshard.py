@@ -66,7 +66,12 @@ def reshard(
     """
     if current:
         checkpoint = _taken_now(client)
-    info, chosen = client.describe(), chosen_checkpoint(checkpoint, client.checkpoints())
+    try:
+        info, chosen = client.describe(), chosen_checkpoint(checkpoint, client.checkpoints())
+    except NoTableError as error:
+        if checkpoint is not None:
+            raise
+        raise NoTableError(f"{error}; --current takes one now, if nothing writes meanwhile") from None
     new = info.spec if rows_per_block is None else replace(info.spec, rows_per_block=rows_per_block)
     part = pb.Part(shard=shard, num_shards=num_shards, rows_per_block=new.rows_per_block)
     readers = [CheckpointReader(client, number, chosen.name, info, part) for number in range(len(info.shards))]

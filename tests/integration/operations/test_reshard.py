@@ -97,6 +97,7 @@ def test_resharding_the_current_rows(
         for shard, target in enumerate(targets)
     ]
     assert_one_line(weightserver(*commands[0]), "there is no checkpoint on all shards")
+    assert "--current takes one now, if nothing writes meanwhile" in weightserver(*commands[0])[2]
     for command in (*commands, commands[0]):
         status, said, error = weightserver(*command, "--current")
         assert status == 0, error

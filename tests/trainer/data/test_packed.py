@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -354,6 +356,19 @@ def test_a_segment_is_read_ahead_when_a_second_visit_to_it_is_coming(
     assert advised == segment
     assert source.read_ahead(images[[1, second.first + 1]]) > 0
     assert advised == 2 * segment
+
+
+def test_advice_that_the_file_system_refuses_ends_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(*arguments: int) -> None:
+        asked.append(arguments)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("os.posix_fadvise", refuse)
+    source = PackedImages(directory)
+    assert source.read_ahead(source.order.images(np.arange(2))) == 0
+    assert len(asked) == 1
 
 
 def test_reading_ahead_keeps_its_distance() -> None:
