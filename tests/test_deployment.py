@@ -64,7 +64,10 @@ def test_a_shard_of_the_compose_file(name: str) -> None:
     assert told([word.replace("${INIT:---no-init}", "--init") for word in command]).init
     assert f"{name}:/data" in service["volumes"]
     assert service["ports"] == [f"${{LISTEN:-127.0.0.1}}:{50051 + arguments.shard}:50051"]
-    assert service["healthcheck"]["test"] == ["CMD", "health.sh", "127.0.0.1", str(arguments.metrics_port), "/readyz"]
+    probe, times = service["healthcheck"]["test"][:-1], int(service["healthcheck"]["test"][-1])
+    assert probe == ["CMD", "health.sh", "127.0.0.1", str(arguments.metrics_port), "/readyz"]
+    assert f"--metrics-port={arguments.metrics_port}" in words, "by which health.sh finds a shard that hangs"
+    assert times * seconds(service["healthcheck"]["interval"]) >= 60, "a busy machine stands still for less"
     assert service["depends_on"] == {"certificates": {"condition": "service_completed_successfully"}}
     assert service["restart"] == "unless-stopped"
 
@@ -165,6 +168,29 @@ def test_alerts_go_to_a_receiver(severity: str, receiver: str) -> None:
         for matchers in inhibited.values():
             names = [name for text in matchers if "alertname" in text for name in re.findall(r"[A-Z]\w+", text)]
             assert set(names) <= known
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: see Debian's package prometheus")
+def test_one_prometheus_takes_a_second_cluster(tmp_path: Path) -> None:
+    """As docs/deployment.md says; what tells clusters apart is what dashboards choose by and alerts are grouped by."""
+    text = (ROOT / "docs/deployment.md").read_text()
+    (element,) = yaml.safe_load("\n".join(re.findall(r"^      ([- ] (?:labels|targets): .*)$", text, re.MULTILINE)))
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    config["scrape_configs"][0]["static_configs"].append(element)
+    (first, second) = (each["labels"] for each in config["scrape_configs"][0]["static_configs"])
+    assert (set(first), set(second)) == ({"cluster"}, {"cluster"})
+    assert first != second
+    assert {target.partition(":")[0] for target in element["targets"]} == {f"second-{name}-1" for name in SHARDS}
+    config["rule_files"] = [str(DEPLOY / "prometheus" / name) for name in config["rule_files"]]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True, capture_output=True)
+    alertmanager = yaml.safe_load((DEPLOY / "prometheus/alertmanager.yml").read_text())
+    assert "cluster" in alertmanager["route"]["group_by"]
+    for board in (DEPLOY / "grafana/dashboards").glob("*.json"):
+        assert "cluster" in {variable["name"] for variable in json.loads(board.read_text())["templating"]["list"]}
+    started = re.search(r"docker compose -p second up -d (.*)", text)
+    assert started is not None
+    assert set(started[1].split()) == {*SHARDS, "renewal"}
 
 
 # ---- images

@@ -22,6 +22,7 @@ import trainer.arguments
 import trainer.data.__main__
 import weightserver
 import weightserver.cli
+from deploy.slo import SECTIONS
 from tests.helpers.recorded_programs import RecordedPrograms, Started
 from tests.helpers.watching import wait_until
 from trainer.data.parts import Part
@@ -30,6 +31,7 @@ from weightserver.common.addresses import parse_addresses
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
+DEPLOYMENT = (ROOT / "docs/deployment.md").read_text()
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 PARTS = "../parts"
 VERSION = "1.32"
@@ -42,6 +44,10 @@ pytestmark = pytest.mark.skipif(
 OF_CUSTOM_RESOURCES = {
     "JobSet": {"network", "failurePolicy", "replicatedJobs"},
     "PyTorchJob": {"runPolicy", "pytorchReplicaSpecs"},
+    "Issuer": {"ca"},
+    "Certificate": {
+        *("secretName", "issuerRef", "duration", "renewBefore", "privateKey", "usages", "dnsNames", "ipAddresses")
+    },
     "ServiceMonitor": {"selector", "endpoints"},
     "PodMonitor": {"selector", "podMetricsEndpoints"},
 }
@@ -174,7 +180,7 @@ def test_shards_start_empty_only_if_told(tmp_path: Path) -> None:
     assert not parse(run(found, template, tmp_path, SHARD="1").arguments).init
     assert parse(run(found, template, tmp_path, SHARD="1", INIT="--init").arguments).init
     first = "kubectl create configmap weightserver-first-start --from-literal=INIT=--init"
-    assert first in (ROOT / "docs/deployment.md").read_text()
+    assert first in DEPLOYMENT
 
 
 def test_a_shard_is_found_probed_and_stopped_as_it_serves(tmp_path: Path) -> None:
@@ -195,6 +201,25 @@ def test_a_shard_is_found_probed_and_stopped_as_it_serves(tmp_path: Path) -> Non
     assert (service["metadata"]["name"], service["spec"]["selector"]) == (spec["serviceName"], labels)
     assert spec["selector"]["matchLabels"] == labels
     assert the(found, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_certificates_are_renewed_by_a_schedule() -> None:
+    """Well before CertificateExpires, for the names of all shards, under the names of the files that a shard reads."""
+    found = manifests("large")
+    certificate, stateful = the(found, "Certificate")["spec"], the(found, "StatefulSet")["spec"]
+    assert certificate["issuerRef"] == {"kind": "Issuer", "name": the(found, "Issuer")["metadata"]["name"]}
+    days_ahead = SECTIONS["CertificateExpires"]["stages"][0]["threshold"]
+    assert int(certificate["renewBefore"].removesuffix("h")) / 24 > days_ahead + 7
+    names = {address.partition(":")[0] for address in addresses(stateful["replicas"])}
+    assert names <= set(certificate["dnsNames"])
+    volume = next(each for each in stateful["template"]["spec"]["volumes"] if each["name"] == "certificates")
+    clients, server = (source["secret"] for source in volume["projected"]["sources"])
+    assert server["name"] == certificate["secretName"]
+    assert clients == {"name": "weightserver-clients"}
+    assert "weightserver-clients --from-file=certs/ca.pem --from-file=certs/token" in DEPLOYMENT
+    assert "kubectl create secret tls weightserver-ca --cert=certs/ca.pem --key=certs/ca-key.pem" in DEPLOYMENT
+    files = {f"/certs/{name}" for name in ("token", *(item["path"] for item in server["items"]))}
+    assert files == {word.partition("=")[2] for word in container(stateful["template"])["args"] if "=/certs/" in word}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

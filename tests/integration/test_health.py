@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,3 +229,31 @@ def test_the_port_answers_its_own_paths_only(tmp_path: Path) -> None:
         assert asked(cluster)[0] == 1
         with pytest.raises(ConnectionRefusedError):
             answered(address, "/healthz")
+
+
+@pytest.mark.guard
+def test_a_shard_that_hangs_is_killed_if_the_probe_may(tmp_path: Path) -> None:
+    """Docker restarts no container for being unhealthy. One that has not answered yet is starting: it is left alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "weightserver", "serve", "--data-dir", str(tmp_path / "shard"), "--init"]
+    command += ["--shard=0", "--num-shards=1", "--listen=127.0.0.1:0", f"--metrics-port={port}"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+
+    def ask(*times: str) -> int:
+        asked = [str(PROBE), "127.0.0.1", port, "/readyz", *times]
+        return subprocess.run(asked, env=environment, capture_output=True, timeout=20, check=False).returncode
+
+    for _ in range(3):
+        assert ask("2") == 1
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: ask("2") == 0, seconds=60)
+            process.send_signal(signal.SIGSTOP)
+            assert [ask("2"), ask("2")] == [1, 1]
+            assert process.poll() is None
+            assert ask("2") == 1
+            assert process.wait(20) == -signal.SIGKILL
+        finally:
+            process.kill()
