@@ -4,8 +4,7 @@ python -m benchmarks.head [--rounds 3] [--data-sets ImageNet-1K ImageNet-11K] [-
 
 One step of the head (logits, softmax, gradients, SGD over the rows on the device) at B 512, D 128, float32, on the GPU
 where there is one, else on the CPU. The encoder is left out: it is the same for both. Bytes are those of the tensors
-that live at the same time: rows, their gradients and momentum, logits and their gradients (on a CPU, if there are many
-logits, one chunk of them).
+that live at the same time: rows, their gradients and momentum, log-probabilities and gradients of logits.
 
 On a CPU also: a step with K resident rows, and the update of the rows, beside what no step can do without: three
 matrix products, and one pass over weight and momentum. The peak is what a step adds to the memory of the process.
@@ -26,7 +25,7 @@ import torch
 from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import TableSpec
 from weightserver.common.malloc import keep_large_buffers, return_free_memory
-from weightserver.torch import LearningRates, condensed, cosine_softmax_loss
+from weightserver.torch import LearningRates, cosine_softmax_loss
 from weightserver.torch.rows.values import SlotValues
 
 BATCH_SIZE, DIM = 512, 128
@@ -37,11 +36,9 @@ RESIDENT = "a step of K resident rows"
 SIZES = {"ImageNet-1K": 1_281_167, "ImageNet-11K": 7_470_000}
 
 
-def tensor_bytes(num_rows: int, device: torch.device) -> int:
-    """float32 rows four times (weight, gradient, momentum, and normalised or decayed); logits twice, or one chunk."""
-    in_chunks = device.type == "cpu" and max(BATCH_SIZE, DIM) * num_rows >= condensed._FEW_VALUES
-    logits = torch.get_num_threads() * condensed._LOGITS_OF_CHUNK if in_chunks else 2 * BATCH_SIZE * num_rows
-    return 4 * (4 * num_rows * DIM + logits)
+def tensor_bytes(num_rows: int) -> int:
+    """float32 rows four times (weight, gradient, momentum, normalised or decayed), logits three times."""
+    return 4 * (4 * num_rows * DIM + 3 * BATCH_SIZE * num_rows)
 
 
 def measure(num_rows: int, rounds: int, device: torch.device) -> Timing:
@@ -142,7 +139,7 @@ def main() -> None:
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     results: dict[str, Any] = {}
     for name, num_rows in [("any", NUM_ACTIVE), *((name, SIZES[name]) for name in arguments.data_sets)]:
-        num_bytes = tensor_bytes(num_rows, device)
+        num_bytes = tensor_bytes(num_rows)
         time_of_step = measure(num_rows, arguments.rounds, device) if 1.2 * num_bytes < free else None
         results[name] = {"rows": num_rows, "tensor_bytes": num_bytes, "step": time_of_step}
     if device.type == "cpu":

@@ -239,7 +239,7 @@ def _trainer(load: Workload) -> list[Figure]:
     d, k, b, ranks = load.dim, load.num_negatives, load.batch_size, load.num_ranks
     capacity = min(load.num_rows, load.most_active_rows + 2 * load.window_stride)
     resident_bytes = capacity * (8 * d + _SLOT_BYTES) / ranks
-    head_bytes = 4 * (4 * k * d + 2 * b * k) / ranks
+    head_bytes = 4 * (4 * k * d + 3 * b * k) / ranks
     return [
         Figure("resident rows", capacity, "rows", "min(N, max(W, K) + 2·S), on all ranks"),
         Figure("- their bytes", resident_bytes, "B", f"rows · (2·4·D + {_SLOT_BYTES}) / ranks"),
@@ -247,7 +247,7 @@ def _trainer(load: Workload) -> list[Figure]:
             "the head's tensors",
             head_bytes,
             "B",
-            "4 · (4·K·D + 2·B·K) / ranks, on GPUs; CPUs hold few of the B·K logits",
+            "4 · (4·K·D + 3·B·K) / ranks: rows, and logits with their gradients",
         ),
     ]
 

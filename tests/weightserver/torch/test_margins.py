@@ -19,7 +19,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
-from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, condensed, cosine_softmax_loss, margin_of
+from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, cosine_softmax_loss, margin_of
 from weightserver.torch.margins import DEFAULT_SIZES, quality_of
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
@@ -170,7 +170,7 @@ def test_impossible_margins_are_refused(kind: MarginKind, size: float, message: 
 def compute(rank: int, world_size: int, port: int, out: str) -> None:
     """Losses and gradients of all cases on one of several ranks: rows are dealt in turn, images in slices.
 
-    The last rank holds no rows, or only padding. Rows are taken all at once, and in chunks of two.
+    The last rank holds no rows, or only padding.
     """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -180,10 +180,8 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
     mine = np.flatnonzero(np.arange(9) % holders == rank) if rank < holders else np.zeros(0, int)
     local = torch.full((10,), -1)  # label to place among this rank's rows; the last is that of -1
     local[mine] = torch.arange(len(mine))
-    condensed._LOGITS_OF_CHUNK, condensed._ROWS_OF_PRODUCT = 0, 2
     for number, (kind, labels) in enumerate(CASES):
-        for num_padded, temperature, few, smoothing in product((0, 3), (0.2, 1 / 64), (0, 1_000), (0.0, 0.1)):
-            condensed._FEW_VALUES = few
+        for num_padded, temperature, smoothing in product((0, 3), (0.2, 1 / 64), (0.0, 0.1)):
             features, weight = inputs(torch.float32)
             if smoothing:  # where an embedding is its own class, the slope of ArcFace magnifies a rounding 3,000 times
                 weight.data[5, 0] += 0.02
@@ -206,7 +204,7 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
             whole = np.zeros((9, 5))
             whole[mine] = rows.grad[: len(mine)].numpy()
             assert not rows.grad[len(mine) :].any()
-            name = f"{number}-{num_padded}-{temperature:.3f}-{few}-{smoothing}"
+            name = f"{number}-{num_padded}-{temperature:.3f}-{smoothing}"
             found[name] = np.concatenate([[loss.item()], whole.ravel()])
             found[f"{name}-features"] = part.grad.numpy() / world_size
     np.savez(f"{out}-{rank}.npz", **found)  # type: ignore[arg-type]
@@ -239,7 +237,7 @@ def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path) ->
     assert one.keys() == several.keys()
     for name, expected in one.items():
         # A rounding of logits near 1/τ changes their exponentials by 2⁻²⁴/τ of themselves, 4e-6 at τ = 1/64.
-        number, _, temperature, _, smoothing, *_ = name.split("-")
+        number, _, temperature, smoothing, *_ = name.split("-")
         bounds = np.full(expected.shape, 1e-5 if temperature == "0.200" else 5e-5)
         if CASES[int(number)][0] == "arcface" and smoothing == "0.0":
             # Image 4 is its own class 5: what is left of their difference, up to 4 · 2⁻²⁴, is multiplied by the slope

@@ -14,11 +14,7 @@ from weightserver.core.arrays import Int64Array
 from weightserver.core.precision import precision_of
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.write_back import LeavingRows
-from weightserver.torch.threads import in_threads
 from weightserver.torch.transfer import HostCopy, to_device
-
-_VALUES_OF_PART = 1 << 17
-"""A CPU updates rows in parts of this many values, 512 KiB, so that what it computes between is still in its cache."""
 
 
 class _Change(NamedTuple):
@@ -141,18 +137,10 @@ class SlotValues:
     @torch.no_grad()
     def update(self, slots: Int64Array, on_device: Tensor, gradients: Tensor, step: int) -> None:
         """One step of SGD (Equation 2) on the rows in slots, int64 (n,), also given as a tensor on the device."""
-        rate = self._rates.of_step(step)
-        weight, momentum_buffer = (values.index_select(0, on_device) for values in (self.weight, self.momentum_buffer))
-
-        def update(part: tuple[Tensor, Tensor, Tensor]) -> None:
-            weight, momentum_buffer, gradient = part
-            momentum_buffer *= self._spec.momentum
-            momentum_buffer += weight * self._spec.weight_decay + gradient
-            weight -= momentum_buffer * rate
-
-        rows = max(1, _VALUES_OF_PART // self._spec.dim if self._device.type == "cpu" else len(slots))
-        parts = (torch.split(values, rows) for values in (weight, momentum_buffer, gradients))
-        in_threads(update, list(zip(*parts, strict=True)))
+        weight, momentum_buffer = self.weight[on_device], self.momentum_buffer[on_device]
+        momentum_buffer *= self._spec.momentum
+        momentum_buffer += weight * self._spec.weight_decay + gradients
+        weight -= momentum_buffer * self._rates.of_step(step)
         self._make(_Change(slots, on_device, weight, momentum_buffer, last_step=step + 1, is_update=True))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
