@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from deploy import slo
 from deploy.prometheus.local import DIRECTORY
+from tests.helpers.ports import reserved_ports
+from tests.helpers.watching import wait_until
 from weightserver.common.metrics import LATE_SECONDS
+from weightserver.common.processes import end_process
 
 RULES = yaml.safe_load(slo.RULES.read_text())
 CASES = yaml.safe_load((DIRECTORY / "rules_test.yml").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it"
+)
+needs_alertmanager = pytest.mark.skipif(
+    shutil.which("prometheus-alertmanager") is None, reason="it is Debian's package of that name"
 )
 
 
@@ -64,6 +73,48 @@ def test_each_alert_has_a_case_that_fires_and_one_that_must_not() -> None:
         for check in case["alert_rule_test"]:
             expected[check["alertname"]].add(bool(check["exp_alerts"]))
     assert expected == {name: {True, False} for name in ALERTS} | {"Watchdog": {True}}
+
+
+@needs_promtool
+@pytest.mark.parametrize("every", [0.2, 60.0], ids=["fast", "slow"])
+@pytest.mark.parametrize("scrape", [5, 60])
+def test_one_restart_pages_nobody(scrape: int, every: float, tmp_path: Path) -> None:
+    """A shard is away for 11 s, four minutes after a client began to fetch and to write once in `every` seconds."""
+    away, back, end = 240.0, 251.0, 1800
+    begun, retried = np.arange(0, end, every), np.arange(away + 1, back)  # what waits is tried again each second
+    begun = begun[(begun <= away) | (begun >= back)]
+    moments = {
+        "attempts_total{": np.append(begun, retried),
+        "retries_total{": retried,
+        'errors_total{status="UNAVAILABLE", outcome="failed", ': np.append(away, retried),
+        "late_calls_total{": np.array([away + 0.1]),
+        "failed_calls_total{": np.array([]),
+    }
+    at = np.arange(0, end, scrape)
+    series = {'up{job="weightserver", instance="shard-0:9101"}': np.where((away <= at) & (at < back), 0, 1)}
+    for name, when in moments.items():
+        for method in ("Fetch", "PushGradients"):
+            labels = f'instance="trainer:9200", shard="0", method="{method}"}}'
+            series[f"weightserver_client_{name}{labels}"] = np.searchsorted(np.sort(when), at, side="right")
+    case = {
+        "interval": f"{scrape}s",
+        "input_series": [
+            {"series": name, "values": " ".join(str(int(value)) for value in values)} for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {"expr": 'count_over_time(ALERTS{severity="critical", alertstate="firing"}[1h])', "eval_time": "29m"},
+            {
+                "expr": "count(rate(weightserver_client_errors_total[10m]) > 0)",
+                "eval_time": "9m",
+                "exp_samples": [{"labels": "{}", "value": 2}],
+            },
+        ],
+    }
+    (tmp_path / "rules.yml").write_text(slo.RULES.read_text())
+    cases = {"rule_files": ["rules.yml"], "evaluation_interval": "15s", "tests": [case]}
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases))
+    done = promtool("test", "rules", tmp_path / "cases.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def never(rule: dict[str, Any]) -> None:
@@ -118,3 +169,58 @@ def test_stages_become_more_severe() -> None:
         assert [stage.severity for stage in stages] == sorted((s.severity for s in stages), key=severities.index)
         values = [stage.value for stage in stages]
         assert values == sorted(set(values), reverse=any(stage.is_lower for stage in stages)), name
+
+
+@pytest.fixture
+def alertmanager(tmp_path: Path) -> Iterator[str]:
+    """The URL of a real one with the configuration; what it sends finds no receiver."""
+    with reserved_ports(1) as (port,):
+        options = [f"--config.file={DIRECTORY}/alertmanager.yml", f"--storage.path={tmp_path}"]
+        options += [f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]
+        process = subprocess.Popen(["prometheus-alertmanager", *options])
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            end_process(process, seconds=30)
+
+
+@needs_alertmanager
+def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else(alertmanager: str) -> None:
+    def alert(name: str, severity: str = "critical", **labels: str) -> dict[str, str]:
+        return {"alertname": name, "severity": severity, "cluster": "a"} | labels
+
+    down = alert("ShardDown", instance="shard-0:9101", shard="0")
+    newest = alert("CheckpointTooOld", run="slow")
+    muted = [
+        alert("FetchStuck", instance="trainer:9200", shard="0"),
+        alert("FetchSlow", instance="trainer:9200", shard="0", side="client"),
+        alert("WritesUnavailable", instance="trainer:9200", shard="0", side="client"),
+        alert("ClockBehind", "warning", instance="shard-0:9101", shard="0"),
+        alert("TrainerStalled", run="one"),
+        alert("TrainerWaits", "warning", instance="trainer:9200", run="one"),
+        alert("CheckpointTooOld", "warning", run="slow"),
+    ]
+    told = [
+        alert("FetchStuck", instance="trainer:9200", shard="1"),
+        alert("FetchStuck", instance="trainer:9200", shard="0") | {"cluster": "b"},
+        alert("DiskFull", instance="shard-0:9101", shard="0"),
+        alert("CheckpointTooOld", "warning", run="other"),
+    ]
+    sent = [{"labels": labels} for labels in (down, newest, *muted, *told)]
+    wait_until(lambda: asked(f"{alertmanager}/-/ready") is not None)
+    asked(f"{alertmanager}/api/v2/alerts", sent)
+    found = asked(f"{alertmanager}/api/v2/alerts")
+    silent = [one["labels"] for one in found if one["status"]["inhibitedBy"]]
+    assert len(found) == len(sent)
+    assert sorted(silent, key=str) == sorted(muted, key=str)
+
+
+def asked(url: str, data: Any = None) -> Any:
+    """What a server answers; None while it does not."""
+    request = urllib.request.Request(url, data and json.dumps(data).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            said = answer.read()
+    except OSError:
+        return None
+    return json.loads(said) if said.startswith((b"[", b"{")) else said

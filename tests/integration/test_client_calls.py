@@ -129,6 +129,7 @@ def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
         fill(client)
         cluster.processes[0].kill()
         errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE", outcome="failed")
+        failed = value("failed_calls_total", shard="0", method="PushGradients")
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)
         wait_until(lambda: bool(lines()) and "given up" in lines()[-1]["text"])
@@ -136,6 +137,7 @@ def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
     assert "given up" not in first["text"], "it was told before"
     assert (first["status"], first["method"]) == ("UNAVAILABLE", "PushGradients")
     assert value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE", outcome="failed") > errors + 2
+    assert value("failed_calls_total", shard="0", method="PushGradients") == failed + 1, "the call, not its attempts"
 
 
 @pytest.mark.guard
@@ -145,11 +147,12 @@ def test_a_short_restart_is_counted_and_not_logged(
     monkeypatch.setattr(calls, "SILENT_SECONDS", 50.0)
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
         fill(client)
-        retries = value("retries_total", shard="0", method="Fetch")
+        retries, failed = (value(name, shard="0", method="Fetch") for name in ("retries_total", "failed_calls_total"))
         cluster.processes[0].kill()
         with in_thread(lambda: client.fetch(ROWS, step=1)):
             wait_until(lambda: value("retries_total", shard="0", method="Fetch") > retries)
             cluster.restart(0)
+        assert value("failed_calls_total", shard="0", method="Fetch") == failed, "it was late, but not in vain"
     assert lines() == []
 
 

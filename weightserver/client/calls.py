@@ -115,6 +115,7 @@ class CallWatch:
             self._known.add(call.labels)
         if is_new:
             metrics.late(*call.labels)  # so that the first one is an increase
+            metrics.failed(*call.labels)
             metrics.waiting(*call.labels).set_function(lambda: float(len(self._ages(call.labels))))
             metrics.oldest(*call.labels).set_function(lambda: max(self._ages(call.labels), default=0.0))
         if is_first:
@@ -124,6 +125,7 @@ class CallWatch:
         """No thread waits for the call any more."""
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
+        metrics.failed(*call.labels).inc(call.outcome == "failed")
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
         if traced := spans(CLIENT):
             values: dict[str, int | str] = {"shard": call.shard, "rows": call.num_rows, "attempts": call.num_attempts}

@@ -38,6 +38,11 @@ late = cache(
         _CALL,
     ).labels
 )
+failed = cache(
+    _counter(
+        f"{_NAME}_failed_calls", "Calls that failed after all retries, for no mistake of their caller's.", _CALL
+    ).labels
+)
 waiting = cache(_gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL).labels)
 oldest = cache(
     _gauge(f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL).labels
