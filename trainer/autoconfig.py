@@ -42,8 +42,6 @@ class Machine:
     """Memory of one GPU; 0 without one."""
     ranks: int = 1
     """Processes that share each batch, with a GPU each if there are any."""
-    disk_bytes: int = 0
-    """Free space for a pack."""
 
     @property
     def kind(self) -> str:
@@ -53,6 +51,10 @@ class Machine:
     def flops(self) -> float:
         """Operations a second of all ranks together."""
         return self.ranks * _GPU_FLOPS if self.gpu_memory_bytes else self.cores * _CORE_FLOPS
+
+    def holds(self, images: ImagesSurvey) -> bool:
+        """Whether the encoded images stay in memory once they are read."""
+        return images.total_bytes <= self.memory_bytes // 2
 
 
 class Choice(NamedTuple):
@@ -130,16 +132,10 @@ def _choices(images: ImagesSurvey, machine: Machine, given: Mapping[str, Any]) -
 
 
 def _storage(images: ImagesSurvey, machine: Machine) -> Choice:
-    size = _gigabytes(images.total_bytes)
     if images.packed:
         return Choice("packed", "as they are")
-    if images.total_bytes <= machine.memory_bytes // 2:
-        return Choice("folder", f"{size}, which stay in memory")
-    if machine.ranks > 1:
-        return Choice("folder", "for several ranks, pack them first")
-    if 1.1 * images.total_bytes > machine.disk_bytes:
-        return Choice("folder", f"{_gigabytes(machine.disk_bytes)} of disk: too little to pack")
-    return Choice("packed", f"{size} do not stay in memory")
+    stay = "stay" if machine.holds(images) else "do not stay"
+    return Choice("folder", f"{_gigabytes(images.total_bytes)}, which {stay} in memory")
 
 
 def _encoder(images: ImagesSurvey, machine: Machine, given: Mapping[str, Any]) -> tuple[_Encoder, float]:

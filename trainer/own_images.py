@@ -1,20 +1,19 @@
 """Trains on a folder of images: `pic train FOLDER`.
 
 Surveys the images and the machine, chooses the settings that the command line does not give (`trainer.autoconfig`),
-prints them with their reasons, packs the images if that is needed, and reports all problems together.
+prints them with their reasons, and reports all problems together.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from trainer.arguments import parse_config
 from trainer.autoconfig import Choice, Machine, choose
@@ -22,15 +21,13 @@ from trainer.classes import classes_of
 from trainer.config import TrainConfig
 from trainer.cores import usable_cores, usable_memory
 from trainer.data import DECODED, Dataset, load_dataset
-from trainer.data.bucket_sources import place_of
 from trainer.data.decoded_images import named
 from trainer.data.manifest import is_packed
 from trainer.data.survey import ImagesSurvey, Sample, survey
 from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
-from trainer.own_packs import check_same_source, folder_name, packed_beside
 from trainer.presets import PRESETS
-from trainer.run.directory import CONFIG_FILE, read_settings
+from trainer.run.directory import CONFIG_FILE
 from trainer.run_dataset import check_images
 from trainer.settings import flag
 from weightserver.common.logs import logs_json
@@ -45,7 +42,7 @@ _NAMED = 3
 def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> TrainConfig:
     """The settings of a run on one's own images, of the command line without its first word; prints the choices.
 
-    With `choose_only` nothing is printed or packed. Exits with status 2 for an invalid command line.
+    With `choose_only` nothing is printed. Exits with status 2 for an invalid command line.
 
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
@@ -55,7 +52,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     output, problem = _output(config, given)
     config = config.with_settings(output=output)
     if config.run.resume and (output / CONFIG_FILE).exists():
-        return _resumed(parse_config([PRESET, *arguments, "--output", str(output)]))
+        return parse_config([PRESET, *arguments, "--output", str(output)])
     problems = [problem] if problem else []
     found = _found(config, given, problems)
     problems += map(str, config.problems_within_parts())
@@ -70,15 +67,8 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
     config = parse_config([PRESET, *arguments], default=preset).with_settings(output=output)
     if problems := problems_with(config, dataset):
         raise ValueError("\n".join(problems))
-    if choose_only:
-        return config
-    if int(os.environ.get("RANK", "0")) == 0:
-        _print_choices(config, dataset, images, sample, choices, values)
-    if config.data.dataset == "packed" and not images.packed:
-        assert config.data.data_dir is not None, "otherwise there are problems"
-        config = config.with_settings(
-            data_dir=packed_beside(config.data.data_dir, config.run.output, config.sampling.order_seed, config.data)
-        )
+    if not choose_only and int(os.environ.get("RANK", "0")) == 0:
+        _say_choices(config, dataset, images, sample, choices, values)
     return config
 
 
@@ -130,7 +120,7 @@ def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
         return config.run.output, ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return config.run.output, "several ranks need the same directory: give --output"
-    first = Path("runs") / (folder_name(config.data.data_dir) if config.data.data_dir else PRESET)
+    first = Path("runs") / (_folder_name(config.data.data_dir) if config.data.data_dir else PRESET)
     free, newest, number = first, first, 1
     while (free / CONFIG_FILE).exists():
         number, newest = number + 1, free
@@ -138,15 +128,10 @@ def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
     return (newest if config.run.resume else free), ""
 
 
-def _resumed(config: TrainConfig) -> TrainConfig:
-    """The settings of a run that is resumed: chosen when it began. Its images may be packed since."""
-    if config.data.data_dir and not is_packed(config.data.data_dir):
-        stored = read_settings(config.run.output)
-        if stored.get("dataset") == "packed":
-            packed = Path(stored["data_dir"])
-            check_same_source(place_of(config.data.data_dir, config.data), packed)
-            return config.with_settings(dataset="packed", data_dir=packed)
-    return config
+def _folder_name(source: Path) -> str:
+    """Name of a folder, with its dots, or of a list without its suffix."""
+    real = source.resolve()
+    return real.stem if real.is_file() else real.name
 
 
 def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey, Sample] | None:
@@ -159,8 +144,6 @@ def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[D
         problems.append(f"--dataset {kind} is not for a folder of images: omit it, or train with the preset for it")
         return None
     try:
-        if kind == "packed" and not is_packed(config.data.data_dir):
-            kind = "folder"  # to be packed
         with shown(), stage("listing images"):
             # only headers are read
             dataset = load_dataset(kind, config.data.data_dir, image_size=32, options=config.data)
@@ -177,17 +160,15 @@ def _machine(config: TrainConfig) -> Machine:
     except ValueError:
         device = torch.device("cpu")  # the problem is reported with the others
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    parent = next(path for path in (config.run.output, *config.run.output.parents) if path.exists())
     return Machine(
         cores=usable_cores(),
         memory_bytes=usable_memory(),
         gpu_memory_bytes=gpu_memory,
         ranks=ranks,
-        disk_bytes=shutil.disk_usage(parent).free,
     )
 
 
-def _print_choices(
+def _say_choices(
     config: TrainConfig,
     dataset: Dataset,
     images: ImagesSurvey,
@@ -195,60 +176,42 @@ def _print_choices(
     choices: dict[str, Choice],
     given: dict[str, Any],
 ) -> None:
+    """Prints what was found and chosen, or logs it as one event if the log is JSON."""
+    assert config.data.data_dir is not None, "otherwise there are problems"
+    place = shown_path(config.data.data_dir)
+    lines = [*(dataset.reading.lines() if dataset.reading else ()), *sample.warnings()]
+    if dataset.untested and images.num_classes and not images.num_tests:
+        lines.append(dataset.untested)
+    if broken := sample.broken:
+        named(broken)
+        others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
+        lines.append(
+            f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each, "
+            f"up to {sample.max_broken:,} (--max-broken)"
+        )
+    if not images.packed and not _machine(config).holds(images):
+        lines.append(f"faster from a pack, in which a window lies together: pic pack {place} PACK, then pic train PACK")
     if logs_json():
-        _log_choices(config, dataset, images, sample, choices, given)
+        fields = {
+            "data_dir": place,
+            "output": str(config.run.output),
+            "images": images.number,
+            "classes": images.num_classes,
+            "test_images": images.num_tests,
+            "shorter_side": images.shorter_side,
+            "notes": lines,
+            "broken": list(map(str, broken)),
+            "settings": {name: choice.value for name, choice in choices.items()},
+            "reasons": {name: choice.reason for name, choice in choices.items()},
+            "given": {name: one if isinstance(one, int | float | str) else str(one) for name, one in given.items()},
+        }
+        _log.info("settings chosen", extra=fields)
         return
-    console = Console(stderr=True, highlight=False)
     labels = f"{images.num_classes:,} classes" if images.num_classes else "no labels"
     tests = f", {images.num_tests:,} test images" if images.num_tests else ""
-    console.print(
-        f"{_place(config)}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px", markup=False
-    )
-    for line in dataset.reading.lines() if dataset.reading else ():
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    if dataset.untested and images.num_classes and not images.num_tests:
-        console.print(f"  {dataset.untested}", markup=False)
-    for line in sample.warnings():
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    if broken := sample.broken:
-        named(broken[:_NAMED])
-        others = f", and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
-        line = f"broken: {', '.join(broken[:_NAMED])}{others}: training shows another image in place of each"
-        line += f", up to {sample.max_broken:,} (--max-broken)"
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    for name, value, reason in _rows(config, choices, given):
-        console.print(f"  {f'{name} {value}':<37} {reason}", markup=False, soft_wrap=True)
-
-
-def _log_choices(
-    config: TrainConfig,
-    dataset: Dataset,
-    images: ImagesSurvey,
-    sample: Sample,
-    choices: dict[str, Choice],
-    given: dict[str, Any],
-) -> None:
-    """The same as one event, with values in fields."""
-    named(sample.broken)
-    fields = {
-        "data_dir": _place(config),
-        "output": str(config.run.output),
-        "images": images.number,
-        "classes": images.num_classes,
-        "test_images": images.num_tests,
-        "shorter_side": images.shorter_side,
-        "reading": dataset.reading.lines() if dataset.reading else [],
-        "broken": list(map(str, sample.broken)),
-        "settings": {name: choice.value for name, choice in choices.items()},
-        "reasons": {name: choice.reason for name, choice in choices.items()},
-        "given": {name: value if isinstance(value, int | float | str) else str(value) for name, value in given.items()},
-    }
-    _log.info("settings chosen", extra=fields)
-
-
-def _place(config: TrainConfig) -> str:
-    assert config.data.data_dir is not None, "otherwise there are problems"
-    return shown_path(config.data.data_dir)
+    title = f"{place}: {images.number:,} images, {labels}{tests}, {images.shorter_side} px"
+    lines += [f"{f'{name} {value}':<37} {reason}" for name, value, reason in _rows(config, choices, given)]
+    print(title, *lines, sep="\n  ", file=sys.stderr)
 
 
 def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -15,12 +15,12 @@ from trainer.data.survey import ImagesSurvey
 from trainer.presets import PRESETS
 
 GIB = 1 << 30
-TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB, disk_bytes=100 * GIB)
-GPU = Machine(cores=16, memory_bytes=128 * GIB, gpu_memory_bytes=78 * GIB, disk_bytes=1000 * GIB)
+TWO_CORES = Machine(cores=2, memory_bytes=24 * GIB)
+GPU = Machine(cores=16, memory_bytes=128 * GIB, gpu_memory_bytes=78 * GIB)
 MACHINES = [
     TWO_CORES,
     Machine(cores=1, memory_bytes=1 * GIB),
-    Machine(cores=64, memory_bytes=256 * GIB, disk_bytes=1000 * GIB),
+    Machine(cores=64, memory_bytes=256 * GIB),
     GPU,
     replace(GPU, gpu_memory_bytes=4 * GIB),
     replace(GPU, cores=128, ranks=8),
@@ -127,11 +127,11 @@ def test_short_runs_have_few_classes_in_a_step(number: int) -> None:
     assert config.optimization.batch_size <= config.rows.num_negatives <= 4 * config.optimization.batch_size
 
 
-def test_images_are_packed_only_if_they_do_not_stay_in_memory() -> None:
+def test_a_folder_is_read_as_it_is_and_a_pack_as_a_pack() -> None:
     small, large = survey(1_000), survey(10**7)
-    assert chosen(small, TWO_CORES).data.dataset == "folder"
-    assert chosen(large, GPU).data.dataset == "packed"
-    assert chosen(large, replace(GPU, disk_bytes=GIB)).data.dataset == "folder"
+    for images, words in ((small, "which stay in memory"), (large, "which do not stay in memory")):
+        choice = choose(images, GPU, {})["dataset"]
+        assert (choice.value, choice.reason.split(", ")[-1]) == ("folder", words)
     assert chosen(replace(small, packed=True), TWO_CORES).data.dataset == "packed"
 
 

@@ -18,9 +18,8 @@ from PIL import Image
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.watching import once_within
 from trainer.data import load_dataset
-from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack
 from trainer.own_images import images_config, problems_with
-from trainer.own_packs import check_same_source
 from trainer.presets import PRESETS
 from trainer.settings import flag
 from weightserver.common.logs import log_events
@@ -167,54 +166,27 @@ def test_images_of_one_class_have_no_labels(
     assert load_dataset("folder", tmp_path / "all").labelled, "two classes"
 
 
-def test_images_that_exceed_the_memory_are_packed(
+def test_a_pack_is_advised_for_images_that_do_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The two commands work."""
     monkeypatch.chdir(tmp_path)
-    for part in ("train", "val"):
-        plain_tree(tmp_path / "pictures" / part, 24)
+    plain_tree(tmp_path / "pictures", 24)
+    command = ["--data-dir", "pictures", "--device", "cpu"]
+    images_config(command)
+    assert "pic pack" not in capsys.readouterr().err
     monkeypatch.setattr("trainer.own_images.usable_memory", lambda: 40_000)
-    config = images_config(["--data-dir", "pictures", "--device", "cpu"])
-    assert (config.data.dataset, config.data.data_dir) == ("packed", Path("runs/pictures-packed"))
-    assert "packing pictures into runs/pictures-packed" in capsys.readouterr().err
-    assert Manifest.load(tmp_path / "runs/pictures-packed").complete
-    assert Manifest.load(tmp_path / "runs/pictures-packed/test").num_images == 24
-    assert config.report.evaluate, "it has test images with labels"
-    images_config(["--data-dir", "pictures", "--device", "cpu"])
-    assert "packing" not in capsys.readouterr().err, "a complete pack is used again"
-    given = images_config(["--data-dir", "pictures", "--device", "cpu", "--dataset", "folder"])
-    assert (given.data.dataset, given.data.data_dir) == ("folder", Path("pictures"))
-
-
-def test_a_pack_of_other_or_changed_images_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    first = plain_tree(tmp_path / "p1/pics.2024", 9)
-    second = plain_tree(tmp_path / "p2/pics.2024", 24)
-
-    def packed_of(folder: Path) -> tuple[str, int, str]:
-        config = images_config(["--data-dir", str(folder), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
-        assert config.data.data_dir is not None
-        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("adding", "R/"))]
-        assert len(said) <= 1
-        return str(config.data.data_dir), Manifest.load(config.data.data_dir).num_images, "".join(said)
-
-    one, two, three = (f"R/pics.2024-packed{number}" for number in ("", "-2", "-3"))
-    assert packed_of(first) == (one, 9, "")
-    assert packed_of(second) == (two, 24, f"{one} is not used: it holds images of {first}")
-    plain_tree(first, 3, first=9)
-    added = f"adding to {one} what was added to {first} since: 3, first a/0009.jpg"
-    assert packed_of(first) == (one, 12, added)
-    assert packed_of(first) == (one, 12, "")
-    with pytest.raises(ValueError, match=r"the run's images are packed from .*/p1/pics.2024 in R/pics"):
-        check_same_source(second, Path(one))
-    check_same_source(first, Path(one))
-    (first / "a/0000.jpg").unlink()
-    config = images_config(["--data-dir", str(first), "--dataset", "packed", "--output", "R/r", "--device", "cpu"])
-    lines = capsys.readouterr().err.splitlines()
-    assert f"{one} is not used: 1 removed since (a/0000.jpg)" in lines
-    assert (str(config.data.data_dir), Manifest.load(Path(three)).num_images) == (three, 11)
+    config = images_config(command)
+    assert (config.data.dataset, config.data.data_dir) == ("folder", Path("pictures"))
+    assert "\n  faster from a pack, in which a window lies together: pic pack pictures PACK, then pic train PACK\n" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="pictures holds no packed images: pack them by pic pack"):
+        images_config([*command, "--dataset", "packed"])
+    pack(tmp_path / "pictures", tmp_path / "PACK", PackOptions())
+    packed = images_config(["--data-dir", "PACK", "--device", "cpu"])
+    assert (packed.data.dataset, packed.data.data_dir, packed.run.output) == ("packed", Path("PACK"), Path("runs/PACK"))
+    assert "pic pack" not in capsys.readouterr().err
 
 
 def test_choices_are_one_event_of_a_json_log(
@@ -281,6 +253,3 @@ def test_a_resumed_run_keeps_the_choices_of_its_beginning(
     assert (resumed.run.output, resumed.run.resume) == (began.run.output, True)
     assert resumed.with_settings(resume=False).to_json() == began.to_json()
     assert capsys.readouterr().err == ""
-    packed = began.with_settings(dataset="packed", data_dir=Path("runs/pictures-packed"))
-    (began.run.output / "config.json").write_text(packed.to_json())
-    assert images_config([*command, "--resume"]).data.data_dir == Path("runs/pictures-packed")

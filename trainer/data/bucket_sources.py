@@ -23,7 +23,7 @@ from weightserver.common.object_store import (
     shown,
 )
 
-PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
 """Numbered archives in the name of a source."""
 _COPIES = 8
 """Files that are copied at the same time."""
@@ -31,7 +31,7 @@ _COPIES = 8
 
 def numbered(source: Path) -> list[Path]:
     """The archives that a pattern in the name of a source stands for; empty without one."""
-    if not (pattern := PATTERN.search(source.name)):
+    if not (pattern := _PATTERN.search(source.name)):
         return []
     first, last = pattern.groups()
     numbers = range(int(first), int(last) + 1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.cores import usable_cores
-from trainer.data.changes import any_intact, split_changes
+from trainer.data.changes import split_changes
 from trainer.data.config import SourceOptions
+from trainer.data.decode import BrokenImageError, facts
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.parts import Part
@@ -53,23 +54,19 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
     """
     if is_packed(output):
         manifest = Manifest.load(output)
-        for wrong, remedy in contradictions(manifest, split, options):
+        for wrong, remedy in _contradictions(manifest, split, options):
             raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
         if not (manifest.complete and options.extend):
             return manifest
-        return _with_range(manifest, split, split_changes(split, output).added, output, options, known)
+        added = split_changes(split, output).added
+        return _with_range(manifest, split, added, output, options, known) if added else manifest
     if options.extend:
         raise ValueError(f"{output} holds no packed images to extend: omit --extend")
     if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
         raise ValueError(f"{output} holds other files: give an empty or new directory")
     seed = options.order_seed or 0
     manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
-    listing = split.listing
-    if not any_intact(listing, listing, options.source):
-        raise ValueError(
-            f"none of {len(listing):,} images of {split.source} can be read, first {listing[0].name}: repair them"
-        )
-    return _with_range(manifest, split, listing, output, options, known)
+    return _with_range(manifest, split, split.listing, output, options, known)
 
 
 def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
@@ -92,7 +89,7 @@ def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
     return directories
 
 
-def contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
+def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     yield from _contradictions_of_options(manifest, options)
     last = manifest.ranges[-1]
@@ -120,10 +117,13 @@ def _with_range(
     options: PackOptions,
     known: tuple[str, ...],
 ) -> Manifest:
-    """Adds a range of new images of a split; without any, returns the manifest unchanged. Known classes keep their
-    numbers."""
-    if not new:
-        return manifest
+    """Adds a range of new images of a split. Known classes keep their numbers.
+
+    Raises:
+        ValueError: none of the images can be read, so that none can stand for the others.
+    """
+    if not _any_intact(new, split.listing, manifest.options):
+        raise ValueError(f"none of {len(new):,} images of {split.source} can be read, first {new[0].name}: repair them")
     names = tuple(dict.fromkeys((*manifest.classes, *known, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
     first = manifest.num_images
@@ -150,6 +150,15 @@ def _with_range(
         shards=(),
     )
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
+
+
+def _any_intact(images: Iterable[Entry], listing: Listing, options: SourceOptions) -> bool:
+    rendering = options.rendering("none")
+    for image in images:
+        with suppress(BrokenImageError, OSError):
+            facts(listing.read_entry(image), rendering)
+            return True
+    return False
 
 
 def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:

@@ -105,12 +105,6 @@ class PackedImages:
         """The number of bytes that stand for each image, int64 [N]."""
         return self._by_image("length", limit=np.iinfo(np.int64).max)
 
-    def written_at(self) -> Int64Array:
-        """When the tar of each image was written, int64 [N], in nanoseconds since 1970."""
-        times = np.array([tar_path(self.directory, first).stat().st_mtime_ns for first in self._firsts.tolist()])
-        shards = np.searchsorted(self._firsts, self.order.rows(np.arange(len(self))), side="right") - 1
-        return times[shards]
-
     def labels(self) -> Int64Array:
         """The class of each image, int64 [N]; −1 without labels."""
         return self._by_image("label", limit=len(self.manifest.classes) or np.iinfo(np.int64).max)

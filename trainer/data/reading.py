@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.archives import are_shards
-from trainer.data.bucket_sources import PATTERN, local_source, numbered
+from trainer.data.bucket_sources import local_source, numbered
 from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
 from trainer.data.label_texts import MISSING_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason, is_table
@@ -96,11 +96,6 @@ class Reading:
 def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
     """The kind of labels, as messages name it."""
     return ("labels by name" if classes else "labels by number") if labelled else "no labels"
-
-
-def source_exists(source: Path) -> bool:
-    """Whether a source is there, or names numbered archives."""
-    return source.exists() or bool(PATTERN.search(source.name))
 
 
 def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
