@@ -1,14 +1,10 @@
-"""Cores and memory that a process may use, by its affinity and its container's limits."""
+"""Cores that a process may use, by its affinity and its container's quota."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from pathlib import Path
 
 _MAX_DECODE_THREADS = 16
-_MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Files of cgroup versions 2 and 1; a container sees its own where the machine has those of all processes."""
 
 
 def usable_cores() -> int:
@@ -16,15 +12,6 @@ def usable_cores() -> int:
     from joblib import cpu_count
 
     return int(cpu_count())
-
-
-def usable_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that this process may use: those of the machine, or its container's limit if that is less."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in _MEMORY_LIMITS:
-        with suppress(OSError, ValueError):  # no such version, or "max"
-            sizes.append(int((cgroups / name).read_text()))
-    return min(sizes)
 
 
 def decode_threads() -> int:

@@ -19,7 +19,7 @@ from trainer.arguments import parse_config
 from trainer.autoconfig import Choice, Machine, choose
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
-from trainer.cores import usable_cores, usable_memory
+from trainer.cores import usable_cores
 from trainer.data import DECODED, Dataset, load_dataset
 from trainer.data.decoded_images import named
 from trainer.data.manifest import is_packed
@@ -32,6 +32,7 @@ from trainer.run_dataset import check_images
 from trainer.settings import flag
 from weightserver.common.logs import logs_json
 from weightserver.common.object_store import shown as shown_path
+from weightserver.common.processes import usable_memory
 
 _log = logging.getLogger(__name__)
 PRESET = "images"

@@ -195,7 +195,7 @@ def _graph(
 
     Args:
         alert: its thresholds are drawn; "late" is the objective of fetches.
-        then: the dashboard to which a shard's line leads, to the link's words.
+        then: the dashboard to which a line leads, to the link's words.
     """
     panel = (
         timeseries.Panel()
@@ -215,7 +215,7 @@ def _graph(
         .span(12)
     )
     for board, words in (then or {}).items():
-        panel = panel.data_links([_link(board, words)])
+        panel = panel.data_links([_link(board, words, lines)])
     for letter, (legend, expression) in zip("ABCDEFGH", lines.items(), strict=False):
         panel = panel.with_target(_query(letter, expression, legend))
     if is_log:
@@ -230,12 +230,12 @@ def _graph(
 _KINDS = {"stat": _stat, "heatmap": _heatmap, "timeseries": _graph}
 
 
-def _link(board: str, words: str) -> dashboard.DashboardLink:
-    """From a line of a shard to a dashboard of this shard."""
-    url = (
-        f"/d/pic-{board}?${{datasource:queryparam}}&var-cluster=${{__field.labels.cluster}}"
-        "&var-shard=${__field.labels.shard}&${run:queryparam}&${rank:queryparam}&${__url_time_range}"
-    )
+def _link(board: str, words: str, lines: dict[str, str]) -> dashboard.DashboardLink:
+    """From a line to a dashboard of what the line is of; what its legend does not tell remains as it is chosen."""
+    told = {"cluster"}.union(set.intersection(*(set(re.findall(r"{{(\w+)}}", legend)) for legend in lines)))
+    of_line, chosen = "var-{0}=${{__field.labels.{0}}}", "${{{0}:queryparam}}"
+    choices = ((of_line if name in told else chosen).format(name) for name in CHOICES)
+    url = "&".join((f"/d/pic-{board}?${{datasource:queryparam}}", *choices, "${__url_time_range}"))
     return dashboard.DashboardLink(words).url(url)
 
 

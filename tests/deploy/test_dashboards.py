@@ -103,7 +103,6 @@ def test_a_slow_fetch_leads_to_its_cause_in_two_clicks() -> None:
     way = {}
     for title, (board, links) in titles.items():
         for link in links:
-            assert "var-cluster=${__field.labels.cluster}&var-shard=${__field.labels.shard}" in link["url"]
             way[title] = (board, re.match(r"/d/pic-(\w+)\?", link["url"])[1])  # type: ignore[index]
             assert way[title][1] in DASHBOARDS
     assert way["How much of the time does it wait for rows?"] == ("training", "fetches")
@@ -113,6 +112,18 @@ def test_a_slow_fetch_leads_to_its_cause_in_two_clicks() -> None:
     for (title, (board, _)), panels in ((pair, DASHBOARDS[pair[1][0]]["panels"]) for pair in way.items()):
         shown = next(panel for panel in panels if panel["title"] == title)
         assert all("shard" in target["expr"] for target in shown["targets"]) or board == "training"
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_link_chooses_what_each_of_its_lines_is_of(panel: dict[str, Any]) -> None:
+    """An empty choice would show nothing."""
+    for link in panel["fieldConfig"]["defaults"].get("links", []):
+        told = dict(re.findall(r"var-(\w+)=\$\{__field\.labels\.(\w+)\}", link["url"]))
+        kept = re.findall(r"[?&]\$\{(\w+):queryparam\}", link["url"])
+        assert sorted([*told, *kept]) == sorted(["datasource", *CHOICES])
+        for name, label in told.items():
+            assert name == label
+            assert all(f"{{{{{label}}}}}" in target["legendFormat"] for target in panel["targets"])
 
 
 def test_thresholds_are_those_of_the_alerts() -> None:
@@ -148,6 +159,7 @@ def test_every_family_is_on_a_panel_or_has_a_reason_why_not(cluster: LocalCluste
     shown |= {re.sub(r"_(total|bucket|count|sum)$", "", name) for record in RECORDED for name in families(record)}
     assert exported - shown == set(UNSHOWN) & exported - shown, "neither shown nor in UNSHOWN"
     assert shown & set(UNSHOWN) == set(), "shown after all"
+    assert {name for name in shown if not name.startswith("pic:")} - {"up"} <= exported, "shown, but never exported"
     assert set(UNSHOWN) <= exported | {"weightserver_certificate_expiry_timestamp_seconds"}, "no longer exported"
 
 

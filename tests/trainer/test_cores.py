@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cores import decode_threads, usable_memory
+from trainer.cores import decode_threads
+from weightserver.common.processes import usable_memory
 
 ROOT = Path(__file__).parents[2]
 

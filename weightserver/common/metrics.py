@@ -18,7 +18,10 @@ from prometheus_client.samples import Sample
 
 SECONDS = (*(float(f"{10 ** (power / 11 - 1):.3g}") for power in range(-30, 27)), 60.0, 180.0, 600.0)
 """Upper bounds of all histograms of seconds: eleven in each power of ten from 0.19 ms to 23 s, so in steps of less than
-1.25 and with 1, 10 and 100 ms among them; above, where calls are retried, 60, 180 and 600 s."""
+1.25 and with 1, 10 and 100 ms among them; above, where calls are retried, 60, 180 and 600 s.
+
+They are 60, since each is a sample of each series at each scrape. Steps of 1.25 from 0.2 ms to 600 s would be 68, as
+log(600 s / 0.2 ms) / log(1.25) is 66.8; 60 in equal steps would be 1.29 apart."""
 SIZE_CLASSES = ("none", "128", "2048", "32768", "more")
 """Classes of calls, by the largest number of rows."""
 LATE_SECONDS = dict.fromkeys(SIZE_CLASSES, 0.1) | {"more": 1.0}

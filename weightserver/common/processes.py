@@ -1,4 +1,4 @@
-"""Processes: the ends of this one and of those that it started, and what tells this one from others."""
+"""Processes: the ends of this one and of those that it started, what tells this one from others, and its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+_MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Files of cgroup versions 2 and 1; a container sees its own where the machine has those of all processes."""
 
 
 def end_at_sigterm() -> None:
@@ -27,6 +32,15 @@ def end_process(process: subprocess.Popen[Any], *, seconds: float, stop_signal: 
         except subprocess.TimeoutExpired:
             process.kill()
     process.wait()
+
+
+def usable_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may use: those of the machine, or its container's limit if that is less."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # no such version, or "max"
+            sizes.append(int((cgroups / name).read_text()))
+    return min(sizes)
 
 
 def process_name() -> str:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weightserver.common.processes import usable_memory
 from weightserver.core.errors import WeightServerError
 from weightserver.server.admission import MAX_THREADS, StallWatch
 from weightserver.server.health import ShardHealth
@@ -52,6 +53,7 @@ def publish_load(registry: CollectorRegistry, memory: RequestMemory, stalls: Sta
         "commit_queue_writes": ("Writes that wait for a transaction.", lambda: committer.num_waiting),
         "running_calls": (calls, lambda: stalls.num_running),
         "waiting_calls": ("Calls that have a thread and wait for memory.", lambda: memory.num_waiting),
+        "memory_limit_bytes": ("Memory that the process may have: its container's, or the machine's.", usable_memory),
     }
     _publish(registry, gauges)
 
