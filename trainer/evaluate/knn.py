@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.data import TrainImages
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.features import Advance, FeatureSet
-from trainer.evaluate.neighbours import Features, nearest, predict
+from trainer.evaluate.features import Advance, FeatureSet, Frozen
+from trainer.evaluate.neighbours import nearest, predict
 from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, split_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig
-from trainer.evaluate.stored_features import store_features
 from weightserver.torch import Ranks
 
+BLOCK_ROWS = 4_096
+"""Features that are computed and stored together: 16 MiB of 2,048 values each."""
 SEARCHED_ROWS = 8_192
 """Queries whose neighbours are searched together, in one pass over the bank."""
 
@@ -32,14 +37,14 @@ class KnnResult:
 def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
     """Classifies the test images by the training images' features.
 
-    Features are stored in half precision and read in blocks; memory does not grow with the number of images, except for
-    labels and the neighbours of a rank's share of the queries (12 bytes times the highest k each).
+    Features are stored in mapped files; memory does not grow with the number of images, except for labels and the
+    neighbours of a rank's share of the queries (12 bytes times the highest k each).
     """
     dataset, ranks, frozen = evaluation.labelled(), evaluation.ranks, evaluation.frozen()
     num_images = len(dataset.train_images) + len(dataset.test_images)
     with evaluation.progress("features", num_images) as advance:
         bank, queries = (
-            store_features(frozen, images, dataset.evaluated_side, evaluation.state / name, ranks, advance)
+            stored_features(frozen, images, dataset.evaluated_side, evaluation.state / name, ranks, advance)
             for name, images in (("train", dataset.train_images), ("test", dataset.test_images))
         )
     frozen.check()
@@ -49,7 +54,7 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
         excluded = torch.zeros(len(bank), dtype=torch.bool).index_fill_(0, held_out, True)
         with evaluation.progress("neighbours (held-out)", len(held_out)) as advance:
             wanted = labels[held_out]
-            found = classified(bank, labels, bank.take(held_out), wanted, numbers, ranks, advance, excluded)
+            found = classified(bank, labels, bank[held_out], wanted, numbers, ranks, advance, excluded)
         best = max(found, key=lambda result: result.top1)  # the first of equals
         numbers = (best.k,)
         chosen = {
@@ -61,6 +66,34 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
         results = classified(bank, labels, queries, dataset.test_labels, numbers, ranks, advance)
     details = {} if len(results) == 1 else {"by_setting": [asdict(result) for result in results]}
     return Outcome(results={"top1": results[0].top1, "top5": results[0].top5}, chosen=chosen, details=details)
+
+
+def stored_features(
+    frozen: Frozen, images: TrainImages, side: int | None, directory: Path, ranks: Ranks, advance: Advance
+) -> Tensor:
+    """Features of all images, of length 1, float16 [N, d], in a mapped file in `directory`, on which ranks may share
+    the work: each computes every n-th block, unless an earlier call has.
+
+    Raises:
+        ValueError: features that are not finite.
+        RuntimeError: the encoder has changed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = (len(images), frozen.of_images(images, side, torch.arange(min(1, len(images)))).shape[-1])
+    with (directory / "features").open("ab") as file:
+        file.truncate(2 * shape[0] * shape[1])
+    for block in range(ranks.rank, -(-len(images) // BLOCK_ROWS), ranks.world_size):
+        ids = torch.arange(block * BLOCK_ROWS, min(len(images), (block + 1) * BLOCK_ROWS))
+        if not (done := directory / f"{block}.done").exists():
+            features = F.normalize(frozen.of_images(images, side, ids)).half()
+            frozen.check()
+            mapped = np.memmap(directory / "features", np.float16, "r+", shape=shape)
+            mapped[ids] = features
+            mapped.flush()
+            done.touch()
+        advance(len(ids) * ranks.world_size)
+    ranks.barrier()
+    return torch.from_numpy(np.memmap(directory / "features", np.float16, "r+", shape=shape))
 
 
 def knn_top1(features: FeatureSet) -> ProbeResult:
@@ -88,9 +121,9 @@ def leave_one_out_knn_top1(features: Tensor, labels: Tensor, k: int = 10) -> flo
 
 
 def classified(
-    bank: Features,
+    bank: Tensor,
     bank_labels: Tensor,
-    queries: Features,
+    queries: Tensor,
     query_labels: Tensor,
     numbers: Sequence[int],
     ranks: Ranks | None = None,

@@ -1,7 +1,5 @@
 """Nearest neighbours by cosine similarity, for banks and queries that do not fit the device, and their votes."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,17 +10,9 @@ QUERY_ROWS = 1_024
 """Queries compared at a time: with BANK_ROWS, 128 MiB of similarities."""
 
 
-class Features(Protocol):
-    """Features [n, d] of any floating dtype: a tensor, or an equivalent for features that do not fit into memory."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: slice, /) -> Tensor: ...
-
-
 def nearest(
-    bank: Features,
-    queries: Features,
+    bank: Tensor,
+    queries: Tensor,
     num_neighbours: int,
     *,
     excluded: Tensor | None = None,
@@ -32,8 +22,8 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """Returns the nearest bank features of each query: cosine float32 [M, k] in falling order, index int64 [M, k].
 
-    Bank [N, d] and queries [M, d] may have any floating dtype and lie in files: one block of each is read at a time and
-    compared on `device` in float32. Apart from these blocks only the result takes memory.
+    Bank [N, d] and queries [M, d] may have any floating dtype and be mapped files: one block of each is read at a time,
+    and compared on `device` in float32. Apart from these blocks only the result takes memory.
 
     Args:
         excluded: bool [N], bank features that count as no one's neighbour.
