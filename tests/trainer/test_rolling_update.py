@@ -1,4 +1,4 @@
-"""Shards are replaced one after the other while a trainer works: it sees nothing, and computes the same bits."""
+"""Shards of the version before are replaced one after the other by this one's, under a client that works, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 import pytest
 
 from tests.helpers.small_run import NUM_STEPS, ONLY_ROWS, losses, small_run
@@ -16,32 +18,52 @@ from weightserver import LocalCluster, WeightClient
 from weightserver.common.version import FORMAT
 
 ROOT = Path(__file__).parent.parent.parent
-VERSION_FILE = "weightserver/common/version.py"
+SINCE = "dc7e0b0b827b"
+"""The first commit since which calls and records have this form; a release of this format takes its place."""
+WRITER = """
+import itertools, sys, threading, time
+import numpy as np
+from weightserver import TableSpec, WeightClient
+is_over = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+with WeightClient(sys.argv[1].split(",")) as client:
+    client.create_table(TableSpec(num_rows=64, dim=4, rows_per_block=4, momentum=0, weight_decay=0, init_std=0))
+    client.open_session("writer")
+    for step in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(client.describe().clock)):
+        client.extend_schedule(step, np.ones(1, np.float32))
+        client.push_gradients(np.arange(64), np.ones((64, 4), np.float32), step=step)
+        print(step + 1, flush=True)
+        time.sleep(0.01)
+"""
+"""Takes one from every row again and again, and prints how often the shards have acknowledged it."""
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
 
 
-def previous_tree(directory: Path) -> Path:
-    """The weight server of the version before, if it has this one's format, else of the last commit."""
+@pytest.fixture(scope="session")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weight server of the version before: the last release of this format but this commit, or that of `SINCE`."""
     try:
-        git("rev-parse", "HEAD")
+        is_shallow = git("rev-parse", "--is-shallow-repository").strip() == b"true"
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("there is no git history to take the version before from")
-    changed = git("log", "-1", "--format=%H", "-G", '^__version__ = "', "--", VERSION_FILE).strip()
-    before = f"{changed}^"
-    commit = before if f'FORMAT = "{FORMAT}"' in git_show(before) else "HEAD"
-    packed = subprocess.run(["git", "archive", commit, "weightserver"], cwd=ROOT, capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(directory)], input=packed.stdout, check=True)
+    released = git("tag", "--list", f"v{FORMAT}.*", "--no-contains", "HEAD", "--sort=-version:refname").decode().split()
+    commit = released[0] if released else SINCE
+    try:
+        packed = git("archive", commit, "weightserver")
+    except subprocess.CalledProcessError:
+        assert is_shallow, f"commit {commit} is missing"
+        pytest.skip(f"this shallow clone lacks commit {commit}: git fetch --unshallow")
+    directory = tmp_path_factory.mktemp("before")
+    subprocess.run(["tar", "-x", "-C", str(directory)], input=packed, check=True)
     return directory
 
 
-def git_show(commit: str) -> str:
-    try:
-        return git("show", f"{commit}:{VERSION_FILE}")
-    except subprocess.CalledProcessError:
-        return ""  # this version is the first, or the history does not reach further
+def program(tree: Path, *arguments: str) -> list[str]:
+    """Python with the weight server of a tree."""
+    return ["env", f"PYTHONPATH={tree}", sys.executable, "-P", *arguments]
 
 
 class Updated(LocalCluster):
@@ -51,7 +73,37 @@ class Updated(LocalCluster):
 
     @property
     def _program(self) -> list[str]:  # type: ignore[override]
-        return ["env", f"PYTHONPATH={self.tree}", sys.executable, "-P", "-m", "weightserver"]
+        return program(self.tree, "-m", "weightserver")
+
+
+class Writer:
+    """A client of a tree's version that writes until it is left."""
+
+    def __init__(self, tree: Path, addresses: list[str]) -> None:
+        self._process = subprocess.Popen(
+            program(tree, "-c", WRITER, ",".join(addresses)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.acknowledged = 0
+
+    def writes(self) -> None:
+        """Waits for some more writes."""
+        assert self._process.stdout is not None
+        for _ in range(5):
+            line = self._process.stdout.readline()
+            assert line, "the writer ended"
+            self.acknowledged = int(line)
+
+    def __enter__(self) -> Self:
+        self.writes()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *ignored: object) -> None:
+        if kind is not None:
+            self._process.kill()
+        rest, _ = self._process.communicate(timeout=60)
+        if kind is None:
+            assert self._process.returncode == 0
+            self.acknowledged = int(rest.split()[-1]) if rest else self.acknowledged
 
 
 def retries() -> float:
@@ -64,15 +116,30 @@ def retries() -> float:
 
 
 @pytest.mark.guard
+def test_shards_and_clients_of_two_versions_lose_nothing(tmp_path: Path, before: Path) -> None:
+    """Shards roll over under a client of the version before, which is replaced last, and back under one of this."""
+    Updated.tree = before
+    with Updated(2, tmp_path) as cluster:
+        for clients, shards in ((before, ROOT), (ROOT, before)):
+            with Writer(clients, cluster.addresses) as writer:
+                Updated.tree = shards
+                for shard in range(2):
+                    cluster.restart(shard)
+                    writer.writes()
+        with WeightClient(cluster.addresses) as client:
+            state = client.fetch_state(np.arange(64))
+    assert set(state.last_step) == {writer.acknowledged}
+    assert (state.weight == -writer.acknowledged).all()
+
+
+@pytest.mark.guard
 def test_shards_are_updated_and_put_back_unseen_by_the_trainer(
-    tmp_path: Path, one_thread: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, before: Path, one_thread: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each shard drains at SIGTERM, and the client retries while it is away: no step fails, no bit differs."""
-    before = tmp_path / "before"
-    before.mkdir()
     settings = {"encoder": ONLY_ROWS, "rows": "remote", "checkpoint_every": 13}
     train(small_run(tmp_path / "undisturbed", **settings))
-    Updated.tree = previous_tree(before)
+    Updated.tree = before
     with Updated(2, tmp_path / "servers") as cluster:
         others = [process.pid for process in cluster.processes]
         restarting: list[threading.Thread] = []
