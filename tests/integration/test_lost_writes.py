@@ -6,8 +6,13 @@ Every wrong row is refused when it is fetched or, at the latest, by the next sta
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +27,7 @@ from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, We
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.backup import backup
 from weightserver.operations.verify import verify_directory
+from weightserver.shard.reading import read_blocks
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 from weightserver.storage.lmdb_storage import LmdbStorage
@@ -29,6 +35,8 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 PAGE = 4_096
 SPEC = TableSpec(num_rows=160, dim=64, rows_per_block=20)
 """Eight blocks of 10.5 KB, so that each has three pages of its own."""
+INDEXED = TableSpec(num_rows=3_000, dim=8, rows_per_block=2)
+"""Many small blocks: each database has several pages, and they lie where others' pages lay."""
 OPENER = b"o" * 16
 CHANCE = np.random.default_rng(0)
 RANDOM = [np.sort(CHANCE.choice(160, 50, replace=False)) for _ in range(9)]
@@ -55,16 +63,17 @@ def put_page(data: Path, page: int, content: bytes) -> None:
 class Trained:
     """A shard that is written to: its state before and after the last commit, and what that one left."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, spec: TableSpec = SPEC) -> None:
         self.directory, self.storage = directory, LmdbStorage(directory)
         self.shard = Shard(self.storage, shard=0, num_shards=1)
-        self.sequence, self.epoch = 0, 0
-        self.begin()
+        self.sequence, self.epoch, self.spec = 0, self.shard.state.epoch, spec
+        if self.shard.spec is None:
+            self.begin()
 
     def begin(self) -> None:
         """A new table, of the same layout as the one before."""
         with self.shard.batch() as batch:
-            batch.create_table(SPEC)
+            batch.create_table(self.spec)
         self.epoch = self.shard.state.epoch + 1
         with self.shard.batch() as batch:
             batch.open_session("run", self.epoch, OPENER)
@@ -74,7 +83,7 @@ class Trained:
         return WriteHeader(self.epoch, OPENER, b"w" * 16, self.sequence, step, RATES)
 
     def push(self, rows: Int64Array, step: int) -> None:
-        gradients = np.full((len(rows), SPEC.dim), 1 + self.sequence, np.float32)
+        gradients = np.full((len(rows), self.spec.dim), 1 + self.sequence, np.float32)
         with self.shard.batch() as batch:
             batch.push_gradients(self.header(step), rows, gradients)
 
@@ -304,6 +313,118 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
         check(lost, tmp_path, lost.subsets(10))
 
 
+# ---- shards that go on
+
+
+SOME = [np.sort(CHANCE.choice(INDEXED.num_rows, 40, replace=False)) for _ in range(NUM_WRITES + 2)]
+INDEXED_PATTERNS: dict[str, Callable[[int], Int64Array]] = {
+    "a few": lambda step: SOME[step],
+    "a window": lambda step: np.arange(200 * step, 200 * step + 600),
+}
+FAILURE, BLOCK = "DamagedFileError", "DamagedBlockError"
+
+
+@pytest.mark.parametrize("checkpoint_at", [NUM_WRITES - 2, pytest.param(4, marks=pytest.mark.guard)])
+@pytest.mark.parametrize("pattern", INDEXED_PATTERNS)
+def test_a_shard_that_goes_on_after_a_loss_hides_nothing(pattern: str, checkpoint_at: int, tmp_path: Path) -> None:
+    """Pages of the last three pushes and a checkpoint, of any database: all calls answer as if nothing was lost, or
+    fail with an error of their own. Wrong rows never reach a checkpoint; then, and at damage of a database, the shard
+    is not healthy any more. If LMDB itself ends the process, the next start is refused."""
+    choose, trained = INDEXED_PATTERNS[pattern], Trained(tmp_path / "shard-0", INDEXED)
+    for step in range(NUM_WRITES - 3):
+        trained.push(choose(step), step)
+        if step == checkpoint_at:
+            trained.checkpoint("kept")
+
+    def commits() -> None:
+        for step in range(NUM_WRITES - 3, NUM_WRITES):
+            trained.push(choose(step), step)
+            if step == checkpoint_at:
+                trained.checkpoint("kept")
+
+    lost = Lost.by(trained, commits)
+    trained.storage.close()
+    groups = [list[int](), *lost.subsets(40)]
+    sequence, lock = trained.sequence, (trained.directory / "owner.lock").read_text()
+    (tmp_path / "before").write_bytes(lost.before)
+    (tmp_path / "after").write_bytes(lost.after)
+    (tmp_path / "job.json").write_text(json.dumps([pattern, sequence, lock, groups]))
+    (whole, *others), seen = outcomes(tmp_path, len(groups)), set[str]()
+    assert set(whole.values()) & {FAILURE, BLOCK, ""} == {""}, "where nothing is lost"
+    for pages, outcome in zip(groups[1:], others, strict=True):
+        errors = {name: result for name, result in outcome.items() if result.endswith("Error")}
+        answered = outcome.keys() - errors.keys() - {"problem", "verify"}
+        wrong = [name for name in answered if outcome[name] != whole[name]]
+        assert not wrong or errors.keys() >= {"checkpoint", "backup"}, (pages, outcome)
+        assert not wrong or pattern != "a few", (pages, outcome, "another database's pages pass for versions")
+        assert FAILURE not in errors.values() or outcome["problem"], (pages, outcome)
+        assert outcome == whole or outcome["verify"], (pages, outcome)
+        seen |= set(errors.values())
+    assert seen >= {FAILURE, BLOCK}
+
+
+def outcomes(place: Path, number: int) -> list[dict[str, str]]:
+    """What each call answers, in each case, by a process that LMDB may end: then another one goes on."""
+    found = list[dict[str, str]]()
+    while len(found) < number:
+        command = [sys.executable, "-m", __name__, str(place), str(len(found))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        found += map(json.loads, done.stdout.splitlines())
+        if done.returncode:
+            assert (done.returncode, "mdb.c" in done.stderr) == (-signal.SIGABRT, True), done.stderr
+            found.append({"verify": "\n".join(verify_directory(place / "running").problems)})
+    return found
+
+
+def go_on(place: Path, first: int) -> None:
+    """Prints the answers of a running shard that has lost some pages, for each case from `first` on."""
+    before, after = (place / "before").read_bytes(), (place / "after").read_bytes()
+    pattern, sequence, lock, groups = json.loads((place / "job.json").read_text())
+    for pages in groups[first:]:
+        trained = Trained(damaged(place / "running", after, lock.encode()), INDEXED)
+        trained.sequence = sequence
+        for page in pages:
+            put_page(trained.data, page, page_of(before, page))
+        print(json.dumps(answers(trained, INDEXED_PATTERNS[pattern])), flush=True)
+
+
+def answers(trained: Trained, choose: Callable[[int], Int64Array]) -> dict[str, str]:
+    """What each call returns, or the class of its error."""
+    shard, everything, found = trained.shard, np.arange(INDEXED.num_rows), dict[str, str]()
+
+    def fetch(checkpoint: str | None = None) -> str:
+        chunks = [message for _, message in shard.fetch(everything, step=None, state=True, checkpoint=checkpoint)]
+        return hashlib.sha256(b"".join(chunks)).hexdigest()
+
+    def copy() -> str:
+        """All blocks of the checkpoint, as a backup reads them, and its rows."""
+        first: int | None = 0
+        while first is not None:
+            part = read_blocks(
+                trained.storage, shard.require_table(), first, checkpoint="last", is_needed=lambda block: True
+            )
+            first = part.blocks[-1][0].block + 1 if part.blocks else part.next_block
+        return fetch("last")
+
+    calls: list[tuple[str, Callable[[], str | None]]] = [
+        ("fetch", fetch),
+        ("push", lambda: trained.push(choose(NUM_WRITES), NUM_WRITES)),
+        ("push again", lambda: trained.push(choose(NUM_WRITES + 1), NUM_WRITES + 1)),
+        ("fetch again", fetch),
+        ("fetch the older checkpoint", lambda: fetch("kept")),
+        ("checkpoint", lambda: trained.checkpoint("last")),
+        ("backup", copy),
+    ]
+    for name, call in calls:
+        try:
+            found[name] = call() or ""
+        except WeightServerError as error:  # any other ends the process
+            found[name] = type(error).__name__
+    found["problem"] = trained.storage.problem()
+    trained.storage.close()
+    return found | {"verify": "\n".join(verify_directory(trained.directory).problems)}
+
+
 @pytest.mark.guard  # seconds
 def test_no_operation_copies_a_loss(tmp_path: Path) -> None:
     """From a shard that runs while its disk loses a page. A reshard reads blocks as a backup does."""
@@ -328,13 +449,18 @@ def test_no_operation_copies_a_loss(tmp_path: Path) -> None:
             put_page(data, page, page_of(before, page))
             try:
                 assert backup(client, tmp_path / f"backup-{page}", checkpoint="kept").shards == right, page
+                refused = False
             except WeightServerError:
-                num_refused += 1
-            if page_of(data.read_bytes(), page) == page_of(
-                before, page
-            ):  # no commit of the backup has written it since
+                refused = True
+            if page_of(data.read_bytes(), page) == page_of(before, page):  # the backup's commits did not write it
                 put_page(data, page, now)
+            if refused:
+                num_refused += 1
+                cluster.restart(0)  # a shard that met damage takes no more writes
         assert num_refused > 20
-        cluster.restart(0)  # a shard that met a damaged page takes no more writes
         client.checkpoint("again", step=NUM_WRITES)
         assert backup(client, tmp_path / "backup").rows_stored == 160
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]), int(sys.argv[2]))

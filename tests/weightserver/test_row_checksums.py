@@ -16,7 +16,7 @@ from tests.helpers.schedules import naming
 from weightserver.core import kernel
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec, rows_per_group
-from weightserver.core.errors import DamagedRecordError
+from weightserver.core.errors import DamagedBlockError
 from weightserver.core.spec import TableSpec
 from weightserver.core.splitmix import mix_seed
 from weightserver.shard.shard import Shard
@@ -109,7 +109,7 @@ class Stored:
         """What a fetch says; empty if it answers."""
         try:
             self.fetch(slots)
-        except DamagedRecordError as error:
+        except DamagedBlockError as error:
             return str(error)
         return ""
 
@@ -230,7 +230,7 @@ def test_a_block_of_another_write_is_refused(spec: TableSpec) -> None:
     for wrong in (older, again):
         stored.content = wrong
         assert "is damaged (checksum)" in stored.damaged(ALL)
-        with pytest.raises(DamagedRecordError):
+        with pytest.raises(DamagedBlockError):
             stored.update([0])
     pieces = range(0, len(newer), 512)
     for first in pieces:
@@ -278,7 +278,7 @@ def test_a_write_beside_damage_is_refused(spec: TableSpec, raw: bool) -> None:
     stored.content = damaged
     first, last = stored.rows(hurt)[[0, -1]]
     for refused in (intact[1:3], hurt[:1], ALL):
-        with pytest.raises(DamagedRecordError, match=rf"in rows {first}\.\.{last}: "):
+        with pytest.raises(DamagedBlockError, match=rf"in rows {first}\.\.{last}: "):
             stored.update(refused, raw=raw)
     assert stored.content == damaged
     assert not stored.damaged(intact)

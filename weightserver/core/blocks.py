@@ -44,7 +44,7 @@ import xxhash
 
 from weightserver.core import kernel
 from weightserver.core.arrays import StoredArray
-from weightserver.core.errors import DamagedRecordError
+from weightserver.core.errors import DamagedBlockError
 from weightserver.core.initial import initial_rows, quantiles
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.sharding import to_ranges
@@ -213,9 +213,9 @@ class BlockCodec:
         return f"rows {', '.join(named)}" + (f" and {more} more ranges" if more else "")
 
     def check(self, block: int, write_id: int, buffer: Buffer, slots: Slots | None = None) -> None:
-        """Raises DamagedRecordError if there is a problem; see `problem`."""
+        """Raises DamagedBlockError if there is a problem; see `problem`."""
         if problem := self.problem(block, write_id, buffer, slots):
-            raise DamagedRecordError(
+            raise DamagedBlockError(
                 f"{self.name(block)} {problem}: 'weightserver verify' shows which checkpoints still have it"
             )
 

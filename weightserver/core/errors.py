@@ -139,12 +139,12 @@ class DataLossError(WeightServerError):
     applied nothing, but a copy of the request may still reach the shard's own directory."""
 
 
-class DamagedRecordError(StorageError):
-    """The bytes of one stored record changed on the disk. All other records can be used."""
+class DamagedBlockError(StorageError):
+    """The bytes of one stored block changed on the disk, or are lost. All other blocks can be used."""
 
 
 class DamagedFileError(StorageError):
-    """LMDB's own pages of a data file are damaged; nothing in it can be used.
+    """The pages, records or index of a data file are damaged: it takes no more writes.
 
     Args:
         problems: what is wrong, one line each.

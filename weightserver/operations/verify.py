@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightserver.common.atomic_files import to_path
 from weightserver.core.blocks import BlockCodec
-from weightserver.core.errors import DamagedFileError, DamagedRecordError, StorageError
+from weightserver.core.errors import DamagedBlockError, DamagedFileError, StorageError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import by_block
@@ -86,7 +86,7 @@ def _verify_blocks(txn: Transaction, spec: TableSpec, identity: ShardIdentity, s
             where = f"{codec.name(block)}, generation {newer} ({', '.join(holders) or 'unused'})"
             try:
                 value = txn.content(version)
-            except DamagedRecordError:
+            except DamagedBlockError:
                 verdict.problems.append(f"{where}: it is missing")
                 continue
             if problem := codec.problem(block, version.write_id, value):

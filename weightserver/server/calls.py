@@ -20,7 +20,7 @@ from weightserver.common.stages import StageClock, call_clock
 from weightserver.common.tracing import SHARD, TRACE_KEY, spans
 from weightserver.common.version import __version__, works_with
 from weightserver.core.errors import (
-    DamagedRecordError,
+    DamagedBlockError,
     DataLossError,
     FencedError,
     InvalidRequestError,
@@ -121,7 +121,7 @@ class Calls:
             status = status_of(type(error))
             if isinstance(error, FencedError):
                 self._metrics.fenced.inc()
-            if isinstance(error, DamagedRecordError):
+            if isinstance(error, DamagedBlockError):
                 self._metrics.damaged.inc()
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(("refused", method)):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
@@ -188,7 +188,7 @@ class Calls:
             result = future.result()
             self._on_write("")
             return result
-        except DamagedRecordError:  # other rows can be written
+        except DamagedBlockError:  # other rows can be written
             raise
         except StorageError as error:
             self._on_write(str(error))

@@ -12,7 +12,7 @@ from weightserver.core import kernel
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.blocks import BlockCodec, RowBuffer
 from weightserver.core.correction import correct, require_finite
-from weightserver.core.errors import DamagedRecordError, InvalidRequestError, StepError
+from weightserver.core.errors import DamagedBlockError, InvalidRequestError, StepError
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import TouchedBlocks, touched_blocks
 from weightserver.core.versions import Version, by_block, digest, newest
@@ -118,7 +118,7 @@ def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: 
         up_to: the newest generation to read.
 
     Raises:
-        DamagedRecordError: one of the rows is damaged, or the header of its block.
+        DamagedBlockError: one of the rows is damaged, or the header of its block.
     """
     blocks = txn.newest_blocks(touched.blocks, up_to=up_to)
     compiled, codec, last_step = kernel.compiled(), table.codec, np.zeros(len(touched.rows), np.int64)
@@ -133,7 +133,7 @@ def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: 
         block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None
         codec.check(number, made_by, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
-        raise DamagedRecordError(f"{codec.name(number)} changed while it was read")
+        raise DamagedBlockError(f"{codec.name(number)} changed while it was read")
     return StoredRows(touched, blocks, last_step)
 
 

@@ -145,7 +145,7 @@ def _changed_by_numpy(
     """The same, which every other implementation has to equal.
 
     Raises:
-        DamagedRecordError: a stored block is damaged.
+        DamagedBlockError: a stored block is damaged.
         StepError: see `Update.change`.
     """
     codec, rows_stored = table.codec, 0

@@ -49,7 +49,7 @@ class Transaction(Protocol):
         ...
 
     def content(self, version: Version) -> memoryview:
-        """A block's content. Raises DamagedRecordError if it is not there."""
+        """A block's content. Raises DamagedBlockError if it is not there."""
         ...
 
     def newest_blocks(self, blocks: Int64Array, *, up_to: int = NEWEST) -> Blocks:

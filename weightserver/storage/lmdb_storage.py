@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 
@@ -26,9 +27,12 @@ from weightserver.storage.contents import Contents
 from weightserver.storage.directory import OwnerLock, translated
 from weightserver.storage.integrity import check_end, check_pages
 from weightserver.storage.interface import DATABASES, DiskUsage, Transaction
-from weightserver.storage.lmdb_transaction import CONTENTS, Databases, LmdbTransaction, open_databases
+from weightserver.storage.lmdb_transaction import CONTENTS, LmdbTransaction, open_databases
 from weightserver.storage.page_cache import writing_back
 from weightserver.storage.readers import Readers
+
+if TYPE_CHECKING:
+    from weightserver.storage.lmdb_transaction import Databases
 
 _MAP_BYTES = 1 << 40
 """Address space for a file that is written, which may grow as long: a map takes no memory."""
@@ -236,7 +240,7 @@ class LmdbStorage:
 
     @contextlib.contextmanager
     def _using_lmdb(self) -> Iterator[None]:
-        """Turns LMDB's errors into StorageError, and detects errors from which LMDB does not recover.
+        """Turns LMDB's errors into StorageError, detects errors from which LMDB does not recover, and keeps damage.
 
         After a meta page could not be written, LMDB refuses everything until the file is opened again.
         """
@@ -244,6 +248,8 @@ class LmdbStorage:
             with translated(self.directory, (lmdb.Error,)):
                 yield
         except StorageError as error:
+            if isinstance(error, DamagedFileError):
+                self._damage = self._damage or str(error)
             if not isinstance(error.__cause__, lmdb.Error):
                 raise
             try:

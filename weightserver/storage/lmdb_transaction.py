@@ -22,13 +22,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 import numpy as np
 
 from weightserver.common.version import refusal
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import DamagedFileError, DamagedRecordError, StorageError
+from weightserver.core.errors import DamagedBlockError, DamagedFileError, StorageError
 from weightserver.core.versions import NEWEST, Version
 from weightserver.storage.contents import COUNTED, Contents
 from weightserver.storage.interface import DATABASES, Blocks
@@ -40,12 +41,14 @@ _BLOCK = struct.Struct(">Q")
 _VERSION_KEY = struct.Struct(">QI")
 _ID_BYTES = 8
 _NO_ID = bytes(_ID_BYTES)
+_FOREIGN = "another database's pages lie in its versions"
 _FAULT_CHECK_BLOCKS = 16
 """Blocks that are looked up, but for the first, before it is looked whether they were in memory."""
 _MOST_SPREAD = 1.35
 """Bytes of the file that are read at most for a byte of its blocks."""
 
-Databases = dict[str, lmdb._Database]
+if TYPE_CHECKING:
+    Databases = dict[str, lmdb._Database]
 
 
 def open_databases(
@@ -125,10 +128,13 @@ class LmdbTransaction:
         if not lost and self.num_entries("versions") != self.num_entries("blocks"):
             lost = ["blocks"]
         if lost:
-            problem = f"writes are lost: its {' and '.join(lost)} are not what transaction {contents.transaction} left"
-            raise DamagedFileError(
-                f"{self.directory}: data.mdb is damaged ({problem}): restore it from a backup", [problem]
-            )
+            raise self._damaged(f"its {' and '.join(lost)} are not what transaction {contents.transaction} left")
+
+    def _damaged(self, what: str) -> DamagedFileError:
+        problem = f"writes are lost: {what}"
+        return DamagedFileError(
+            f"{self.directory}: data.mdb is damaged ({problem}): restore it from a backup", [problem]
+        )
 
     # ---- blocks
 
@@ -138,6 +144,8 @@ class LmdbTransaction:
             if not cursor.set_range(_BLOCK.pack(first)):
                 return
             for key, write_id in cursor.iternext():
+                if len(key) != _VERSION_KEY.size or len(write_id) != _ID_BYTES:
+                    raise self._damaged(_FOREIGN)
                 block, inverted = _VERSION_KEY.unpack(key)
                 yield Version(block, NEWEST - inverted, int.from_bytes(write_id, "little"))
 
@@ -173,15 +181,17 @@ class LmdbTransaction:
     def _newest_keys(self, blocks: list[int], up_to: int) -> list[bytes]:
         """The keys in `blocks` of the newest versions of a generation ≤ `up_to`; empty for blocks that have none."""
         seek, key, write_id = self._versions.set_range, self._versions.key, self._versions.value
-        prefixes, inverted = map(_BLOCK.pack, blocks), (NEWEST - up_to).to_bytes(4)
-        return [
-            prefix + write_id() if seek(prefix + inverted) and bytes(key()).startswith(prefix) else b""
-            for prefix in prefixes
-        ]
+        found, inverted = list[bytes](), (NEWEST - up_to).to_bytes(4)
+        for prefix in map(_BLOCK.pack, blocks):
+            version = bytes(key()) if seek(prefix + inverted) else b""
+            if version and len(version) != _VERSION_KEY.size:
+                raise self._damaged(_FOREIGN)
+            found.append(prefix + write_id() if version.startswith(prefix) else b"")
+        return found
 
     def _content(self, key: bytes) -> memoryview:
         if not self._blocks.set_key(key):
-            raise DamagedRecordError(
+            raise DamagedBlockError(
                 f"{self.directory}: block {_BLOCK.unpack_from(key)[0]} lacks what its last write stored: 'weightserver "
                 "verify' shows which checkpoints still have it"
             )

@@ -19,7 +19,7 @@ import xxhash
 from weightserver.common.version import FORMAT, refusal
 from weightserver.core.arrays import Float32Array
 from weightserver.core.checkpoints import ShardCheckpoint
-from weightserver.core.errors import DamagedRecordError, NoTableError, StorageError
+from weightserver.core.errors import DamagedFileError, NoTableError, StorageError
 from weightserver.core.lineage import Lineage, split_mark
 from weightserver.core.spec import TableSpec
 from weightserver.storage.interface import Transaction
@@ -262,9 +262,9 @@ def _stored(txn: Transaction, key: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _guarded(txn: Transaction, what: str) -> Iterator[None]:
-    """Turns a wrong checksum, or a value that is missing, into DamagedRecordError."""
+    """Turns a wrong checksum, or a value that is missing, into DamagedFileError."""
     try:
         yield
     except ValueError as error:
-        reason = f"{txn.directory}: its {what} is damaged ({error}): restore it from a backup"
-        raise DamagedRecordError(reason) from error
+        problem = f"its {what} is damaged ({error})"
+        raise DamagedFileError(f"{txn.directory}: {problem}: restore it from a backup", [problem]) from error
