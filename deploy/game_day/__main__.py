@@ -133,11 +133,12 @@ def _run_commands(outcome: Outcome, broken: Place, server: LocalPrometheus) -> N
         "127.0.0.1:9200": broken.client,
         "http://127.0.0.1:9090": server.url,
         "/data/ws0": str(broken.data),
+        "certs/": f"{broken.directory}/certificates/",
     }
     for alert in outcome.fault.alerts:
-        for command in COMMANDS[alert]:
+        for command, expected in COMMANDS[alert].items():
             if not command.startswith(CHANGES_OR_NEEDS_MORE):
-                done = run(command, here, security=broken.security, seconds=_COMMAND_SECONDS)
+                done = run(command, here, expected=expected, security=broken.security, seconds=_COMMAND_SECONDS)
                 outcome.commands.append(done)
                 say(f"{outcome.name}: {done.seconds:.1f} s, status {done.status}: {command}")
 

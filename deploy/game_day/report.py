@@ -75,9 +75,9 @@ def _differences(outcome: Outcome, scrapes: list[str]) -> Iterable[str]:
     if not re.match(fault.ready, outcome.ready):
         yield f"/readyz says {outcome.ready!r}: it must say {fault.ready!r}"
     for done in outcome.commands:
-        if done.status is None or "Traceback" in done.errors:
-            why = "did not end" if done.status is None else "ended with a traceback"
-            yield f"the runbook's command {why} within {done.seconds:.0f} s: {done.command}"
+        if done.status != done.expected:
+            status = f"none in {done.seconds:.0f} s" if done.status is None else f"{done.status}: {done.errors.strip()}"
+            yield f"the runbook's command must end with status {done.expected}, not {status}: {done.command}"
 
 
 def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
@@ -90,7 +90,7 @@ def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
         "and a client, beside two real Prometheus servers with the rules of",
         "[rules.yml](../deploy/prometheus/rules.yml), and writes this page. It fails when an alert does not fire in",
         "time, names another shard, or pages for what needs nobody; when `/readyz` says something else; and when a",
-        "command that [the runbook](runbook.md) has for the alert does not end within 30 s. This is the day of",
+        "command that [the runbook](runbook.md) has for the alert has another exit status. This is the day of",
         f"{datetime.now(UTC):%Y-%m-%d}. Times count from the fault, in seconds, scraped at two intervals.",
         "",
         f"| what happens | alert | {intervals} | `/readyz` of that shard | the runbook's commands, slowest |",

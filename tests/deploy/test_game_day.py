@@ -66,9 +66,10 @@ def test_what_differs_is_told(found: Outcome, message: str | None) -> None:
 def test_readiness_and_commands_differ_too() -> None:
     found = outcome({}, {})
     found.ready = "NOT_READY: why"
-    found.commands = [Done("ok", 1, 0.1, "", ""), Done("slow", None, 30, "", ""), Done("bad", 1, 1, "", "Traceback")]
+    found.commands = [Done("ok", 1, 1, 0, "", ""), Done("slow", 0, None, 30, "", ""), Done("bad", 1, 127, 1, "", "no")]
     told = differences([found], ["5s"])
     assert [line.rpartition(": ")[2] for line in told] == ["it must say 'SERVING'", "slow", "bad"]
+    assert "must end with status 1, not 127: no" in told[-1]
 
 
 def test_the_page_is_of_these_faults_and_alerts() -> None:

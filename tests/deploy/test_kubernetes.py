@@ -22,6 +22,7 @@ import trainer.arguments
 import trainer.data.__main__
 import weightserver
 import weightserver.cli
+from deploy.runbook import FORMS
 from deploy.slo import SECTIONS
 from tests.helpers.recorded_programs import RecordedPrograms, Started
 from tests.helpers.watching import wait_until
@@ -129,6 +130,22 @@ def test_manifests_follow_the_schemas(overlay: str) -> None:
             document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}} | job["template"]
             kubernetes_validate.validate(document, VERSION, strict=True)
             assert set(job) == {"name", "replicas", "template"}
+
+
+def test_the_pod_for_commands_has_what_a_shard_has() -> None:
+    """Its data and programs; and a shard lets it call."""
+    pod, found = yaml.safe_load((KUBERNETES / "tools.yaml").read_text()), manifests("small")
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+    stateful = the(found, "StatefulSet")["spec"]["template"]
+    assert pod["spec"]["securityContext"] == stateful["spec"]["securityContext"]
+    for part in ("image", "securityContext", "volumeMounts"):
+        assert container(pod)[part] == container(stateful)[part]
+    claim = the(found, "StatefulSet")["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
+    assert f"'claimName': '{claim}-weightserver-0'" in str(pod)
+    callers = the(found, "NetworkPolicy", "weightserver")["spec"]["ingress"][0]["from"][0]["podSelector"]
+    assert pod["metadata"]["labels"]["app"] in callers["matchExpressions"][0]["values"]
+    inside = FORMS["kubectl"].aside
+    assert inside.startswith(f"kubectl exec {pod['metadata']['name']} ")
 
 
 def test_the_schemas_refuse_unknown_fields() -> None:
@@ -332,7 +349,7 @@ def test_policies_let_through_what_calls(overlay: str) -> None:
     shards, trainers = the(found, "NetworkPolicy", "weightserver"), the(found, "NetworkPolicy", "trainer")
     callers, anyone = shards["spec"]["ingress"]
     (expression,) = callers["from"][0]["podSelector"]["matchExpressions"]
-    assert set(expression["values"]) == set(labels.values()) - {"weightserver"}
+    assert set(expression["values"]) == set(labels.values())
     for policy, app in ((shards, "weightserver"), (trainers, "trainer")):
         assert policy["spec"]["podSelector"]["matchLabels"] == {"app": app}
         named = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
