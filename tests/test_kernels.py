@@ -13,7 +13,6 @@ from tests.helpers.kernels import AVX2_IN_TWO_THREADS, MIXED, SCALAR, Kernels
 QUICK = [
     "tests/test_arithmetic.py",
     "tests/weightserver/torch/test_loss.py",
-    "tests/weightserver/torch/test_slot_values.py",
 ]
 NUMERIC = [
     *QUICK,

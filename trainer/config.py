@@ -92,7 +92,7 @@ class TrainConfig:
         return [problem for _, part in self.parts() for problem in problems_of(part)]
 
     def _problems_between_parts(self) -> Iterator[SettingError]:
-        rows, run, sampling, views = self.rows, self.run, self.sampling, self.views
+        rows, run, sampling = self.rows, self.run, self.sampling
         if rows.rows == "dense" and run.resume is True:
             yield SettingError("--rows dense saves no checkpoints: omit --resume", "rows", "resume")
         if rows.rows == "dense" and self.servers.servers:
@@ -103,28 +103,15 @@ class TrainConfig:
             yield SettingError(
                 "--extend adds images, but --labels has no rows for new classes: omit --extend", "labels", "extend"
             )
-        if views.small_crops and views.small_crop_size >= self.side_of_views:
-            yield SettingError(
-                f"--small-crop-size {views.small_crop_size} is not below the {self.side_of_views} px of a view: "
-                "give a smaller one",
-                "small_crop_size",
-            )
         if not run.resume:  # a resumed run keeps its settings, even if they have no effect
             yield from (problem for _, part in self.parts() for problem in unused_in(part))
-            if problem := views.problem_of_areas():
-                yield SettingError(problem, "view_scale")
 
     def unused_settings(self) -> set[str]:
         """Settings that have no effect with the others."""
         return {name for _, part in self.parts() for name in part.unused_settings()}
 
-    @property
-    def side_of_views(self) -> int:
-        """Side of a view in pixels."""
-        return self.model.encoder.image_size if self.views.view_size is None else self.views.view_size
-
     def augmentations(self) -> list[Augmentation]:
-        """One augmentation for each view of an image, then one for each of its small crops.
+        """One augmentation for each view of an image.
 
         Raises:
             ValueError: a size or an area out of range.

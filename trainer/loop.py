@@ -116,8 +116,7 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
             with stage("rows"):  # after the encoder's work was queued: the rows may still be in flight
                 run.head.active_rows()  # (K, D), corrected
             with stage("forward"):  # Equation (1): cross entropy of softmax(cos(weight, embedding) / τ), (b, K) logits
-                updates = view < run.config.views.views  # small crops update no rows
-                part_loss = run.head(embeddings, ids[part], view=view, update_rows=updates) / len(run.parts)
+                part_loss = run.head(embeddings, ids[part], view=view) / len(run.parts)
             with stage("backward"):
                 part_loss.backward()
         loss += part_loss.detach()

@@ -89,8 +89,8 @@ def _check(config: TrainConfig) -> None:
         raise ValueError(
             f"--accumulate {config.optimization.accumulate} would divide the batches of baselines: omit it"
         )
-    if config.views.small_crops or config.sampling.labels is not None:
-        raise ValueError("baselines have neither small crops nor shared classes: omit --small-crops and --labels")
+    if config.sampling.labels is not None:
+        raise ValueError("baselines have no shared classes: omit --labels")
 
 
 def _train_and_evaluate(method: str, settings: dict[str, Any], config: TrainConfig) -> dict[str, float]:

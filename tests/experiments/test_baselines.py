@@ -180,7 +180,6 @@ def test_moco_normalises_queries_and_keys_in_parts(task: Task) -> None:
         ("diet", {}, {"temperature": 1.0}, "diet has no setting 'temperature': it has label_smoothing"),
         ("pixels", {}, {"temperature": 1.0}, "pixels has no setting 'temperature': it has none"),
         ("diet", {"accumulate": 2}, {}, "--accumulate 2 would divide the batches"),
-        ("diet", {"small_crops": 1, "small_crop_size": 8}, {}, "omit --small-crops"),
         ("supervised", {}, {}, "images have no labels"),
     ],
 )

@@ -17,14 +17,14 @@ from trainer.presets import PRESETS
 _OF_EVERY_KIND = [
     *("--epochs", "0.1", "--no-evaluate", "--num-negatives", "64", "--wandb-project", "None", "--correction", "paper"),
     *("--warmup-fraction", "0.25", "--encoder.blocks", "2", "1", "--augmentation.no-strong", "--rows", "remote"),
-    *("--view-scale", "None", "--small-crop-scale", "0.01", "1e-1", "--seed", str(2**64 - 1)),
+    *("--view-size", "None", "--augmentation.blur-sigma", "0.01", "1e-1", "--seed", str(2**64 - 1)),
     *("--output", 'a "b" \\ = #\x7f\nü', "--labels=-C"),
 ]
 
 
 @pytest.mark.parametrize(
     ("preset", "options"),
-    [*((preset, _OF_EVERY_KIND) for preset in PRESETS), ("demo", []), ("cifar-10", ["--small-crops", "2"])],
+    [*((preset, _OF_EVERY_KIND) for preset in PRESETS), ("demo", []), ("cifar-10", ["--views", "2"])],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:1]) or "nothing",
 )
 def test_what_is_written_is_read_back(preset: str, options: list[str], tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from trainer.model import EncoderConfig, build_model
 from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.opening import head_of
-from weightserver.core.arrays import Int64Array
-from weightserver.torch import DenseRows, RangesOrder, Ranks
+from weightserver.torch import RangesOrder, Ranks
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(
@@ -98,39 +97,6 @@ def test_two_views_are_two(plain: npt.NDArray[np.float64], tmp_path: Path) -> No
     two = run(tmp_path / "two", views=2)
     assert two[0] != plain[0]
     assert abs(two - plain).max() < 1, "the same images"
-
-
-def test_small_crops_move_the_encoder_but_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a view and three small crops of an image, rows get a quarter of the loss, the encoder all of it."""
-    seen: list[torch.Tensor] = []
-    apply = DenseRows.apply_gradients
-
-    def record(self: DenseRows, rows: Int64Array, gradients: torch.Tensor, *, step: int, **begun: Any) -> None:
-        seen.append(gradients.clone())
-        apply(self, rows, gradients, step=step, **begun)
-
-    monkeypatch.setattr(DenseRows, "apply_gradients", record)
-    small = {"small_crops": 3, "small_crop_size": 8, "view_scale": None}
-    encoders = []
-    for name, changes in (
-        ("view", {}),
-        ("views", {"views": 4}),
-        ("crops", small),
-        ("parts", small | {"accumulate": 2}),
-    ):
-        settings = small_run(
-            tmp_path / name, rows="dense", encoder=GROUP_NORM, augmentation=NO_AUGMENTATION, steps=1, **changes
-        )
-        encoders.append(torch.cat([tensor.flatten() for tensor in train(settings).model.parameters()]))
-    view, views, crops, parts = seen
-    torch.testing.assert_close(views, view, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(crops, view / 4, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(parts, crops, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(encoders[1], encoders[0], rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(encoders[3], encoders[2], rtol=1e-4, atol=1e-7)
-    start = torch.cat([tensor.flatten() for tensor in build_model(GROUP_NORM, 16, seed=0).parameters()])
-    moved, expected = encoders[2] - start, (encoders[0] - start) / 4
-    assert (moved - expected).norm() > 0.1 * expected.norm(), "small crops are seen"
 
 
 @pytest.mark.guard
@@ -265,17 +231,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
         ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
-        ({"small_crops": -1}, "--small-crops must not be negative, got -1"),
-        ({"small_crops": 1}, "--small-crop-size 96 is not below the 16 px of a view: give a smaller one"),
-        ({"small_crops": 1, "small_crop_size": 0}, "--small-crop-size must be at least 1, got 0"),
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
-        ({"small_crop_scale": (0.5, 0.1)}, "--small-crop-scale: min_scale and max_scale are 0.5 and 0.1: give 0 < min"),
-        ({"view_scale": (0.0, 1.0)}, "--view-scale: min_scale and max_scale are 0.0 and 1.0: give 0 < min"),
-        ({"view_scale": (0.3, 1.0)}, r"--view-scale \(0.3, 1.0\) is for --small-crops: omit it, or give"),
-        (
-            {"small_crops": 1, "small_crop_size": 12, "augmentation": AugmentationConfig(min_scale=0.5)},
-            r"with --small-crops, views have areas of \(0.14, 1.0\), not the augmentation's \(0.5, 1.0\): give --view",
-        ),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
         ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
@@ -283,8 +239,6 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"row_learning_rate": 0.0}, "--row-learning-rate must be positive and finite, got 0"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),
         ({"softmax": "plain", "temperature": 0.5}, "--temperature 0.5 is for --softmax cosine: omit it, or give"),
-        ({"small_crop_size": 12}, "--small-crop-size 12 is for --small-crops: omit it, or give --small-crops"),
-        ({"small_crop_scale": (0.1, 0.2)}, r"--small-crop-scale \(0.1, 0.2\) is for --small-crops: omit it"),
         ({"decode_threads": 0}, "--decode-threads must be at least 1, got 0"),
         ({"decode_threads": 2}, "--decode-threads 2 is for --dataset packed or folder: omit it, or give"),
         ({"stray": "use"}, "--stray use is for --dataset packed or folder: omit it, or give"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,7 +25,6 @@ SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 _USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels, "cache_gib": 100.0}
 """Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
-_PAPERS_AREAS = (AugmentationConfig.min_scale, AugmentationConfig.max_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,69 +192,23 @@ class DataConfig(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewsConfig(Settings):
-    """The views and small crops of an image in one update."""
+    """The views of an image in one update."""
 
     views: int = 1
     """Views of each image in an update; their losses are averaged (paper: 1; Table 5 compares with 2)."""
     view_size: int | None = None
     """Side of a view in pixels. Without it: --encoder.image-size, the size that evaluations use."""
-    small_crops: int = 0
-    """Small crops of each image in an update, in addition to its views (multi-crop, not in the paper). The recipe of
-    the authors' released code is --view-size 160 --small-crops 3. The losses of small crops are averaged with those of
-    the views; they update the encoder but no row."""
-    small_crop_size: int = 96
-    """Side of a small crop in pixels."""
-    small_crop_scale: tuple[float, float] = (0.08, 0.14)
-    """Smallest and largest area of a small crop, as fractions of the image (the authors' code; SwAV: 0.05 and 0.14)."""
-    view_scale: tuple[float, float] | None = (0.14, 1.0)
-    """With --small-crops: smallest and largest area of a view (the authors' code). None: the areas of views without
-    small crops, --augmentation.min-scale and --augmentation.max-scale."""
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     """The random augmentation of each visit to an image."""
 
     def check(self) -> None:
         check_at_least(self, 1, "views", "view_size")
-        check_at_least(self, 0, "small_crops")
-        check_at_least(self, 1, "small_crop_size")
-        for name in ("small_crop_scale", "view_scale"):
-            try:
-                self._cropped_to(getattr(self, name))
-            except ValueError as error:
-                raise SettingError(f"{flag(name)}: {error}", name) from None
-
-    def problem_of_areas(self) -> str:
-        """A line if --small-crops would silently override the augmentation's own areas, otherwise empty."""
-        areas = (self.augmentation.min_scale, self.augmentation.max_scale)
-        if not self.small_crops or self.view_scale != ViewsConfig.view_scale or areas == _PAPERS_AREAS:
-            return ""
-        return (
-            f"with --small-crops, views have areas of {self.view_scale}, not the augmentation's {areas}: "
-            "give --view-scale, or --view-scale None for the augmentation's"
-        )
-
-    def unused_settings(self) -> dict[str, str]:
-        names = ("small_crop_size", "small_crop_scale", "view_scale")
-        return {} if self.small_crops > 0 else dict.fromkeys(names, "--small-crops")
 
     def augmentations_of(self, encoder: EncoderConfig, *, compiled: bool) -> list[Augmentation]:
-        """One augmentation for each view of an image, then one for each of its small crops.
-
-        Raises:
-            ValueError: a size or an area out of range.
-        """
+        """One augmentation for each view of an image."""
         from trainer.data.augment import Augmentation, Unchanged
 
         if encoder.name == "none":  # a run that measures the path of the rows
-            return [Unchanged(encoder.image_size, encoder.pixels)] * (self.views + self.small_crops)
-        make = partial(Augmentation, pixels=encoder.pixels, compiled=compiled)
-        view = make(
-            self._cropped_to(self.view_scale if self.small_crops else None), self.view_size or encoder.image_size
-        )
-        small_crop = make(self._cropped_to(self.small_crop_scale), self.small_crop_size)
-        return [view] * self.views + [small_crop] * self.small_crops
-
-    def _cropped_to(self, scale: tuple[float, float] | None) -> AugmentationConfig:
-        """The augmentation with crops of the smallest and largest area in `scale`, or with its own areas for None."""
-        if scale is None:
-            return self.augmentation
-        return replace(self.augmentation, min_scale=scale[0], max_scale=scale[1])
+            return [Unchanged(encoder.image_size, encoder.pixels)] * self.views
+        side = self.view_size or encoder.image_size
+        return [Augmentation(self.augmentation, side, encoder.pixels, compiled=compiled)] * self.views
