@@ -30,6 +30,7 @@ from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encod
 from trainer.run.directory import is_run
 from trainer.torchvision_schemas import import_module
 from weightserver.common.atomic_files import sha256
+from weightserver.common.installing import install_advice
 
 SIDE = 28
 RESULTS = {"steps": 40, "loss": 1.25, "mean_loss": 1.375, "knn_top1": 87.75, "warnings": ["the loss"], "parts": 1}
@@ -182,7 +183,7 @@ def test_onnx_without_its_extra_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("trainer.export.encoders.find_spec", lambda name: None)
     assert export(a_run(tmp_path / "run", "small"), "--format", "onnx", "--output", tmp_path / "out") == 1
-    assert "needs the extra of that name: pip install 'pic-weightserver[onnx]'" in capsys.readouterr().err
+    assert f"needs the extra of that name: {install_advice('onnx')}" in capsys.readouterr().err
 
 
 @pytest.mark.guard

@@ -42,7 +42,8 @@ class SourceOptions(Settings):
     label_key: str | None = None
     """Where a sample of a shard has its label: the suffix of a member (default cls), or a field of its .json."""
     image_column: str | None = None
-    """Column of a list or table that has the images' paths, or the images."""
+    """Column of a list or table that has the images' paths, or the images; or a pattern that makes paths of columns, as
+    'train/{id}.jpg'."""
     label_column: str | None = None
     """Column of a list or table that has the labels."""
     pixel_range: tuple[float, float] | None = None

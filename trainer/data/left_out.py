@@ -23,6 +23,7 @@ _PICTURES = frozenset(
     (".heic", ".heif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr")
 )
 _ARCHIVES = frozenset((".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"))
+_MOST_QUOTED = 100
 _HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 """Brands of the format, after "ftyp". Source: ISO/IEC 23008-12."""
 
@@ -36,8 +37,8 @@ class Reason(Enum):
     SPECIAL = "name that is no file", "names that are no files"
     DAMAGED = "file that cannot be read", "files that cannot be read"
     SEPARATOR = "name with a tab or a line break", "names with a tab or a line break"
-    HIDDEN = "hidden name", "hidden names"
-    OUTPUT = "directory of a run or a pack", "directories of runs or packs"
+    HIDDEN = "hidden file", "hidden files"
+    OUTPUT = "file of a run or a pack", "files of runs or packs"
     COMPRESSED = "archive to be unpacked first", "archives to be unpacked first"
     UNREAD = "picture in a format that is not read", "pictures in formats that are not read"
     HEIC = "HEIC picture (the extra heic reads it)", "HEIC pictures (the extra heic reads them)"
@@ -83,6 +84,11 @@ class LeftOut:
             _log.warning("%(line)s", line.fields())
 
 
+def quoted(text: str) -> str:
+    """A part of a file in a message: its first characters if it is long."""
+    return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}…"
+
+
 def is_image(name: str) -> bool:
     """Whether a name has the suffix of an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
@@ -90,7 +96,7 @@ def is_image(name: str) -> bool:
 
 def is_table(name: str) -> bool:
     """Whether a name has the suffix of a table (Parquet or Arrow)."""
-    return os.path.splitext(name)[1].lower() in (".parquet", ".arrow")
+    return os.path.splitext(name)[1].lower() in (".parquet", ".arrow", ".feather")
 
 
 def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:

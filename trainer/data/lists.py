@@ -1,4 +1,4 @@
-"""Reads lists of images, as text with a path a line, CSV or JSON lines, and tables, which are lists by rows."""
+"""Reads lists of images, as text with a path a line, CSV, JSON or JSON lines, and tables, which are lists by rows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import csv
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import label_text
-from trainer.data.left_out import LeftOut, Reason, is_image
+from trainer.data.left_out import LeftOut, Reason, is_image, quoted
 from trainer.data.tables import IN_TABLE, columns_of, has_paths, num_rows, splits_of, values_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
 _LABEL_COLUMNS = ("label", "class", "category", "target", "labels", "class_name", "label_name", "species")
-_PROBED = 100
-"""Paths of a list of which one must exist."""
+_PLACES = re.compile(r"{([^{}]+)}")
+_SOUGHT = 1_000
+"""Most paths of a list that are looked for before its images are read."""
+_Row = tuple[str, dict[str, Any]]
+"""The place of a row in a list, for messages, and its values by column."""
 
 
 class _Line(NamedTuple):
@@ -36,8 +40,18 @@ class _Columns(NamedTuple):
     """The columns of a list or table that are read, and what is said of them."""
 
     image: str
+    """A column, or a pattern of columns: train/{id}.jpg."""
     label: str | None
+    in_pattern: list[str]
+    """The columns of the pattern; empty for a column."""
     notes: list[str]
+
+    def path(self, row: Mapping[str, Any]) -> str:
+        """The path of an image in a row, by column."""
+        values = {name: str("" if (value := row.get(name)) is None else value).strip() for name in self.in_pattern}
+        if not values:
+            return str(row.get(self.image) or "").strip()
+        return _PLACES.sub(lambda place: values[place[1]], self.image) if all(values.values()) else ""
 
 
 def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: LeftOut) -> tuple[str, list[str]]:
@@ -52,8 +66,7 @@ def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: Lef
             f"{source}, {without.where}: no label: give all images a label, or none; an image without one has the "
             "label -1"
         )
-    _add_paths(folder, source, source.name, lines, left_out, set[str]())
-    return kind, notes
+    return kind, [*notes, *_add_paths(folder, source, source.name, lines, left_out, set[str]())]
 
 
 def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOptions, left_out: LeftOut) -> list[str]:
@@ -71,49 +84,61 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
         columns = _columns(path, columns_of(path), options)
         values = values_of(path, columns.label) if columns.label else itertools.repeat(None, num_rows(path))
         labels = (label_text(value, f"{path}, row {row}") for row, value in enumerate(values))
-        if has_paths(path, columns.image):
-            paths = (str(value or "") for value in values_of(path, columns.image))
+        notes += columns.notes
+        if columns.in_pattern or has_paths(path, columns.image):
+            names = columns.in_pattern or [columns.image]
+            rows = zip(*(values_of(path, name) for name in names), strict=True)
+            paths = (columns.path(dict(zip(names, row, strict=True))) for row in rows)
             lines = list(map(_Line, (f"row {row}" for row in itertools.count()), paths, labels))
-            _add_paths(folder, path, shown, lines, left_out, known)
+            notes += _add_paths(folder, path, shown, lines, left_out, known)
         else:
             for row, label in enumerate(labels):
                 folder.add(shown, f"{columns.image}[{row}]", offset=row, length=IN_TABLE, label=label)
-        notes += columns.notes
     return notes
 
 
 def _add_paths(
     folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: set[str]
-) -> None:
-    """Adds images by their paths, which are relative to the list or table, each once.
+) -> Iterator[str]:
+    """Adds images by their paths, which are relative to the list or table, each once; yields a line if some do
+    not exist.
 
     Args:
         shown: the list's own path, relative to the source's folder.
         known: paths of the images that were added already, and are from now on.
 
     Raises:
-        ValueError: none of the first paths exists.
+        ValueError: no path exists.
     """
+    paths = list[str]()
     for line in lines:
         path = _plain_path(line.path, source.parent)
         if not path:
             left_out.add(Reason.NO_PATH, f"{shown}, {line.where}")
         elif (key := str(source.parent / path)) in known:
-            left_out.add(Reason.REPEATED, path)
+            left_out.add(Reason.REPEATED, quoted(path))
         else:
             known.add(key)
+            paths.append(path)
             folder.add(os.path.join(os.path.dirname(shown), path), label=" ".join((line.label or "").split()))
-    some = [_plain_path(line.path, source.parent) for line in lines[:_PROBED] if line.path]
-    if some and not any((source.parent / path).exists() for path in some):
+    sought = paths[:: -(-len(paths) // _SOUGHT) or 1]
+    missing = [path for path in sought if not os.path.exists(source.parent / path)]
+    first = f"first {quoted(missing[0])}" if missing else ""
+    if missing and len(missing) == len(sought):
         raise ValueError(
-            f"{source}: none of its first {len(some)} paths exists, first {some[0]}: paths are relative to the list's "
-            "folder; the list may be text, CSV (--image-column), JSON lines or a table"
+            f"{source}: none of the {len(sought):,} paths that were looked for exists, {first}: paths are relative to "
+            "the list's folder; --image-column 'train/{id}.jpg' makes them of a column"
         )
+    if missing:
+        number = f"{len(missing):,} of {len(paths):,}"
+        if len(sought) < len(paths):
+            number = f"about {len(missing) * len(paths) // len(sought):,} of {len(paths):,}"
+        yield f"{number} images do not exist, {first}: they count as broken (--max-broken)"
 
 
 def _plain_path(path: str, root: Path) -> str:
     """A path as this system writes it: lists of other systems have backslashes."""
-    return path.replace("\\", "/") if "\\" in path and not (root / path).exists() else path
+    return path.replace("\\", "/") if "\\" in path and not os.path.exists(root / path) else path
 
 
 def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list[str]]:
@@ -122,18 +147,20 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
         start = file.read(4096)
     if b"\0" in start:
         raise ValueError(
-            f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV or JSON lines"
+            f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV, JSON or JSON lines"
         )
     with source.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-            return "JSON lines", *_of_columns(source, *_json_rows(source, file), options)
+        if found := re.match(rb"(?:\xef\xbb\xbf)?\s*(\[\s*)?{", start):
+            kind, rows = ("JSON", _json_array(source, file)) if found[1] else ("JSON lines", _json_lines(source, file))
+            names = dict.fromkeys(name for _, row in rows for name in row)
+            return kind, *_of_columns(source, [*names], rows, options)
         if source.suffix.lower() in (".csv", ".tsv") or options.image_column:
             return "CSV", *_of_columns(source, *_csv_rows(source, file, options), options)
         return "a list", list(_text_lines(source, file)), []
 
 
-def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
-    """The names of the columns of a CSV, and its rows with the numbers of their lines."""
+def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[str], list[_Row]]:
+    """The names of the columns of a CSV, and its rows."""
     line = file.readline()
     delimiter = max("\t;,", key=line.count)
     reader = csv.reader(itertools.chain([line], file), delimiter=delimiter, strict=True)
@@ -163,12 +190,19 @@ def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[
                 f"{delimiter!r} into quotation marks"
             )
     return names, [
-        (number, dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))) for number, row in rows
+        (f"line {number}", dict(itertools.zip_longest(names, row[: len(names)], fillvalue=""))) for number, row in rows
     ]
 
 
-def _json_rows(source: Path, lines: Iterable[str]) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
-    rows, names = [], dict[str, None]()
+def _json_array(source: Path, file: TextIO) -> list[_Row]:
+    try:
+        return [(f"object {number}", dict(row)) for number, row in enumerate(json.load(file), 1)]
+    except (ValueError, TypeError):
+        raise ValueError(f"{source}: not a JSON array of objects: give an object for each image") from None
+
+
+def _json_lines(source: Path, lines: Iterable[str]) -> list[_Row]:
+    rows = list[_Row]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -176,36 +210,42 @@ def _json_rows(source: Path, lines: Iterable[str]) -> tuple[list[str], list[tupl
             row = dict(json.loads(line))
         except (ValueError, TypeError):
             raise ValueError(f"{source}, line {number}: not a JSON object: give one a line (JSON lines)") from None
-        rows.append((number, row))
-        names |= dict.fromkeys(row)
-    return list(names), rows
+        rows.append((f"line {number}", row))
+    return rows
 
 
 def _of_columns(
-    source: Path, names: Sequence[str], rows: list[tuple[int, dict[str, Any]]], options: SourceOptions
+    source: Path, names: Sequence[str], rows: Sequence[_Row], options: SourceOptions
 ) -> tuple[list[_Line], list[str]]:
     columns, lines = _columns(source, names, options), []
-    for number, row in rows:
-        text = label_text(row.get(columns.label) if columns.label else None, f"{source}, line {number}")
-        lines.append(_Line(f"line {number}", str(row.get(columns.image) or "").strip(), text))
+    for where, row in rows:
+        text = label_text(row.get(columns.label) if columns.label else None, f"{source}, {where}")
+        lines.append(_Line(where, columns.path(row), text))
     return lines, columns.notes
 
 
 def _columns(source: Path, names: Sequence[str], options: SourceOptions) -> _Columns:
-    image = _column(source, names, options.image_column, _IMAGE_COLUMNS, "--image-column")
+    given = options.image_column
+    in_pattern = _PLACES.findall(given) if given and given not in names else []
+    for name in in_pattern:
+        _column(source, names, name, (), "--image-column")
+    image = given if in_pattern else _column(source, names, given, _IMAGE_COLUMNS, "--image-column")
     if image is None:
-        raise ValueError(f"{source} has the columns {', '.join(names)}: name that of the images by --image-column")
+        raise ValueError(
+            f"{source} has the columns {quoted(', '.join(names))}: name that of the images by --image-column, or "
+            "make their paths of it: 'train/{id}.jpg'"
+        )
     label = _column(source, names, options.label_column, _LABEL_COLUMNS, "--label-column")
-    others = [name for name in names if name not in (image, label)]
+    others = [name for name in names if name not in (image, label, *in_pattern)]
     notes = [f"images from column {image!r}, " + (f"labels from {label!r}" if label else "no labels (--label-column)")]
     if others:
-        notes.append(f"columns that are not used: {', '.join(others)}")
-    return _Columns(image, label, notes)
+        notes.append(f"columns that are not used: {quoted(', '.join(others))}")
+    return _Columns(image, label, in_pattern, notes)
 
 
 def _column(source: Path, names: Sequence[str], given: str | None, usual: Sequence[str], option: str) -> str | None:
     if given is not None and given not in names:
-        raise ValueError(f"{option} {given}: {source} has the columns {', '.join(names)}")
+        raise ValueError(f"{option} {given}: {source} has the columns {quoted(', '.join(names))}")
     found = {name.lower(): name for name in reversed(names)}
     return given or next((found[name] for name in usual if name in found), None)
 

@@ -1,4 +1,4 @@
-"""Reads tables of images: Parquet files, and data sets of Hugging Face in Parquet or Arrow files, by pyarrow.
+"""Reads tables of images by pyarrow: Parquet, Arrow and Feather files, and data sets of Hugging Face in such files.
 
 A table has a column of paths, or of images: bytes, or structs of bytes and path, as the library `datasets` writes them.
 An image in a table is an entry of a listing with the table's path, its row, and COLUMN[ROW] as member.
@@ -83,7 +83,7 @@ def read_cell(path: Path, member: str, row: int) -> bytes:
 
 
 class _Table:
-    """A Parquet file by its row groups, or a stream of Arrow by its batches."""
+    """A Parquet file by its row groups, or a stream or file of Arrow by its batches."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -91,11 +91,17 @@ class _Table:
         except ImportError:
             raise ValueError(f"{path} is a table of images, which needs pyarrow: {install_advice('parquet')}") from None
         self._path, self._arrow = path, arrow
-        self._is_stream = path.lower().endswith(".arrow")
+        self._is_arrow = not path.lower().endswith(".parquet")
         try:
-            if self._is_stream:
-                self._batches: list[Any] = list(arrow.ipc.open_stream(arrow.memory_map(path)))
-                self.schema = self._batches[0].schema if self._batches else arrow.schema([])
+            if self._is_arrow:
+                content = arrow.memory_map(path)
+                is_file = content.read(6) == b"ARROW1"  # Feather; `datasets` writes streams
+                content.seek(0)
+                reader = arrow.ipc.open_file(content) if is_file else arrow.ipc.open_stream(content)
+                self.schema = reader.schema
+                self._batches: list[Any] = (
+                    [reader.get_batch(batch) for batch in range(reader.num_record_batches)] if is_file else list(reader)
+                )
                 counts = [len(batch) for batch in self._batches]
             else:
                 self._file = parquet.ParquetFile(path)
@@ -109,7 +115,7 @@ class _Table:
         self.part = functools.lru_cache(4)(self._part)
 
     def _part(self, part: int, column: str) -> Any:
-        if self._is_stream:
+        if self._is_arrow:
             return self._batches[part].column(column)
         try:
             return self._file.read_row_group(part, [column]).column(0)

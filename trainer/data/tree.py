@@ -125,7 +125,7 @@ class Walk:
         alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
         for child in children:
             if child.name.startswith("."):
-                self._leave_out(Reason.HIDDEN, child)
+                self._leave_out(Reason.HIDDEN, child, _num_files(child))
             elif is_folder(child):
                 if self._enters(child):
                     here.add_folder(self.folder(child.path, child.name))
@@ -164,7 +164,7 @@ class Walk:
             self._leave_out(Reason.LINKED, child)
             return False
         if is_output(Path(child.path)):
-            self._leave_out(Reason.OUTPUT, child)
+            self._leave_out(Reason.OUTPUT, child, _num_files(child))
             return False
         self._walked.add(here)
         if real:
@@ -202,8 +202,9 @@ class Walk:
     def _relative(self, child: os.DirEntry[str]) -> str:
         return os.path.relpath(child.path, self._root)
 
-    def _leave_out(self, reason: Reason, child: os.DirEntry[str]) -> None:
-        self._left_out.add(reason, self._relative(child))
+    def _leave_out(self, reason: Reason, child: os.DirEntry[str], num_files: int = 1) -> None:
+        if num_files:
+            self._left_out.add(reason, self._relative(child), num_files)
 
 
 def add_archive(
@@ -238,6 +239,11 @@ def is_output(folder: Path) -> bool:
         if isinstance(content, dict) and isinstance(content.get("format"), int):
             return True
     return False
+
+
+def _num_files(child: os.DirEntry[str]) -> int:
+    """Number of files in a folder; 1 for anything else."""
+    return sum(len(files) for _, _, files in os.walk(child.path)) if is_folder(child) else 1
 
 
 def _is_tar(child: os.DirEntry[str]) -> bool:

@@ -43,6 +43,7 @@ from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.settings import settings_of
 from trainer.small_resnet import SmallResNet
 from weightserver.common.atomic_files import atomic_write, require_empty, sha256
+from weightserver.common.installing import install_advice
 
 _REGISTRATION = f'''
 
@@ -152,7 +153,7 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     tensors = library_model(encoder).state_dict()
     if library == "onnx":
         if find_spec("onnxscript") is None:
-            raise ValueError("--format onnx needs the extra of that name: pip install 'pic-weightserver[onnx]'")
+            raise ValueError(f"--format onnx needs the extra of that name: {install_advice('onnx')}")
         return LibraryEncoder(library, name, config.in_channels, config.pixels, tensors)
     if config.name == "small":
         if library != "timm":

@@ -56,7 +56,7 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
     for line in (
         "images in class folders: 27 images, 3 classes (a, b, c)",
         "29 files: 27 images, 2 left out",
-        "1 hidden name (c/.hidden.jpg), 1 file that is no image (c/notes.txt)",
+        "1 hidden file (c/.hidden.jpg), 1 file that is no image (c/notes.txt)",
         "classes, largest first: a 9, b 9, c 9",
         "shorter side 1 to 48 px, median 48 (of 27 images that were decoded)",
         "JPEG RGB 14",

@@ -291,7 +291,19 @@ def test_directories_of_runs_and_packs_are_no_source(tmp_path: Path) -> None:
     (tmp_path / "runs/pictures/training.png").write_bytes(jpeg(1))
     (tmp_path / "a/linked.png").symlink_to(tmp_path / "runs/pictures/training.png")
     assert paths(read_source(tmp_path).train.listing) == before
-    assert read_source(tmp_path).left_out.counts == {Reason.OUTPUT: 2, Reason.LINKED: 1}
+    num_files = sum(path.is_file() for path in (tmp_path / "runs").rglob("*"))
+    assert read_source(tmp_path).left_out.counts == {Reason.OUTPUT: num_files, Reason.LINKED: 1}
+
+
+def test_files_in_hidden_folders_and_in_runs_are_counted(tmp_path: Path) -> None:
+    plain_tree(tmp_path, 6)
+    for name in (".cache/x/1.jpg", ".cache/2.jpg", "run/training.png", "run/checkpoints/rows"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "run/config.json").write_text('{"format": 3}')
+    (tmp_path / "a/.empty").mkdir()
+    listed(tmp_path)  # compares the sum with the number of files
+    assert read_source(tmp_path).left_out.counts == {Reason.HIDDEN: 2, Reason.OUTPUT: 3}
 
 
 ORDERS = {
@@ -389,6 +401,7 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
         "header.csv": "\n".join(["id;Path;label", *(f"{i};{name};{i % 2}" for i, name in enumerate(names))]),
         "quoted.csv": "\n".join(f'"{name}",{i % 2}' for i, name in enumerate(names)),
         "lines.jsonl": "\n".join(json.dumps({"file_name": name, "label": i % 2}) for i, name in enumerate(names)),
+        "array.json": json.dumps([{"file_name": name, "label": i % 2} for i, name in enumerate(names)], indent=1),
         "quoted.txt": "\n".join(f'"{name}" {i % 2}' for i, name in enumerate(names)),
         "backslash.txt": "\n".join(name.replace("/", "\\") + f"\t{i % 2}" for i, name in enumerate(names)),
     }
@@ -407,8 +420,57 @@ def test_lists_of_other_programs(tmp_path: Path) -> None:
     )
     assert listed(tmp_path / "own.csv", image_column="a", label_column="b")[1].classes[:2] == ("x0", "x1")
     (tmp_path / "gone.txt").write_text("nowhere.jpg\n")
-    with pytest.raises(ValueError, match="none of its first 1 paths exists"):
+    with pytest.raises(ValueError, match=r"none of the 1 paths that were looked for exists, first nowhere\.jpg"):
         listed(tmp_path / "gone.txt")
+
+
+@pytest.mark.parametrize(("number", "said"), [(300, "300 of 306"), (4_002, "about 3,998 of 4,008")])
+def test_a_list_says_how_many_of_its_images_are_missing(number: int, said: str, tmp_path: Path) -> None:
+    names = [str(path.relative_to(tmp_path)) for path in sorted(plain_tree(tmp_path, 6).rglob("*.jpg"))]
+    (tmp_path / "list.txt").write_text("\n".join([*names, *(f"gone/{image}.jpg" for image in range(number))]))
+    reading = read_source(tmp_path / "list.txt")
+    assert len(reading.train.listing) == 6 + number, "rows keep their images: each may come back"
+    assert f"{said} images do not exist, first gone/" in " ".join(reading.notes)
+
+
+def test_paths_are_made_of_the_columns_of_a_list(tmp_path: Path) -> None:
+    """Ids without a folder and a suffix, as Kaggle's tables have them."""
+    (tmp_path / "train").mkdir()
+    for number in range(4):
+        (tmp_path / f"train/{number:03d}.jpg").write_bytes(jpeg(number))
+    (tmp_path / "train.csv").write_text("id,breed\n000,x\n001,y\n,x\n003,x\n")
+    with pytest.raises(ValueError, match=r"columns id, breed: .*, or make their paths of it: 'train/\{id\}\.jpg'"):
+        read_source(tmp_path / "train.csv")
+    listing, found = listed(tmp_path / "train.csv", image_column="train/{id}.jpg", label_column="breed")
+    assert paths(listing) == ["train/000.jpg", "train/001.jpg", "train/003.jpg"]
+    assert (listing.labels().tolist(), found.classes) == ([0, 1, 0], ("x", "y"))
+    with pytest.raises(ValueError, match=r"--image-column name: .* has the columns id, breed"):
+        read_source(tmp_path / "train.csv", SourceOptions(image_column="train/{name}.jpg"))
+    (tmp_path / "list.json").write_text('[{"id": 2, "kind": 0}, {"id": 1}]')
+    listing, _ = listed(tmp_path / "list.json", image_column="train/{kind}0{id}.jpg")
+    assert paths(listing) == ["train/002.jpg"]
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(arrow.table({"id": [2, 0], "breed": ["x", "y"]}), tmp_path / "list.parquet")
+    listing, _ = listed(tmp_path / "list.parquet", image_column="train/00{id}.jpg")
+    assert paths(listing) == ["train/002.jpg", "train/000.jpg"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '["a.jpg", "b.jpg"]' * 10_000,
+        "[" + json.dumps({"image": "x" * 200_000}),
+        "x" * 200_000,
+        "y" * 200_000 + "\tlabel",
+        ",".join(f"column {number}" for number in range(10_000)) + "\n1",
+    ],
+)
+def test_a_message_quotes_no_long_line(content: str, tmp_path: Path) -> None:
+    for name in ("list.txt", "list.csv"):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=name) as raised:
+            read_source(tmp_path / name)
+        assert len(str(raised.value)) < 400 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -444,13 +506,17 @@ def test_tables_of_images(tmp_path: Path) -> None:
     table = arrow.table({"image": images, "label": [0, 1, -1, 0, 1, None]}).replace_schema_metadata(metadata)
     (tmp_path / "hub/data").mkdir(parents=True)
     (tmp_path / "saved/train").mkdir(parents=True)
+    (tmp_path / "feather").mkdir()
     for split in ("train", "test"):
         parquet.write_table(table, tmp_path / f"hub/data/{split}-00000-of-00001.parquet", row_group_size=4)
     path = tmp_path / "saved/train/data-00000-of-00001.arrow"
     with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=4)
+    for name in ("feather/train.arrow", "feather/test.feather"):
+        with arrow.ipc.new_file(str(tmp_path / name), table.schema) as feather:
+            feather.write_table(table, max_chunksize=4)
     (tmp_path / "saved/train/state.json").write_text("{}")
-    for source, splits in (("hub", ["train", "test"]), ("saved", [""])):
+    for source, splits in (("hub", ["train", "test"]), ("saved", [""]), ("feather", ["train", "test"])):
         reading = read_source(tmp_path / source)
         assert [split.name for split in reading.splits] == splits
         assert reading.train.classes == ("cat", "dog")
@@ -477,7 +543,7 @@ def test_tables_lose_nothing_without_a_line(tmp_path: Path) -> None:
     assert left_out_of(tmp_path / "list.parquet") == (
         f"2 lines without a path (first list.parquet, row 6), 1 name that comes again ({names[0]})"
     )
-    with pytest.raises(ValueError, match=r"none of its first 1 paths exists, first gone\.jpg"):
+    with pytest.raises(ValueError, match=r"none of the 1 paths that were looked for exists, first gone\.jpg"):
         read_source(table("gone.parquet", ["gone.jpg"], [0]))
     beside = table("beside.parquet", [{"bytes": None, "path": name} for name in names], [b"x", b"y"] * 3)
     listing, found = listed(beside)
@@ -741,7 +807,7 @@ def test_linked_folders_outside_are_listed_once(tmp_path: Path) -> None:
     files = ["d/0003.jpg", "e/b/0004.jpg", "e/c/0005.jpg"]
     assert paths(listing) == ["a/0000.jpg", "b/0001.jpg", "c/0002.jpg", "c/kept.jpg", *files]
     assert found.classes == ("a", "b", "c", "d", "e")
-    assert left_out_of(tree) == "3 links to what lies in the source (first d/back), 1 hidden name (e/.hidden)"
+    assert left_out_of(tree) == "3 links to what lies in the source (first d/back), 1 hidden file (e/.hidden)"
 
 
 def test_a_link_into_a_run_is_left_out_with_the_run(tmp_path: Path) -> None:
@@ -751,7 +817,7 @@ def test_a_link_into_a_run_is_left_out_with_the_run(tmp_path: Path) -> None:
     (tmp_path / "run/config.json").write_text('{"format": 5}')
     (tmp_path / "run/training.png").write_bytes(b"x")
     (tmp_path / "a/linked.png").symlink_to(tmp_path / "run/training.png")
-    left_out = "1 link to what lies in the source (a/linked.png), 1 directory of a run or a pack (run)"
+    left_out = "1 link to what lies in the source (a/linked.png), 2 files of runs or packs (first run)"
     assert left_out_of(tmp_path) == left_out
 
 
