@@ -12,31 +12,48 @@ FOREIGN = {
     "weightserver/client/retries.py": "gRPC's text is quoted to people, and a shard's own becomes the error's",
     "weightserver/operations/health.py": "gRPC's text is quoted to people",
     "trainer/distributed.py": "gloo raises RuntimeError, whatever happened",
+    "trainer/stopping.py": "torch's text about memory is quoted to people, up to its second sentence",
     "trainer/export/weights_file.py": "torch's unpickler names the class that it refuses in its text alone",
 }
 """Files that read the text of another library's error, and why."""
 _SEARCHES = {"search", "match", "fullmatch", "findall", "finditer", "startswith", "endswith", "removeprefix"}
+_SEARCHES |= {"removesuffix", "partition", "rpartition", "find", "rfind", "index", "count", "replace", "sub"}
 
 
 def parsed(tree: ast.AST) -> Iterator[int]:
-    """Lines in which the text of an exception is searched, compared or taken from gRPC."""
+    """Lines in which the text of an exception, or a part of it, is searched, compared or taken from gRPC."""
     caught = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name}
+    variables = set[str]()
 
     def is_text(node: ast.AST) -> bool:
-        return (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "str"
-            and any(isinstance(argument, ast.Name) and argument.id in caught for argument in node.args)
-        )
+        match node:
+            case ast.Name(name):
+                return name in variables
+            case (
+                ast.Call(ast.Name("str" | "repr"), [ast.Name(name)])
+                | ast.Attribute(ast.Name(name), "args")
+                | ast.FormattedValue(ast.Name(name))
+            ):
+                return name in caught
+            case ast.JoinedStr(parts):
+                return any(map(is_text, parts))
+            case ast.Subscript(whole) | ast.Call(ast.Attribute(whole)):
+                return is_text(whole)
+        return False
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and any(map(is_text, [node.left, *node.comparators])):
-            yield node.lineno
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            is_search = node.func.attr in _SEARCHES and any(map(is_text, [node.func.value, *node.args]))
-            if node.func.attr == "details" or is_search:
+        if isinstance(node, ast.Assign) and is_text(node.value):
+            variables |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left, _, others) if any(map(is_text, [left, *others])):
                 yield node.lineno
+            case ast.Call(ast.Attribute(_, "details")):
+                yield node.lineno
+            case ast.Call(ast.Attribute(whole, name), arguments):
+                cuts = name == "split" and arguments  # without, it joins lines
+                if (name in _SEARCHES or cuts) and any(map(is_text, [whole, *arguments])):
+                    yield node.lineno
 
 
 def test_no_message_is_parsed() -> None:
@@ -56,7 +73,15 @@ def test_parsing_is_noticed() -> None:
         "str(error).startswith('row')",
         "str(error) == 'x'",
         "error.details()",
+        "'row' in f'{error}'",
+        "str(error).split()[0] == 'row'",
+        "str(error).partition('row ')",
+        "str(error).split('row ')",
+        "error.args[0].startswith('row')",
+        "'row' in error.args",
+        "text = str(error); text.replace('row', 'class')",
     ]
     for line in wrong:
         assert list(parsed(ast.parse(f"try:\n  pass\nexcept ValueError as error:\n  {line}"))) == [4], line
-    assert not list(parsed(ast.parse("try:\n  pass\nexcept ValueError as error:\n  print(str(error))")))
+    for line in ["print(str(error))", "reason = ' '.join(f'{error}'.split())", "str(error).splitlines()[0]"]:
+        assert not list(parsed(ast.parse(f"try:\n  pass\nexcept ValueError as error:\n  {line}"))), line

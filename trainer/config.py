@@ -132,8 +132,8 @@ class TrainConfig:
         )
 
     def check_classes(self, num_classes: int) -> None:
-        """Raises ValueError unless the classes of a step fit into those of a run."""
-        with named_by_flags("num_negatives", "rows_per_block", "batch_size"):
+        """Raises SettingError unless the classes of a step fit into those of a run."""
+        with named_by_flags():
             self.negative_sampler(num_classes).check(self.optimization.batch_size)
 
     def to_json(self) -> str:

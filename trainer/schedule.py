@@ -46,10 +46,10 @@ class SamplingConfig(Settings):
             raise SettingError("--labels is empty: give 'classes', or a file", "labels")
 
     def visit_schedule(self, num_images: int) -> VisitSchedule:
-        """The stream of visits to `num_images` images. Raises ValueError if the window does not fit."""
+        """The stream of visits to `num_images` images. Raises SettingError if the window does not fit."""
         from weightserver.torch import VisitSchedule
 
-        with named_by_flags("window_size", "window_stride"):
+        with named_by_flags():
             return VisitSchedule(
                 num_rows=num_images, window_size=self.window_size, window_stride=self.window_stride, seed=self.seed
             )

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from weightserver.core.errors import ArgumentError
+
 Value = TypeVar("Value")
 
 
@@ -123,15 +125,12 @@ def flag(name: str) -> str:
 
 
 @contextmanager
-def named_by_flags(*names: str) -> Iterator[None]:
-    """Names settings by their flags in the ValueErrors of the head's library, which names its arguments."""
+def named_by_flags() -> Iterator[None]:
+    """Turns an error about an argument of the head's library into one about the setting of that name."""
     try:
         yield
-    except ValueError as error:
-        text = str(error)
-        for name in names:
-            text = text.replace(name, flag(name))
-        raise ValueError(text) from None
+    except ArgumentError as error:
+        raise SettingError(f"{flag(error.argument)} {error.problem}", error.argument) from None
 
 
 def check_at_least(settings: Settings, least: int, *names: str) -> None:

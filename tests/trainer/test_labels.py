@@ -144,7 +144,7 @@ def test_options_without_effect_are_refused(options: list[str], message: str) ->
         ({"negatives": "uniform", "num_negatives": 18}, "leaves 2 rows to sample, less than a block of 5"),
         (
             {"negatives": "both", "num_negatives": 20},
-            "10 of num_negatives 20 are recent ones, but a batch",
+            "num_negatives is 20, of which 10 are recent ones, but a batch",
         ),
         (
             {"capacity": 50},

@@ -22,6 +22,7 @@ from trainer.model import EncoderConfig, build_model
 from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.opening import head_of
+from trainer.settings import SettingError
 from weightserver.torch import RangesOrder, Ranks
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
@@ -183,9 +184,10 @@ def test_a_preset_fits_fewer_images_and_messages_name_options(tmp_path: Path) ->
     config.check_classes(5_000)
     config.sampling.visit_schedule(5_000)
     given = parse_config(["synthetic", "--num-images", "5000", "--num-negatives", "6000", "--window-size", "5001"])
-    with pytest.raises(ValueError, match="--num-negatives is 6000"):
+    with pytest.raises(SettingError, match=r"^--num-negatives is 6000, ") as raised:
         given.check_classes(5_000)
-    with pytest.raises(ValueError, match="--window-size"):
+    assert raised.value.settings == ("num_negatives",)
+    with pytest.raises(SettingError, match=r"^--window-size must lie in 1\.\.5000, "):
         given.sampling.visit_schedule(5_000)
 
 

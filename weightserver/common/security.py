@@ -49,8 +49,8 @@ class Followed(Generic[Content]):
         self._lock = threading.Lock()
         self._looked, self._found = time.monotonic(), self._look()
         self._content = read()
-        self._refused: tuple[object, ...] = ()
-        """Why the files are invalid now; empty if they are not."""
+        self._is_refused = False
+        """Whether the files are invalid now."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Followed, (self._read, *self._files)
@@ -67,25 +67,25 @@ class Followed(Generic[Content]):
     def _follow(self) -> None:
         try:
             found = self._look()
-            if found != self._found or self._refused:
-                self._found = found
-                self._reread()
+            changed, self._found = found != self._found, found
+            if changed or self._is_refused:
+                self._reread(is_new=changed)
         finally:
             self._looked = time.monotonic()
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         return [_state(file) for file in self._files]
 
-    def _reread(self) -> None:
+    def _reread(self, *, is_new: bool) -> None:
         names = ", ".join(map(str, self._files))
         try:
             self._content = self._read()
         except ValueError as error:
-            if error.args != self._refused:
+            if is_new:
                 _log.warning("%(reason)s; what was read before is used", {"reason": str(error)})
-            self._refused = error.args
+            self._is_refused = True
         else:
-            self._refused = ()
+            self._is_refused = False
             _log.info("read %(files)s again", {"files": names})
 
 

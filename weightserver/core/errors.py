@@ -53,6 +53,17 @@ class RowError(ValueError):
         self.row = row
 
 
+class ArgumentError(ValueError):
+    """An argument that is wrong: `argument` names it, and `problem` follows its name in the message."""
+
+    def __init__(self, argument: str, problem: str) -> None:
+        super().__init__(argument, problem)
+        self.argument, self.problem = argument, problem
+
+    def __str__(self) -> str:
+        return f"{self.argument} {self.problem}"
+
+
 class ShardUnavailableError(WeightServerError):
     """A shard did not answer within `retry_seconds`; within `connect_seconds` if it has never answered this client."""
 

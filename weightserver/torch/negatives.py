@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from weightserver.core.arrays import Int64Array, checked_number
+from weightserver.core.errors import ArgumentError
 from weightserver.core.initial import derive_seed, splitmix64
 from weightserver.torch.ranks import ONE_OWNER, RowOwners
 from weightserver.torch.recency import ActiveRows, Visited, check_num_active
@@ -45,7 +46,7 @@ class BlockSampler:
         num_sampled: most rows to sample in a step, at least one block.
 
     Raises:
-        ValueError: fewer rows to sample than a block has.
+        ArgumentError: fewer rows to sample than a block has.
     """
 
     def __init__(self, *, num_rows: int, rows_per_block: int, num_sampled: int, seed: int) -> None:
@@ -57,9 +58,10 @@ class BlockSampler:
         self.num_sampled_blocks = min(self.num_blocks, num_sampled // rows_per_block)
         """n, the blocks of a step."""
         if self.num_sampled_blocks < 1:
-            raise ValueError(
-                f"num_negatives leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: "
-                "choose more, or smaller rows_per_block"
+            raise ArgumentError(
+                "num_negatives",
+                f"leaves {num_sampled} rows to sample, less than a block of {rows_per_block}: choose more, or fewer "
+                "rows per block",
             )
 
     def rows(self, step: int) -> Int64Array:
@@ -115,14 +117,15 @@ class NegativeSampler:
         self._seed = seed
 
     def check(self, num_visits: int) -> None:
-        """Raises ValueError unless K rows can hold those of `num_visits` visits, and a sampled block besides."""
+        """Raises ArgumentError unless K rows can hold those of `num_visits` visits, and a sampled block besides."""
         check_num_active(self.num_active, self._num_rows, num_visits)
         if self.takes_all or self.num_recent == self.num_active:
             return
         if 0 < self.num_recent < min(num_visits, self._num_rows):
-            raise ValueError(
-                f"{self.num_recent} of num_negatives {self.num_active} are recent ones, but a batch may contain "
-                f"{num_visits} classes: choose more of either"
+            raise ArgumentError(
+                "num_negatives",
+                f"is {self.num_active}, of which {self.num_recent} are recent ones, but a batch may contain "
+                f"{num_visits} classes: choose more of either",
             )
         if self.rows_per_block is not None:
             self._blocks(num_visits)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
+from weightserver.core.errors import ArgumentError
 from weightserver.torch.ranks import ONE_OWNER, RowOwners
 
 _GONE = np.iinfo(np.int64).max
@@ -139,10 +140,10 @@ def visited_before(visits: Callable[[int, int], Int64Array], stop: int, *, num_a
 
 
 def check_num_active(num_active: int, num_rows: int, batch_size: int) -> None:
-    """Raises ValueError unless `num_active` of `num_rows` rows can hold every batch."""
+    """Raises ArgumentError unless `num_active` of `num_rows` rows can hold every batch."""
     if num_active > num_rows:
-        raise ValueError(f"num_negatives is {num_active}, but there are only {num_rows} classes: choose fewer")
+        raise ArgumentError("num_negatives", f"is {num_active}, but there are only {num_rows} classes: choose fewer")
     if num_active < min(batch_size, num_rows):
-        raise ValueError(
-            f"num_negatives is {num_active}, but a batch may contain {batch_size} classes: choose at least as many"
+        raise ArgumentError(
+            "num_negatives", f"is {num_active}, but a batch may contain {batch_size} classes: choose at least as many"
         )

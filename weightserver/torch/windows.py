@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
+from weightserver.core.errors import ArgumentError
 from weightserver.core.initial import derive_seed, splitmix64
 
 _NUM_ROUNDS = 6
@@ -111,14 +112,14 @@ class VisitSchedule:
     """The sliding-window stream of visits. Epoch order is window_stride = window_size = num_rows. Thread-safe.
 
     Raises:
-        ValueError: unless 1 ≤ window_stride ≤ window_size ≤ num_rows.
+        ArgumentError: unless 1 ≤ window_stride ≤ window_size ≤ num_rows.
     """
 
     def __init__(self, *, num_rows: int, window_size: int, window_stride: int, seed: int) -> None:
         if not 1 <= window_size <= num_rows:
-            raise ValueError(f"window_size must lie in 1..{num_rows}, the number of images, got {window_size}")
+            raise ArgumentError("window_size", f"must lie in 1..{num_rows}, the number of images, got {window_size}")
         if not 1 <= window_stride <= window_size:
-            raise ValueError(f"window_stride must lie in 1..{window_size}, the window size, got {window_stride}")
+            raise ArgumentError("window_stride", f"must lie in 1..{window_size}, the window size, got {window_stride}")
         self.num_rows = num_rows
         self.window_size = window_size
         self.window_stride = window_stride

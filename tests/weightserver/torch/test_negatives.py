@@ -136,12 +136,12 @@ def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_
 @pytest.mark.parametrize(
     ("negatives", "num_active", "share", "message"),
     [
-        ("uniform", 10, 0.5, "leaves 2 rows to sample, less than a block of 5: choose more, or smaller rows_per_block"),
+        ("uniform", 10, 0.5, "leaves 2 rows to sample, less than a block of 5: choose more, or fewer rows per block"),
         (
             "both",
             14,
             0.5,
-            "7 of num_negatives 14 are recent ones, but a batch may contain 8 classes: choose more",
+            "num_negatives is 14, of which 7 are recent ones, but a batch may contain 8 classes: choose more",
         ),
         ("both", 20, 0.9, "leaves 2 rows to sample"),
         ("both", 20, 1.0, "recent_share must lie between 0 and 1, got 1: .* choose negatives recent or uniform"),
