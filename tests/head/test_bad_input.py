@@ -258,8 +258,8 @@ def test_batches_without_a_first_element(make_head: MakeHead) -> None:
 def test_two_heads_on_one_table(make_head: MakeHead, client: WeightClient) -> None:
     """A head on a table that was used is refused; one on a table that has just begun fences the first."""
     first, second, encoder = make_head(), make_head(), Encoder()
-    first.rows([0])
-    second.rows([0])
+    first.open()
+    second.open()
     with pytest.raises(WeightServerError, match="superseded"):
         trained(first, [loaded(shuffled(0, 14))], encoder=encoder)
     first.close()

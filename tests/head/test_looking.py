@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader
 
 from tests.head.conftest import MakeHead
 from tests.head.test_exact import WINDOW, windows
+from tests.head.test_states import continued, first_half, restored
 from tests.helpers.own_loop import (
     DIM,
+    INPUTS,
     NUM_CLASSES,
     SETTINGS,
     STEPS,
@@ -32,7 +34,7 @@ from tests.helpers.own_loop import (
     trained,
 )
 from tests.helpers.torchrun import ROOT, torchrun
-from weightserver import LocalCluster, WeightClient
+from weightserver import LocalCluster, NoTableError, WeightClient
 from weightserver.torch import ClassifierHead, Evaluation, looking
 
 STORES = ["dense", "resident", "remote"]
@@ -145,6 +147,91 @@ def test_training_is_the_same_to_the_last_bit(
     assert torch.equal(results[0][2], results[1][2])
 
 
+def look(head: ClassifierHead) -> list[Any]:
+    """All that can be looked at, in eval mode."""
+    head.eval()
+    looked: list[Any] = [head.evaluate(QUERIES, IDS), head.evaluate(QUERIES, IDS, classes="recent")]
+    looked += [head.predict(QUERIES, 3).tolist(), head.rows(range(NUM_CLASSES)).tolist()]
+    head.train()
+    return looked
+
+
+@pytest.mark.parametrize("run", ["faces", "another"])
+def test_a_saved_state_is_looked_at_beside_the_run_that_goes_on(
+    make_head: MakeHead, client: WeightClient, run: str
+) -> None:
+    """It is read as it was; no bit of the run changes, and no checkpoint goes."""
+    head = make_head(run="faces")
+    encoder, _, _ = first_half(head)
+    looked, undisturbed = look(head), continued(head, encoder)
+    client.drop_table()
+    head = make_head(run="faces")
+    encoder, at_half, state = first_half(head)
+    validator = make_head(run=run)
+    validator.load_state_dict(state)
+    assert look(validator) == looked
+    continued(head, encoder).assert_same(undisturbed)
+    last = head.state_dict()
+    head.close()
+    before = client.describe(), client.checkpoints()
+    assert look(validator) == looked
+    validator.load_state_dict(last)
+    assert torch.equal(validator.rows(range(NUM_CLASSES)), undisturbed.rows)
+    validator.load_state_dict(state)
+    assert (client.describe(), client.checkpoints()) == before
+    continued(validator, restored(at_half)).assert_same(undisturbed)
+    assert [kept.step for kept in client.checkpoints()] == [STEPS // 2]
+
+
+def test_a_state_that_cannot_be_looked_at(make_head: MakeHead, client: WeightClient, cluster: LocalCluster) -> None:
+    """One line says why, and the servers go on."""
+    head = make_head()
+    _, _, state = first_half(head)
+    for num_classes, dim, match in (
+        (NUM_CLASSES, 5, "the state's rows have 6 values, the head has dim=5: give that"),
+        ([NUM_CLASSES, 3], DIM, r"hold the rows of 40 classes, the head has 43: open\(\) the head, which"),
+    ):
+        with ClassifierHead(num_classes, dim, num_negatives=12, servers=cluster.addresses) as other:
+            other.load_state_dict(state)
+            with pytest.raises(ValueError, match=match):
+                other.predict(torch.zeros(1, dim))
+    with pytest.raises(ValueError, match="hold the rows of run 'head' up to step 7: resume it"):
+        make_head().predict(QUERIES)
+    client.join_newest_session()
+    client.release(client.checkpoints()[0].name)
+    late = make_head()
+    late.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"do not hold checkpoint .* of this state, only \[\]: give the servers"):
+        late.predict(QUERIES)
+    head(INPUTS[:4, :DIM].requires_grad_(), [1, 2, 3, 4]).backward()
+    head.step(0.1)
+
+
+@pytest.mark.parametrize("rows", ["resident", "dense"])
+def test_looking_before_the_sampler_is_made_chooses_no_blocks(
+    client: WeightClient, cluster: LocalCluster, rows: Any
+) -> None:
+    """Those of the table decide which negatives are sampled together."""
+    settings: dict[str, Any] = {"num_negatives": 200, "negatives": "uniform", "rows": rows}
+    losses = []
+    for looks in (True, False):
+        with ClassifierHead(2_000, DIM, **settings, servers=None if rows == "dense" else cluster.addresses) as head:
+            if looks:
+                head.evaluate(QUERIES, IDS)
+                with pytest.raises(NoTableError):
+                    client.describe()
+            for ids in head.sampler(window_size=400, window_stride=100, batch_size=16):
+                losses.append(head(torch.ones(len(ids), DIM, requires_grad=True), ids))
+                losses[-1].backward()
+                head.step(0.3)
+                if head.num_steps == 3:
+                    break
+            assert head.spec.rows_per_block == 63
+        if rows != "dense":
+            client.drop_table()
+    assert losses[:3] == losses[3:]
+
+
 def test_a_head_in_eval_mode_does_not_train(make_head: MakeHead, embeddings: Tensor) -> None:
     head = make_head("dense").eval()
     calls: list[Callable[[], Any]] = [
@@ -190,7 +277,7 @@ def test_two_ranks_look_as_one(cluster: LocalCluster, client: WeightClient, tmp_
 
 def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
     with ClassifierHead(NUM_CLASSES, DIM, rows=rows, servers=None if rows == "dense" else servers, **SETTINGS) as head:
-        encoder, found = Encoder(), []
+        encoder, found = Encoder(), [tuple(head.evaluate(QUERIES[mine], IDS[mine]))]
         loader = DataLoader(Images(), batch_sampler=head.sampler(**WINDOW))
         for ids, batch in head.announced(loader):
             head(encoder.module(batch), ids).backward()
@@ -201,7 +288,14 @@ def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
                 if dist.is_initialized():  # the second rank has no image, and no place for a second class
                     images = (QUERIES, torch.stack([IDS, IDS], dim=1)) if dist.get_rank() == 0 else (QUERIES[:0], [])
                     found[-1] = tuple(head.evaluate(*images, classes="recent"))
-        return {"found": found, "nearest": head.predict(QUERIES[mine], 3)}
+        nearest = head.predict(QUERIES[mine], 3)
+        if rows != "dense":
+            head.checkpoint()
+            with ClassifierHead(NUM_CLASSES, DIM, servers=servers, **SETTINGS) as other:
+                other.load_state_dict(head.state_dict())
+                assert torch.equal(other.predict(QUERIES[mine], 3), nearest)
+                dist.barrier()
+        return {"found": found, "nearest": nearest}
 
 
 def as_rank(directory: Path, servers: list[str]) -> None:

@@ -108,6 +108,7 @@ def test_dense_rows_are_float32() -> None:
 
 def test_a_head_stores_rows_in_bfloat16(cluster: LocalCluster, tmp_path: Path) -> None:
     with ClassifierHead(50, 4, num_negatives=8, directory=tmp_path, dtype="bfloat16") as head:
+        head.open()
         rows = head.rows(np.arange(50)).numpy()
     assert inspect_directory(tmp_path / "shard-0")["spec"]["dtype"] == "bfloat16"
     assert ((rows.view(np.uint32) & 0xFFFF) == 0).all()
@@ -115,4 +116,4 @@ def test_a_head_stores_rows_in_bfloat16(cluster: LocalCluster, tmp_path: Path) -
         ClassifierHead(50, 4, num_negatives=8, directory=tmp_path) as other,
         pytest.raises(TableMismatchError, match="holds another table"),
     ):
-        other.rows([1])
+        other.open()

@@ -197,7 +197,7 @@ class ClassifierHead(nn.Module):
         return self._table.connect(self.device)
 
     def open(self) -> None:
-        """Opens the table now, which otherwise the first use does: a new run's, or that of the state that was loaded.
+        """Opens the table now, which otherwise the first step does: a new run's, or that of the state that was loaded.
         If a sampler was made, also the store of its steps. All ranks call it.
 
         Raises:
@@ -217,6 +217,13 @@ class ClassifierHead(nn.Module):
         if table.ranks.device != self.device:
             raise ValueError(f"the head's rows are on {table.ranks.device}: move the head before its first use")
         return table
+
+    def _reader(self) -> Callable[[Int64Array], Tensor]:
+        """How to read this rank's rows as they are after the finished updates. Opens no table: as long as the head has
+        not trained, looking at it leaves the servers, and whoever else uses them, alone."""
+        if not self._table.is_open:
+            return self._table.reader(self.device, self._saved, settings=self._settings)
+        return functools.partial(self._open().peek, step=self.num_steps)
 
     def close(self) -> None:
         """Ends the threads, and the servers if the module started them; updates since the last checkpoint or `flush`
@@ -539,7 +546,8 @@ class ClassifierHead(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, embeddings: Tensor, ids: Any, *, classes: Any = "all") -> Evaluation:
-        """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing.
+        """The loss and the accuracy of embeddings by the rows as they are after the finished updates. Changes nothing:
+        until the head trains, they are read from the checkpoint of the state that was loaded, without a session.
 
         All ranks call it, each with any number of its own images, also none; each returns the means over all of them.
         It reads the rows of all the classes that it compares, some at a time: give all images at once.
@@ -553,7 +561,7 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes, devices or classes that do not fit.
         """
-        table = self._open()
+        table, read = self._table, self._reader()
         with self._agreement(Doing.LOOKS) as agreement:
             checked = checked_ids(ids, self.spec.num_rows, may_be_none=table.ranks.world_size > 1)
             check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
@@ -564,7 +572,7 @@ class ClassifierHead(nn.Module):
             raise ValueError("no rank has an image: give at least one")
         if isinstance(classes, str) and among is not None:
             among = np.union1d(among, own[own >= 0])
-        comparison = Comparison(table, self._loss, step=self.num_steps, rows=among)
+        comparison = Comparison(table, self._loss, read, rows=among)
         return evaluation_of(comparison.compare(embeddings, own, k=min(5, comparison.num_classes)), own)
 
     @torch.no_grad()
@@ -578,11 +586,11 @@ class ClassifierHead(nn.Module):
         Raises:
             ValueError: shapes or devices that do not fit, or fewer than `k` classes.
         """
-        table = self._open()
+        table, read = self._table, self._reader()
         with self._agreement(Doing.LOOKS) as agreement:
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
-            comparison = Comparison(table, self._loss, step=self.num_steps, rows=among)
+            comparison = Comparison(table, self._loss, read, rows=among)
             if not 1 <= checked_integer(k, "k") <= comparison.num_classes:
                 raise ValueError(
                     f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
@@ -634,12 +642,17 @@ class ClassifierHead(nn.Module):
     def rows(self, ids: Any) -> Tensor:
         """The rows of classes (integers (n,), any order) after all updates so far: float32 (n, D), on the CPU.
 
-        All ranks call it, with any classes; it makes every rank's updates durable.
+        All ranks call it, with any classes; it makes every rank's updates durable. Until the head trains, it changes
+        nothing, as `evaluate`.
         """
         wanted = checked_ids(ids, self.spec.num_rows)
         if wanted.ndim != 1:
             raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
-        return self._open().read(wanted, step=self.num_steps)
+        if self._table.is_open:
+            return self._open().read(wanted, step=self.num_steps)
+        weight = self._reader()(self.order.rows(wanted)).cpu()
+        self._table.ranks.barrier()  # before it no rank stops the servers
+        return weight
 
     def checkpoint(self, name: str | None = None) -> Checkpoint:
         """Keeps the rows as they are after the finished updates, on the servers, under `name`; takes no copy.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import NamedTuple
 
@@ -50,15 +50,18 @@ class Comparison:
     """The classes that embeddings are compared with: some rows, of which this rank reads its share.
 
     Args:
+        read: returns rows of this rank's share, int64 (n,): float32 (n, D), on the device.
         rows: strictly increasing int64 (n,), the same on every rank; all of the table if None.
     """
 
-    def __init__(self, opened: Table, loss: Loss, *, step: int, rows: Int64Array | None = None) -> None:
-        self._opened = opened
+    def __init__(
+        self, table: Table, loss: Loss, read: Callable[[Int64Array], Tensor], *, rows: Int64Array | None = None
+    ) -> None:
+        self._table = table
         self._loss = loss
-        self._step = step
+        self._read = read
         self._rows = rows
-        self.num_classes = opened.spec.num_rows if rows is None else len(rows)
+        self.num_classes = table.spec.num_rows if rows is None else len(rows)
 
     def compare(self, embeddings: Tensor, own: Int64Array, *, k: int) -> Compared:
         """Compares the embeddings, float (b, D), of all ranks; all ranks call it, each with any number of its own.
@@ -67,7 +70,7 @@ class Comparison:
             own: the own rows of all ranks' images, int64 (B, P); -1 for none.
             k: number of nearest rows to find; at most `num_classes`.
         """
-        ranks, device = self._opened.ranks, self._opened.ranks.device
+        ranks, device = self._table.ranks, self._table.ranks.device
         with torch.autocast(device.type, enabled=False):
             features = embeddings.float()
             features = F.normalize(features) if self._loss.cosines else features
@@ -99,13 +102,13 @@ class Comparison:
 
     def _shares(self) -> Iterator[tuple[Int64Array, Tensor]]:
         """This rank's rows, some at a time, with their values."""
-        at_a_time = _ROWS_AT_A_TIME * self._opened.ranks.world_size
+        at_a_time = _ROWS_AT_A_TIME * self._table.ranks.world_size
         for start in range(0, self.num_classes, at_a_time):
             stop = min(self.num_classes, start + at_a_time)
             rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            rows = self._opened.owners.mine(rows)
+            rows = self._table.owners.mine(rows)
             if len(rows):
-                yield rows, self._opened.peek(rows, step=self._step)
+                yield rows, self._read(rows)
 
 
 def _best(values: Tensor, numbers: Tensor, k: int) -> tuple[Tensor, Tensor]:

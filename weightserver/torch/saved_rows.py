@@ -47,6 +47,10 @@ class SavedRows:
     def num_rows(self) -> int:
         return sum(self.num_classes)
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.name, self.step, bytes.fromhex(self.checkpoint_id), tuple(self.marks))
+
     def check_order(self, order: RangesOrder) -> None:
         """Raises ValueError unless each class has the same row in `order`, which may have more ranges of classes."""
         if self.order_seed != order.order_seed:
@@ -63,7 +67,8 @@ class SavedRows:
 
     def is_among(self, kept: Sequence[Checkpoint]) -> bool:
         """Whether these checkpoints include this one."""
-        return (self.name, self.checkpoint_id) in {(one.name, one.checkpoint_id.hex()) for one in kept}
+        own = self.checkpoint
+        return any((one.name, one.checkpoint_id) == (own.name, own.checkpoint_id) for one in kept)
 
     def check_held(self, client: WeightClient, *, may_be_released: bool = False) -> None:
         """Checks that the servers retain this checkpoint, or, if it may be released, that their data descends from it.

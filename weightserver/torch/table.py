@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor
 from weightserver import Checkpoint, LocalCluster, NoTableError, TableSpec, WeightClient, WeightServerError
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.errors import RowError
+from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import Ranks, RowOwners, check_same_on_all_ranks, ranks_of_process
@@ -163,15 +164,21 @@ class Table:
             ValueError: the servers hold the rows of another run, or not the checkpoint `saved`; other settings.
             WeightServerError: servers that are unreachable or refuse.
         """
+        with self._agreed(device, settings):
+            self._open(saved, sampler is not None and sampler.schedule.window_size < sampler.schedule.num_rows)
+        self._negatives.rows_per_block = self.spec.rows_per_block
+        self.is_open = True
+
+    @contextlib.contextmanager
+    def _agreed(self, device: torch.device, settings: Mapping[str, object]) -> Iterator[Ranks]:
+        """The ranks, which have the same settings; if the block fails, as if the head had not been used."""
         self.require_usable()
         check_same_on_all_ranks(settings, self.ranks_on(device))
         try:
-            self._open(saved, sampler is not None and sampler.schedule.window_size < sampler.schedule.num_rows)
+            yield self.ranks
         except BaseException:
             self.disconnect()
             raise
-        self._negatives.rows_per_block = self.spec.rows_per_block
-        self.is_open = True
 
     def _open(self, saved: SavedRows | None, in_windows: bool) -> None:
         ranks = self.ranks
@@ -195,28 +202,30 @@ class Table:
         return {"rows_per_block": spec.rows_per_block, "epoch": epoch, "marks": client.marks()}
 
     def _begin(self, client: WeightClient, in_windows: bool) -> tuple[TableSpec, int]:
-        """Creates the table of a new run, unless it is there and nothing was written.
-
-        Raises:
-            ValueError: the servers hold rows that were written, or, without `take_over`, another run's checkpoint.
-            SessionInUseError: without `take_over`, if a run of another process holds the servers.
-        """
-        found, take_over = None, self.servers.take_over
-        with contextlib.suppress(NoTableError):
-            found = client.describe()
-            if found.clock > 0 or found.rows_stored > 0 or (found.checkpoint_names and not take_over):
-                holder = f" ({found.holder})" if found.holder else ""
-                other = "other servers" if self.servers.addresses else "another directory"
-                raise ValueError(
-                    f"the weight servers hold the rows of run {found.run!r} up to step {found.clock}: resume it (a "
-                    f"head by load_state_dict() of its state, the trainer by --resume), or use {other}{holder}"
-                )
-        spec = self._in_blocks(found.spec if found else None, in_windows)
+        """Creates the table of a new run, unless it is there and nothing was written. Raises as `_unwritten`, and
+        SessionInUseError without `take_over`, if a run of another process holds the servers."""
+        spec, take_over = self._in_blocks(self._unwritten(client), in_windows), self.servers.take_over
         client.create_table(spec)
         epoch = client.open_session(self.run, hold=True, take_over=take_over)
         for kept in client.checkpoints():  # of a run that was taken over before it wrote a row
             client.release(kept.name)
         return spec, epoch
+
+    def _unwritten(self, client: WeightClient) -> TableSpec | None:
+        """The servers' table, if there is one. Raises ValueError if rows were written, or, without `take_over`, another
+        run took a checkpoint."""
+        try:
+            found = client.describe()
+        except NoTableError:
+            return None
+        if found.clock > 0 or found.rows_stored > 0 or (found.checkpoint_names and not self.servers.take_over):
+            holder = f" ({found.holder})" if found.holder else ""
+            other = "other servers" if self.servers.addresses else "another directory"
+            raise ValueError(
+                f"the weight servers hold the rows of run {found.run!r} up to step {found.clock}: resume it (a "
+                f"head by load_state_dict() of its state, the trainer by --resume), or use {other}{holder}"
+            )
+        return found.spec
 
     def _return_to(self, client: WeightClient, saved: SavedRows) -> tuple[TableSpec, int]:
         """Rolls the table back, and adds rows for classes that were added since."""
@@ -237,6 +246,41 @@ class Table:
         if held is not None:
             return replace(self.spec, rows_per_block=held.rows_per_block)
         return replace(self.spec, rows_per_block=BLOCK_OF_WINDOWS) if in_windows else self.spec
+
+    # ---- looking at a table that is not open
+
+    def reader(
+        self, device: torch.device, saved: SavedRows | None, *, settings: Mapping[str, object]
+    ) -> Callable[[Int64Array], Tensor]:
+        """How to read rows, int64 (n,), as they are when the table is opened as by `open`: float32 (n, D), on the
+        device. Opens no session and changes nothing: other runs go on, and later checkpoints stay.
+
+        Raises:
+            ValueError: as `open`, or the state has fewer classes than the head.
+            WeightServerError: servers that are unreachable or refuse.
+        """
+        with self._agreed(device, settings) as ranks:
+            if self._rows.where != "dense":
+                client = self.connect(device)
+                ranks.of_first(partial(self._check_readable, client, saved))
+                if saved is not None:
+                    fetch = partial(client.fetch, step=saved.step, checkpoint=saved.checkpoint)
+                    return lambda rows: to_device(fetch(rows), device)
+        return lambda rows: to_device(initial_rows(self.spec, rows), device)
+
+    def _check_readable(self, client: WeightClient, saved: SavedRows | None) -> None:
+        if saved is None:
+            self._unwritten(client)
+            return
+        saved.check_held(client)
+        held = client.describe().spec
+        if held.dim != self.spec.dim:
+            raise ValueError(f"the state's rows have {held.dim} values, the head has dim={self.spec.dim}: give that")
+        if held.num_rows < self.spec.num_rows:
+            raise ValueError(
+                f"the weight servers hold the rows of {held.num_rows} classes, the head has {self.spec.num_rows}: "
+                "open() the head, which adds the others, or give it num_classes of the state"
+            )
 
     # ---- the rows of an open table
 
