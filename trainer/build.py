@@ -22,11 +22,11 @@ from trainer.data.prefetch import Visits, views_ahead
 from trainer.display import stage
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.knn_probe import KnnProbe
-from trainer.model import PICModel, build_model, load_encoder, measure_feature_dim
+from trainer.model import PICModel, build_model, measure_feature_dim
 from trainer.monitors import Monitors
 from trainer.observing import Observer
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import file_path, restore, saved_steps
+from trainer.run.checkpoint_file import file_path, restore
 from trainer.run.claim import DirectoryClaim
 from trainer.run.opening import Opened, head_of, open_head
 from trainer.run.recorder import Recorder
@@ -175,7 +175,7 @@ def _warn_of_a_long_warmup(config: TrainConfig, images: RunImages, num_steps: in
         _log.warning(
             "the run's %(steps)d steps end within its warm-up of %(warmup_steps)d: give fewer --warmup-epochs to reach "
             "--learning-rate %(learning_rate)g",
-            {"steps": num_steps, "warmup_steps": warmup_steps, "learning_rate": config.optimization.base_learning_rate},
+            {"steps": num_steps, "warmup_steps": warmup_steps, "learning_rate": config.optimization.learning_rate},
         )
 
 
@@ -253,7 +253,7 @@ def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
     """The encoder and the projection head that a run starts with, on its device. All ranks call it.
 
     Raises:
-        ValueError: an encoder that cannot take these views, or does not match --init-encoder.
+        ValueError: an encoder that cannot take these views.
     """
     model = build_model(
         config.model.encoder,
@@ -269,12 +269,6 @@ def model_of(config: TrainConfig, ranks: Ranks) -> PICModel:
                 f"encoder {config.model.encoder.name!r} has {num_features} features for {side} px views and "
                 f"{model.feature_dim} for {config.model.encoder.image_size} px images: give views of their size"
             )
-    resumes = config.run.resume and ranks.of_first(lambda: saved_steps(config.run.output / "checkpoints"))
-    if config.model.init_encoder is not None and not resumes:
-        encoder, found = load_encoder(config.model.init_encoder)
-        if found != config.model.encoder:
-            raise ValueError(f"--init-encoder {config.model.init_encoder} holds {found}, not {config.model.encoder}")
-        model.encoder.load_state_dict(encoder.state_dict())
     model.encoder_in_bfloat16 = config.compute.precision == "bfloat16"
     model.to(ranks.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # makes convolutions faster
     if config.compute.compile:

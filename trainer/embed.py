@@ -8,9 +8,9 @@ The images are a folder, an archive, a list of paths or a packed directory; they
 are written. Each image is prepared as in an evaluation: its shorter side is resized to 256/224 of the encoder's image
 size, and the centre is taken. Images that cannot be read are reported and left out. The output has the columns path,
 split (of a source with splits) and vector, float32, in the order of the images: a Parquet file (needs pyarrow, the
-extra `parquet`), .npz of NumPy, or .csv. Parquet and CSV are written while features are computed; .npz keeps all of
-them in memory first. With --part or --engine the output is a folder of Parquet files, one for each part, which are read
-together; of a pack, each part reads its own tars.
+extra `parquet`), written while features are computed, or .npz of NumPy, which keeps all of them in memory first. With
+--part or --engine the output is a folder of Parquet files, one for each part, which are read together; of a pack, each
+part reads its own tars.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "encoder", type=to_path, metavar="RUN", help="a run's directory, or an encoder's file or export"
     )
     parser.add_argument("images", type=to_location, help="a folder of images, a list of paths, or a packed directory")
-    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet, .npz or .csv; or a folder")
+    parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet or .npz; or a folder")
     parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")

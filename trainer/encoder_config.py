@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, get_args
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
@@ -81,8 +80,6 @@ class ModelConfig(Settings):
 
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     """The network to be trained."""
-    init_encoder: Path | None = None
-    """encoder.safetensors of another run to start from, with the same --encoder settings; its pixel scale is used."""
     head_layers: Literal[1, 2] = 2
     """Layers of the projection head: two with a ReLU between them, or one linear layer (compared in Table 1)."""
     dim: int = 128

@@ -1,8 +1,7 @@
-"""Files of features with the paths of their images: Parquet, .npz of NumPy, or CSV."""
+"""Files of features with the paths of their images: Parquet, or .npz of NumPy."""
 
 from __future__ import annotations
 
-import csv
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -113,30 +112,17 @@ def _write_npz(path: Path, batches: Iterator[Batch], _: str) -> None:
         np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors), **split)
 
 
-def _write_csv(path: Path, batches: Iterator[Batch], _: str) -> None:
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        rows = csv.writer(file)
-        for number, batch in enumerate(batches):
-            split = [batch.split] if batch.split else []
-            if number == 0:
-                names = [f"vector_{column}" for column in range(batch.vectors.shape[1])]
-                rows.writerow(["path", *(["split"] if split else []), *names])
-            for image, vector in zip(batch.paths, batch.vectors, strict=True):
-                rows.writerow([image, *split, *(f"{value:.9g}" for value in vector.tolist())])
-
-
 def _pyarrow() -> tuple[Any, Any]:
     """pyarrow and its Parquet module. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ValueError(
-            f"a Parquet file needs pyarrow: {install_advice('parquet')}, or give --output NAME.npz or .csv"
+            f"a Parquet file needs pyarrow: {install_advice('parquet')}, or give --output NAME.npz"
         ) from None
 
 
 _WRITERS: dict[str, Callable[[Path, Iterator[Batch], str], None]] = {
     ".parquet": _write_parquet,
     ".npz": _write_npz,
-    ".csv": _write_csv,
 }

@@ -30,8 +30,6 @@ class OptimizationConfig(Settings):
     BatchNorm sees one part at a time."""
     learning_rate: float = 0.1
     """Base learning rate η, reached after the warm-up; then a cosine to 0, step by step."""
-    learning_rate_batch: int | None = None
-    """Batch size that --learning-rate is for, if it is not B: η is then scaled by B over this (linear rule)."""
     warmup_epochs: float | None = None
     """Epochs in which the learning rate rises linearly from η/100 to η, whatever the length of the run (paper: 5). An
     epoch counts the images that the run started with."""
@@ -43,7 +41,7 @@ class OptimizationConfig(Settings):
     """λ, on all parameters, as in the paper."""
 
     def check(self) -> None:
-        check_at_least(self, 1, "batch_size", "accumulate", "learning_rate_batch", "steps")
+        check_at_least(self, 1, "batch_size", "accumulate", "steps")
         check_positive(self, "epochs")
         check_not_negative(self, "learning_rate")
         self._check_parts()
@@ -71,11 +69,6 @@ class OptimizationConfig(Settings):
     def part_size(self) -> int:
         """Images of all ranks in one part of a batch."""
         return self.batch_size // self.accumulate
-
-    @property
-    def base_learning_rate(self) -> float:
-        """η for the batch size of the run."""
-        return self.learning_rate * self.batch_size / (self.learning_rate_batch or self.batch_size)
 
     def num_steps(self, num_images: int) -> int:
         """Number of updates of the run. Raises ValueError if their learning rates alone would fill the memory."""

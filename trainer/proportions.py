@@ -67,7 +67,7 @@ def proportions(config: TrainConfig, num_images: int, num_rows: int | None = Non
     return Proportions(
         first_turn=None if turns is None else _first_turn(config, rates, rows),
         total_turn=None if turns is None else float(turns.sum()),
-        learning_per_pass=factor * optimization.base_learning_rate * rows / batch,
+        learning_per_pass=factor * optimization.learning_rate * rows / batch,
         decay=optimization.weight_decay * float(rates.sum()),
         visits_per_row=steps * batch / rows,
         negatives_of_rows=config.rows.num_negatives / rows,

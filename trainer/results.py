@@ -27,7 +27,7 @@ from trainer.display import shown, stage
 from trainer.evaluate.features import PIXELS_SIDE, FeatureSet, encoder_features, pixel_features, untrained_encoder
 from trainer.evaluate.protocol import ProbeResult, split_tests
 from trainer.evaluate.table import TITLES, Results, evaluate_features, print_table
-from trainer.model import PICModel, load_encoder, save_encoder
+from trainer.model import PICModel, save_encoder
 from trainer.proportions import proportions
 from trainer.run.directory import (
     COMPARISON_FILE,
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _AT_CHANCE = 0.02
 """A loss that is less than this below log K, in nats, is that of guessing."""
-_TRAINED, _PIXELS = "trained encoder", "raw pixels"
+_TRAINED, _UNTRAINED, _PIXELS = "trained encoder", "untrained encoder", "raw pixels"
 _MOST_PIXELS = 50_000_000
 """Numbers in the training images of which raw pixels are compared: a probe of more takes minutes."""
 
@@ -258,18 +258,15 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     config, dataset, pixels = result.config, result.dataset.evaluated, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
-    begun = "untrained encoder"
-    if config.model.init_encoder is not None and config.model.init_encoder.exists():
-        begun = "initial encoder"
     evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
-        begun: lambda: _evaluated(begun, lambda: encoder_features(_initial_encoder(result, begun), dataset, pixels)),
+        _UNTRAINED: lambda: _evaluated(_UNTRAINED, lambda: encoder_features(_untrained(result), dataset, pixels)),
         _PIXELS: lambda: _evaluated(_PIXELS, lambda: _some_pixels(dataset)),
     }
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
     known |= {name: _read_comparison(run)[_TRAINED] for name, run in others.items()}
     compared: Results = {}
-    for name in (_TRAINED, *others, begun, _PIXELS):
+    for name in (_TRAINED, *others, _UNTRAINED, _PIXELS):
         compared[name] = known.get(name) or evaluations[name]()
     _write_comparison(config.run.output, compared)
     return compared
@@ -291,14 +288,11 @@ def _some_pixels(dataset: Dataset) -> FeatureSet:
     return replace(found, train=found.train[chosen], train_labels=found.train_labels[chosen])
 
 
-def _initial_encoder(result: TrainResult, name: str) -> nn.Module:
+def _untrained(result: TrainResult) -> nn.Module:
     """The encoder that training began with, on the device of the trained one."""
     config = result.config
-    with stage(f"making the {name}"):
-        if config.model.init_encoder is not None and config.model.init_encoder.exists():
-            encoder = load_encoder(config.model.init_encoder)[0]
-        else:
-            encoder = untrained_encoder(config.model.encoder, result.dataset.evaluated, config.sampling.seed)
+    with stage(f"making the {_UNTRAINED}"):
+        encoder = untrained_encoder(config.model.encoder, result.dataset.evaluated, config.sampling.seed)
         return encoder.to(next(result.model.parameters()).device)
 
 

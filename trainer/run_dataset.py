@@ -12,7 +12,6 @@ from typing import Any
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
 from trainer.data.decoded_images import DecodedImages
-from trainer.model import load_encoder
 from trainer.run.checkpoint_file import num_images_to_resume
 from trainer.run.directory import CONFIG_FILE, READING_FILE, read_settings
 from weightserver.common.atomic_files import atomic_write
@@ -83,7 +82,7 @@ def with_pixel_scale(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Tra
     """Fills in how pixels become numbers, where the settings leave it open, identically on every rank.
 
     Packed images keep the range of their pixels. The mean and deviation come from the run that is resumed; otherwise
-    from --init-encoder, whose weights expect them; otherwise from the images.
+    from the images.
     """
     if isinstance(dataset.train_images, DecodedImages):
         config = config.with_settings(**dataset.train_images.options.of_pixels.given)
@@ -103,7 +102,4 @@ def _pixel_scale(config: TrainConfig, dataset: Dataset) -> dict[str, Sequence[fl
     if config.run.resume and (config.run.output / CONFIG_FILE).exists():
         stored = read_settings(config.run.output)["encoder"]
         return {name: stored[name] for name in names}
-    if config.model.init_encoder is not None:
-        encoder = load_encoder(config.model.init_encoder)[1]
-        return {name: getattr(encoder, name) for name in names}
     return dict(zip(names, dataset.pixels, strict=True))

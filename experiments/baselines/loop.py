@@ -136,7 +136,7 @@ def schedule(config: TrainConfig, num_images: int, num_views: int) -> tuple[int,
     num_steps = max(1, round(pic_steps * config.views.views / num_views))
     warmup_steps = round(config.optimization.warmup_steps(num_images, pic_steps) * num_steps / pic_steps)
     rates = learning_rates(
-        num_steps=max(num_steps, warmup_steps), base=config.optimization.base_learning_rate, warmup_steps=warmup_steps
+        num_steps=max(num_steps, warmup_steps), base=config.optimization.learning_rate, warmup_steps=warmup_steps
     )
     return num_steps, rates[:num_steps]
 

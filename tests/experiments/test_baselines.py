@@ -157,8 +157,8 @@ def test_updates_count_views(views: int, expected: int) -> None:
     num_steps, rates = schedule(config, 300, 2)
     assert num_steps == len(rates) == expected
     assert rates.argmax() == round(0.1 * expected)
-    assert rates.max() == pytest.approx(config.optimization.base_learning_rate)
-    assert rates[0] == pytest.approx(config.optimization.base_learning_rate / 100)
+    assert rates.max() == pytest.approx(config.optimization.learning_rate)
+    assert rates[0] == pytest.approx(config.optimization.learning_rate / 100)
 
 
 @LIGHTLY

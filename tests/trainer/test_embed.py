@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -73,12 +72,10 @@ def test_features_are_those_of_an_evaluation_with_the_paths_of_their_images(
     expected = encode(load_encoder(run / "encoder.safetensors")[0], dataset.train_images, 28, CONFIG.pixels)
     np.testing.assert_allclose(file["vector"], expected.numpy(), rtol=1e-4, atol=1e-5)
 
-    assert embed(run / "encoder.safetensors", tree, "--output", tmp_path / "features.csv") == 0
-    with (tmp_path / "features.csv").open(newline="") as text:
-        header, *rows = csv.reader(text)
-    assert header == ["path", *(f"vector_{column}" for column in range(8))]
-    assert [row[0] for row in rows] == file["path"].tolist()
-    np.testing.assert_array_equal(np.array([row[1:] for row in rows], np.float32), file["vector"])
+    assert embed(run / "encoder.safetensors", tree, "--output", tmp_path / "again.npz") == 0
+    again = loaded(tmp_path / "again.npz")
+    assert again["path"].tolist() == file["path"].tolist()
+    np.testing.assert_array_equal(again["vector"], file["vector"])
 
 
 def test_packed_images_have_the_paths_from_which_they_were_packed(tmp_path: Path) -> None:
@@ -106,11 +103,8 @@ def test_all_splits_are_written_with_a_column(tmp_path: Path, capsys: pytest.Cap
         ("set", ["train"] * 6 + ["test"] * 3 + ["val"] * 3),
         ("packed", ["train"] * 6 + ["test"] * 3),
     ):
-        assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.csv") == 0
-        with (tmp_path / f"{source}.csv").open(newline="") as text:
-            header, *rows = csv.reader(text)
-        assert header[:2] == ["path", "split"]
-        assert [row[1] for row in rows] == splits
+        assert embed(run, tmp_path / source, "--output", tmp_path / f"{source}.npz") == 0
+        assert loaded(tmp_path / f"{source}.npz")["split"].tolist() == splits
     assert "of the splits train, test, val" in capsys.readouterr().out
     assert embed(run, tmp_path / "set", "--split", "test", "--output", tmp_path / "test.npz") == 0
     assert loaded(tmp_path / "test.npz").keys() == {"path", "vector"}
@@ -183,7 +177,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
         (run, other, folder, "1/2", mixed),
         (run, tree, folder, "0/3", mixed.replace("2", "3")),
         (run, tree, tmp_path / "used", "1/2", mixed),
-        (run, tree, tmp_path / "a.csv", "1/2", "a.csv is no folder, into which parts are written"),
+        (run, tree, tmp_path / "a.npz", "1/2", "a.npz is no folder, into which parts are written"),
         (run, tree, tmp_path / "many", "0/7", "part 0/7 has no images: give at most as many parts as there are images"),
     ):
         capsys.readouterr()
@@ -205,12 +199,12 @@ def test_bad_input_is_one_line_before_anything_is_computed(
 ) -> None:
     tree = plain_tree(tmp_path / "tree", 3)
     run = run_with(CONFIG, tmp_path / "run", tree)
-    (tmp_path / "there.csv").write_text("")
+    (tmp_path / "there.npz").write_text("")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
     cases = {
-        "features.pt": "has no known suffix: give a file of .parquet, .npz, .csv",
-        "there.csv": "exists: give another --output",
-        "features.parquet": f"{install_advice('parquet')}, or give --output NAME.npz or .csv",
+        "features.pt": "has no known suffix: give a file of .parquet, .npz",
+        "there.npz": "exists: give another --output",
+        "features.parquet": f"{install_advice('parquet')}, or give --output NAME.npz",
     }
     for name, message in cases.items():
         assert embed(run, tree, "--output", tmp_path / name) == 1

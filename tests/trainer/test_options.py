@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
     [
         pytest.param({"accumulate": 4}, 1e-5, id="a batch in four parts"),
         pytest.param({"deterministic": True}, 0, id="deterministic"),
-        pytest.param({"learning_rate": 0.025, "learning_rate_batch": 8}, 0, id="linear rule"),
         pytest.param({"precision": "bfloat16"}, 0.02, id="bfloat16"),
         pytest.param(
             {"compile": True},
@@ -130,19 +129,6 @@ def test_the_encoder_alone_computes_in_bfloat16() -> None:
     assert {tensor.dtype for tensor in seen} == {torch.float32}
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
-
-
-@pytest.mark.guard  # seconds
-def test_init_encoder(plain: npt.NDArray[np.float64], tmp_path: Path) -> None:
-    run(tmp_path / "first", steps=5, learning_rate=0.0)  # nothing moves: its encoder is what every run begins with
-    path = tmp_path / "first" / "encoder.safetensors"
-    assert run(tmp_path / "again", init_encoder=path)[0] == plain[0]
-    run(tmp_path / "trained", steps=30)
-    assert run(tmp_path / "other", init_encoder=tmp_path / "trained" / "encoder.safetensors")[0] != plain[0]
-    with pytest.raises(ValueError, match=r"--init-encoder .*encoder.safetensors holds EncoderConfig\(.*, not Enc"):
-        run(tmp_path / "wider", init_encoder=path, encoder=replace(GROUP_NORM, width=16))
-    with pytest.raises(ValueError, match="cannot read encoder file"):
-        run(tmp_path / "none", init_encoder=tmp_path / "none.safetensors")
 
 
 @pytest.mark.guard  # seconds
@@ -232,7 +218,6 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"accumulate": 3}, "--batch-size 16 is not a multiple of --accumulate 3"),
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
-        ({"learning_rate_batch": 0}, "--learning-rate-batch must be at least 1, got 0"),
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),

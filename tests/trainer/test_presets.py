@@ -42,9 +42,6 @@ def test_imagenet_is_trained_as_in_the_paper(preset: str, epochs: int) -> None:
         Path("packed"),
     )
     assert config.views.augmentation.min_scale == 0.2
-    assert config.optimization.base_learning_rate == config.optimization.learning_rate
-    half = parse_config([preset, "--batch-size", "256", "--learning-rate-batch", "512"])
-    assert half.optimization.base_learning_rate == 0.03
 
 
 @pytest.mark.guard

@@ -25,9 +25,8 @@ import trainer.run.checkpoint
 from tests.helpers.dying_run import POINTS
 from tests.helpers.power_loss import PowerLoss
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_run
-from trainer.arguments import parse_config
 from trainer.loop import train
-from trainer.model import EncoderConfig, build_encoder, load_encoder, save_encoder
+from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.directory import read_encoder, read_settings, read_summary
@@ -220,24 +219,6 @@ def test_a_resumed_run_updates_its_paths(tmp_path: Path, undisturbed: Path) -> N
     train(small_run(output, resume=True, log_every=20))
     before, after = read_settings(undisturbed), read_settings(output)
     assert after == before | {"output": str(output), "log_every": 20}
-
-
-@pytest.mark.guard
-def test_a_resumed_run_does_not_need_its_first_encoder(tmp_path: Path) -> None:
-    first = small_run(tmp_path / "first", steps=1, rows="dense")
-    train(first)
-    begun = first.run.output / "encoder.safetensors"
-    run = small_run(tmp_path / "run", steps=4, checkpoint_every=2, init_encoder=begun)
-    train(run)
-    before = losses(run.run.output)
-    begun.unlink()
-    train(run.with_settings(resume=True, resume_step=2))
-    train(run.with_settings(resume=True, resume_step=2, init_encoder=None))
-    assert losses(run.run.output) == before
-    assert read_settings(run.run.output)["init_encoder"] == str(begun)
-    shutil.rmtree(run.run.output / "checkpoints")  # as if it had been killed before its first
-    with pytest.raises(ValueError, match=r"whose --init-encoder is .*, not None: give the same settings"):
-        train(run.with_settings(resume=True, init_encoder=None))
 
 
 def test_the_umask_decides_who_may_read_files(undisturbed: Path) -> None:
@@ -542,12 +523,9 @@ def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
     settings = ["synthetic", "--num-images", "300", "--encoder.image-size", "16", "--encoder.width", "8", "--dim", "16"]
     settings += ["--steps", "40", "--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--seed", "1"]
     settings += ["--window-stride", "24", "--checkpoint-every", "10", "--log-every", "1", "--no-evaluate"]
-    settings += ["--init-encoder", "begun"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    encoder = parse_config(settings[:7]).model.encoder
     for rank in "01":
         (tmp_path / rank).mkdir()
-        save_encoder(build_encoder(encoder), encoder, tmp_path / rank / "begun")
 
     def run(*given: str) -> list[float]:
         subprocess.run([*command, *given, "--output", "run"], check=True, cwd=tmp_path, env=environment)
@@ -555,7 +533,5 @@ def test_only_rank_0_needs_the_runs_directory(tmp_path: Path) -> None:
 
     with LocalCluster(2) as cluster:
         once = run(*settings, "--resume", "auto", "--servers", ",".join(cluster.addresses))
-        for rank in "01":
-            (tmp_path / rank / "begun").unlink()  # the encoder is that of the checkpoint
         assert run("--resume", "--resume-step", "20") == once
     assert not list((tmp_path / "1").iterdir())

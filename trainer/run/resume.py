@@ -27,7 +27,7 @@ from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
 
-_OF_ONE_START = frozenset(["resume", "extend", "init_encoder"])
+_OF_ONE_START = frozenset(["resume", "extend"])
 """Settings that say how a run was started, not what it is."""
 
 
@@ -63,9 +63,8 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
         raise ValueError(f"{config.run.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     wanted = json.loads(config.to_json())
     stored = read_settings(config.run.output)
-    starts = not saved_steps(config.run.output / "checkpoints")  # it was killed before its first
     _check_length(config, run_settings(config.run.output), num_images)
-    free = RESUMABLE | LENGTH | config.unused_settings() | (set() if starts else {"init_encoder"})
+    free = RESUMABLE | LENGTH | config.unused_settings()
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
     for name in sorted(had.keys() | given.keys()):

@@ -79,7 +79,7 @@ class RunImages:
         num_steps = config.num_steps(self.num_images)
         warmup_steps = config.warmup_steps(self.num_first, num_steps)
         return learning_rates(
-            num_steps=max(num_steps, warmup_steps), base=config.base_learning_rate, warmup_steps=warmup_steps
+            num_steps=max(num_steps, warmup_steps), base=config.learning_rate, warmup_steps=warmup_steps
         )[:num_steps]
 
     def to_json(self) -> str:
