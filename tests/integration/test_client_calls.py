@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,93 @@ def test_a_refused_fetch_does_not_wait_for_a_frozen_shard(tmp_path: Path) -> Non
             with pytest.raises(StepError):
                 client.fetch(ROWS[:30], step=0)  # of shard 0, 1 and 2
             assert time.monotonic() - started < 10, "it is refused long before the deadline of 30 s"
+
+
+def test_series_of_failures_begin_at_zero_under_the_numbers_of_shards(cluster: LocalCluster) -> None:
+    """Otherwise Prometheus' increase() is 0 at the first failure."""
+    program = """
+import sys, prometheus_client
+from weightserver import WeightClient
+with WeightClient(sys.argv[1:]) as client:
+    client.drop_table()
+print(prometheus_client.generate_latest().decode())
+"""
+    command = [sys.executable, "-c", program, *cluster.addresses]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert set(re.findall(r'weightserver_client_\w+{.*shard="([^"]*)"', shown)) == {"unknown", "0", "1"}
+    for shard, status in itertools.product("01", ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")):
+        of_call = f'method="DropTable",outcome="failed",shard="{shard}",status="{status}"'
+        assert f"weightserver_client_errors_total{{{of_call}}} 0.0" in shown
+    for shard, other in itertools.product(
+        "01", ("another table", "no table", "another token", "another version", "another program")
+    ):
+        answered = f'answered="{other}",expected="{shard}/2",shard="{shard}"'
+        assert f"weightserver_client_wrong_answers_total{{{answered}}} 0.0" in shown
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("timeout_seconds", [3, 30])
+def test_each_shard_that_is_frozen_is_the_only_one_that_is_named(
+    timeout_seconds: float, tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Others have answered, and wait to be read: until after the deadline, or until it answers too."""
+    rows = ROWS[::10]
+    names = ("late_calls_total", "errors_total", "retries_total", "call_seconds_sum")
+
+    def told(shard: int) -> list[float]:
+        of_shard = {"shard": str(shard), "method": "Fetch"}
+        own = [sample for family in WeightClient.metrics().collect() for sample in family.samples]
+        own = [sample for sample in own if of_shard.items() <= sample.labels.items()]
+        return [sum(one.value for one in own if one.name == f"weightserver_client_{name}") for name in names]
+
+    with (
+        LocalCluster(3, tmp_path) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=timeout_seconds) as client,
+    ):
+        fill(client)
+        client.fetch(rows, step=1)
+        for shard in range(3):
+            before = [told(each) for each in range(3)]
+            num_lines = len(lines())
+            with frozen(cluster, shard):
+                fetch = threading.Thread(target=lambda: client.fetch(rows, step=1))
+                fetch.start()
+                retries = before[shard][2]
+                wait_until(lambda each=shard, before=retries: timeout_seconds > 3 or told(each)[2] > before)
+                wait_until(lambda before=num_lines: len(lines()) > before)
+            fetch.join(60)
+            wait_until(lambda: "answers again" in lines()[-1]["text"])
+            assert {line["shard"] for line in lines()[num_lines:]} == {str(shard)}
+            after = [told(each) for each in range(3)]
+            spent = [later[3] - earlier[3] for earlier, later in zip(before, after, strict=True)]
+            assert spent[shard] > 2.5
+            for other in {0, 1, 2} - {shard}:
+                assert spent[other] < spent[shard] / 2
+                assert after[other][1] == before[other][1], "it failed at no attempt"
+
+
+@pytest.mark.guard
+def test_all_frozen_shards_are_tried_at_once_and_named(
+    tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Neither does a small fetch wait for one after another."""
+    with (
+        LocalCluster(3, tmp_path) as cluster,
+        WeightClient(cluster.addresses, timeout_seconds=1, retry_seconds=8) as client,
+        ExitStack() as stack,
+    ):
+        fill(client)
+        for shard in range(3):
+            stack.enter_context(frozen(cluster, shard))
+        for call in (lambda: client.fetch(ROWS, step=1), client.describe):
+            started = time.monotonic()
+            with pytest.raises(ShardUnavailableError, match=r"^shard 0 at .* for [89]\.") as raised:
+                call()
+            assert time.monotonic() - started < 16
+            others = ", ".join(f"shard {shard} at {cluster.addresses[shard]}" for shard in (1, 2))
+            assert str(raised.value).endswith(f"; nor did {others} answer")
+        assert {line["shard"] for line in lines()} == {"0", "1", "2"}
+        assert all("tried for 8 s" in line["text"] for line in lines() if "budget" in line)
 
 
 @pytest.mark.guard

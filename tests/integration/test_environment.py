@@ -21,7 +21,7 @@ import pytest
 
 from tests.helpers.commands import weightserver
 from tests.helpers.watching import metric, wait_until
-from weightserver import StorageError
+from weightserver import LocalCluster, StorageError
 from weightserver.common.atomic_files import directory_lock
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -87,6 +87,17 @@ def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path:
             assert metric(address, "weightserver_serving") == 1
         finally:
             shard.terminate()
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("folder", ["other", "missing"])
+def test_another_services_folder_of_metrics_is_left_alone_by_a_client(
+    folder: str, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    program = "import sys; from weightserver import *\nwith WeightClient(sys.argv[1:]) as client: client.drop_table()"
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
+    subprocess.run([sys.executable, "-c", program, *cluster.addresses], env=environment, check=True)
     assert not list((tmp_path / "other").iterdir())
 
 

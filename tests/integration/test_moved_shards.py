@@ -27,7 +27,9 @@ from tests.helpers.nodes import Node, connected_nodes
 from tests.helpers.small_run import losses
 from tests.helpers.watching import wait_until
 from weightserver import (
+    AuthenticationError,
     DataLossError,
+    InvalidRequestError,
     LocalCluster,
     NoTableError,
     TableMismatchError,
@@ -37,6 +39,12 @@ from weightserver import (
 )
 
 NAME, PORT = "shard.test", 50051
+OF_ANOTHER_VERSION = """
+from weightserver.common import version
+version.__version__, version.works_with = "9.0.0", lambda caller: False
+from weightserver.cli import main
+main()
+"""
 CLIENT = """
 import sys, time, numpy as np
 from weightserver import TableSpec, WeightClient
@@ -279,6 +287,7 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
 
     end()
     own, kept, serving = cluster.directory / "shard-0", cluster.directory / "kept", [1]
+    command, options = cluster._program, cluster._serve_options
     with ExitStack() as stack:
         if what in ("exchanged", "sibling"):
             cluster._reserved_ports.reverse()
@@ -298,13 +307,20 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
             stack.callback(web.shutdown)
         elif what == "an HTTP/2 server":
             stack.enter_context(serving_pages(cluster.addresses[0]))
-        elif what in ("stranger", "empty"):
+        elif what in ("stranger", "empty", "another token", "another version"):
             stack.callback(own.rename(kept).rename, own)
-            stack.callback(shutil.rmtree, shutil.copytree(others / what / "shard-0", own))
-        if what in ("exchanged", "stranger", "empty"):
+            directory = others / ("empty" if what == "empty" else "stranger")
+            stack.callback(shutil.rmtree, shutil.copytree(directory / "shard-0", own))
+        if what in ("exchanged", "stranger", "empty", "another token", "another version"):
             serving.append(0)
+        (token := others / "token").write_text("the-token-of-another-cluster")
         for shard in serving:
+            if shard == 0 and what == "another token":
+                cluster._serve_options = ["--token-file", str(token)]
+            if shard == 0 and what == "another version":
+                cluster._program = [sys.executable, "-c", OF_ANOTHER_VERSION]
             cluster.restart(shard)
+        cluster._program, cluster._serve_options = command, options
         yield
         end()
     for shard in range(2):
@@ -329,7 +345,6 @@ def wrong_answers() -> Counter[str]:
 PLACES = {
     "rebooted": "",
     "an HTTP server": "",  # gRPC cannot tell it from a connection that breaks
-    "exchanged": "1/2",
     "sibling": "1/2",
     "an HTTP/2 server": "another program",
     "another program": "another program",
@@ -338,10 +353,13 @@ PLACES = {
     "a gate": "another program",
     "stranger": "another table",
     "empty": "no table",
+    "another token": "another token",
+    "another version": "another version",
 }
 """What may be in the place of shard 0, and its name in the metric if it answers."""
 STATUS = {"rebooted": "UNAVAILABLE", "an HTTP server": "UNAVAILABLE", "an HTTP/2 server": "UNKNOWN"}
 STATUS |= {"a mock": "UNKNOWN", "a page": "UNKNOWN", "a gate": "PERMISSION_DENIED"}
+STATUS |= {"another token": "UNAUTHENTICATED", "another version": "INVALID_ARGUMENT"}
 ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
 """Of a gRPC server that answers every call."""
 
@@ -354,7 +372,7 @@ ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
         for call, is_guard in (
             ("fetch", what in ("rebooted", "an HTTP/2 server", "empty")),
             ("push", what != "rebooted"),
-            ("checkpoint", what in ("exchanged", "a mock", "stranger")),
+            ("checkpoint", what in ("sibling", "a mock", "stranger")),
         )
     ],
 )
@@ -381,6 +399,77 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 
+@pytest.mark.guard
+@pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
+def test_shards_that_exchanged_their_addresses_are_found(call: str, others: Path, cluster: LocalCluster) -> None:
+    """Before names follow, and again when they have."""
+    with trained(cluster, retry_seconds=60) as client:
+        before, wrong = client.fetch(ROWS, step=1), wrong_answers()
+        with misplaced(cluster, "exchanged", others):
+            if call == "fetch":
+                assert np.array_equal(client.fetch(ROWS, step=1), before)
+            elif call == "push":
+                client.push_gradients(ROWS, ONES, step=1)
+            else:
+                client.checkpoint("kept", step=1)
+            assert set(wrong_answers() - wrong) == {"1/2"}
+        assert (client.fetch_state(ROWS).last_step == (2 if call == "push" else 1)).all()
+        assert [shard.address for shard in client.describe().shards] == cluster.addresses
+
+
+@pytest.mark.guard
+def test_a_client_that_connects_while_shards_are_exchanged_keeps_them(others: Path, cluster: LocalCluster) -> None:
+    with trained(cluster, retry_seconds=60) as client:
+        before = client.fetch(ROWS, step=1)
+    with WeightClient(cluster.addresses, retry_seconds=60) as client:
+        with misplaced(cluster, "exchanged", others):
+            assert [shard.address for shard in client.describe().shards] == cluster.addresses[::-1]
+        assert np.array_equal(client.fetch_state(ROWS).weight, before)
+
+
+def first_attempts(status: str = "") -> float:
+    """Number of attempts at shards whose number is not known yet; of those that failed so."""
+    own = (sample for family in WeightClient.metrics().collect() for sample in family.samples)
+    of = (one for one in own if one.labels.get("shard") == "unknown" and one.labels.get("status", "") == status)
+    name = f"weightserver_client_{'errors' if status else 'attempts'}_total"
+    return sum(sample.value for sample in of if sample.name == name)
+
+
+@pytest.mark.guard
+def test_a_first_connection_waits_until_a_shard_answers(others: Path, cluster: LocalCluster) -> None:
+    with WeightClient(cluster.addresses, connect_seconds=60) as client, ThreadPoolExecutor(1) as pool:
+        with misplaced(cluster, "another program", others):
+            before = first_attempts("UNIMPLEMENTED")
+            made = pool.submit(client.create_table, SPEC)
+            wait_until(lambda: first_attempts("UNIMPLEMENTED") >= before + 3 or made.done())
+            assert not made.done()
+        assert made.result(60) == SPEC
+
+
+@pytest.mark.guard
+def test_a_first_connection_waits_while_two_names_lead_to_one_shard(tmp_path: Path, cluster: LocalCluster) -> None:
+    with (
+        LocalCluster(2, tmp_path / "twin") as twin,
+        WeightClient(cluster.addresses, connect_seconds=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for process in (cluster.processes[1], *twin.processes):
+            process.kill()
+            process.wait()
+        for port in twin._reserved_ports[0]:
+            port.close()
+        twin._reserved_ports[0] = cluster._reserved_ports[1]
+        twin.restart(0)  # at the address of the other's shard 1
+        before = first_attempts()
+        made = pool.submit(client.create_table, SPEC)
+        wait_until(lambda: first_attempts() >= before + 6 or made.done())
+        assert not made.done()
+        twin.processes[0].kill()
+        twin.processes[0].wait()
+        cluster.restart(1)
+        assert made.result(60) == SPEC
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", PLACES)
@@ -405,6 +494,16 @@ def test_two_ranks_wait_until_the_shard_is_in_its_place(
             r"shard 0 at .* \(shard 0/2 of table \w{32} answers, the call is for that of table",
         ),
         ("empty", DataLossError, r"shard 0 at .* \(shard 0/2 of no table answers, .*put the newest directory back"),
+        (
+            "another token",
+            AuthenticationError,
+            r"^shard 0 at \S+ has refused this client's token for [12]\.\d s.*: the call has no token",
+        ),
+        (
+            "another version",
+            InvalidRequestError,
+            r"^shard 0 at \S+ has refused this client's version for .*: this shard has version 9\.0\.0, the caller ",
+        ),
     ],
 )
 def test_what_stays_in_the_place_of_a_shard_is_named(

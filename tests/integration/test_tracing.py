@@ -104,7 +104,7 @@ def test_a_step_its_calls_and_their_answers_are_one_trace(tmp_path: Path, monkey
     for answer in joined:
         call = by_id[answer.parent_span_id]
         assert (call.name, call.trace_id) == (answer.name, answer.trace_id)
-        assert values(call)["shard"] in (str(values(answer)["shard"]), *cluster.addresses)  # its address at first
+        assert values(call)["shard"] in (str(values(answer)["shard"]), "unknown")
         if call.parent_span_id in steps:
             assert steps[call.parent_span_id].trace_id == call.trace_id
     pushed = next(span for span in joined if span.name == "PushGradients")

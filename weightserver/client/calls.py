@@ -33,6 +33,13 @@ SLOW_SECONDS = 1.0
 """A call whose first attempt takes longer is logged, as it is by the shard."""
 _REMINDER_SECONDS = 60.0
 _TICK_SECONDS = 0.25
+_STATUSES_OF_FAILURES = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    status_of(WrongShardError),
+)
+"""Those of attempts that are repeated. Their series exist from the first call on, so that the first is an increase."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +49,7 @@ class Call:
     """One call of a shard: all of its attempts."""
 
     shard: str
-    """Number of the shard, or its address until that is known."""
+    """Number of the shard; "unknown" until it has said that."""
     target: str
     """Number and address of the shard, for people."""
     expected: str
@@ -116,6 +123,8 @@ class CallWatch:
         if is_new:
             metrics.late(*call.labels)  # so that the first one is an increase
             metrics.failed(*call.labels)
+            for status in _STATUSES_OF_FAILURES:
+                metrics.errors(*call.labels, status.name, outcome_of(status))
             metrics.waiting(*call.labels).set_function(lambda: float(len(self._ages(call.labels))))
             metrics.oldest(*call.labels).set_function(lambda: max(self._ages(call.labels), default=0.0))
         if is_first:
@@ -143,6 +152,11 @@ class CallWatch:
                     "request": call.request_id,
                 },
             )
+
+    def leave(self, rows: list[FetchedRows]) -> None:
+        """The caller of these fetches does not wait any more, whether they have ended or not."""
+        for call in [call for call in list(self.waiting) if call.rows in rows]:
+            self.waiting.pop(call, None)
 
     def _ages(self, labels: tuple[str, str]) -> list[float]:
         now = time.monotonic()

@@ -152,10 +152,10 @@ def _bytes_of(message: Message) -> bytes:
 
 
 class Channels:
-    """The channels to one address. Safe to use from any thread."""
+    """The channels to one address, which may change. Safe to use from any thread."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        self._address, self._credentials = address, credentials
+        self.address, self._credentials = address, credentials
         self._process, self._lock = os.getpid(), threading.Lock()
         self._is_closed = False
         self._newest: dict[bool, Channel] = {}
@@ -174,7 +174,7 @@ class Channels:
             self.require_open()
             channel = self._newest.get(is_main)
             if channel is None or channel.is_useless:
-                channel = Channel(open_channel(self._address, self._credentials), is_main=is_main)
+                channel = Channel(open_channel(self.address, self._credentials), is_main=is_main)
                 self._all.add(channel)
                 self._newest[is_main] = channel
             channel.num_calls += 1

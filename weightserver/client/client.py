@@ -70,7 +70,7 @@ class WeightClient(Closing):
             `insecure`.
         timeout_seconds: deadline of one attempt; for a fetch, the time in which some of its rows must arrive.
         retry_seconds: how long calls are retried of a shard that has answered before and cannot be reached now.
-        connect_seconds: how long the first call of each shard is tried.
+        connect_seconds: how long the first call of each shard is tried, also while another program answers.
         insecure: accept addresses other than loopback without credentials.
     """
 

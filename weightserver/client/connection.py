@@ -21,7 +21,7 @@ from weightserver.client.calls import WATCH, Call
 from weightserver.client.channels import Channel, Channels, Credentials, answer_of
 from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
-from weightserver.client.retries import AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
+from weightserver.client.retries import ANSWERED, AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
 from weightserver.client.threads import require_caller
 from weightserver.common.logs import REQUEST_ID, new_request_id
 from weightserver.common.tracing import CLIENT, spans
@@ -48,6 +48,14 @@ Result = TypeVar("Result")
 Attempt = Callable[[Channel, dict[str, Any]], Result]
 
 
+class DelayedError(Exception):
+    """The first attempt of a fetch has failed, and `call` goes on: see `ShardConnection.fetch`."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.target)
+        self.call = call
+
+
 class ShardConnection:
     """Calls one shard; safe to use from any thread."""
 
@@ -61,8 +69,9 @@ class ShardConnection:
         retry_seconds: float,
         connect_seconds: float,
     ) -> None:
-        self.address = self.name = self._label = address
+        self.address = self.name = address
         """`name` is the address until `identify`."""
+        self._label = "unknown"
         self._expected = ""
         self.shard = 0
         """Known after `identify`."""
@@ -79,6 +88,8 @@ class ShardConnection:
         """Identity of the client's table; empty while it knows none."""
         self.data_loss: DataLossError | None = None
         """The last one that a call raised."""
+        self.find_again: Callable[[], None] = lambda: None
+        """Called where another shard of the cluster answers at the address."""
         self._channels = Channels(address, credentials)
         self.close = self._channels.close
 
@@ -87,7 +98,13 @@ class ShardConnection:
         self._expected = f"{shard}/{num_shards}"
         self._metadata.append((SHARD_KEY, self._expected))
         self.shard, self.name, self._label = shard, f"shard {shard} at {self.address}", str(shard)
-        metrics.wrong_answers(self._label, self._expected, "another program")  # so that the first one is an increase
+        for answered in ANSWERED:  # so that the first one is an increase
+            metrics.wrong_answers(self._label, self._expected, answered)
+
+    def move_to(self, address: str) -> None:
+        """From now on the shard is called there."""
+        self.address = self._channels.address = address
+        self.name = f"shard {self.shard} at {address}"
 
     def call(
         self,
@@ -126,9 +143,12 @@ class ShardConnection:
                 raise AnswerInDoubtError
             return answer_of(method, data)
 
-        return self._attempts(
-            Call(self._label, self.name, self._expected, method, num_rows), attempt, rates, acknowledged
-        )
+        return self._attempts(self._new_call(method, num_rows), attempt, rates, acknowledged)
+
+    def _new_call(self, method: str, num_rows: int, rows: FetchedRows | None = None) -> Call:
+        call = Call(self._label, self.name, self._expected, method, num_rows, rows)
+        call.budget_seconds = self._budget_seconds
+        return call
 
     def tell(self, method: str, request: Any, seconds: float) -> None:
         """Makes one attempt at a call whose answer nobody waits for longer; whether it arrives is not known."""
@@ -169,25 +189,30 @@ class ShardConnection:
         self._channels.leave(begun.channel, has_returned=True)
 
     def fetch(
-        self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, begun: BegunFetch | None = None
+        self,
+        like: pb.FetchRequest,
+        rates: CarriedRates | None,
+        rows: FetchedRows,
+        begun: BegunFetch | None = None,
+        delayed: Call | None = None,
+        *,
+        once: bool = False,
     ) -> None:
         """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived.
 
-        The first attempt may have begun. Where it fails it is made again, and its failure does not count: its deadline
-        may have passed while the caller waited for other shards.
+        With `once`, the first attempt alone, which may have begun: if it fails and others may succeed, this raises
+        DelayedError, and a fetch with that call goes on. Its failure does not count if its deadline had passed while
+        the caller waited for other shards.
         """
 
         def attempt(channel: Channel, options: dict[str, Any]) -> None:
             nonlocal begun
             if begun is not None:
                 first, begun = begun, None
-                try:
-                    self._receive(first.answer, first.answer, first.options, rows)
-                    # It may have been there before its turn: then it took what the shard says.
-                    call.started = max(first.started, call.started - (rows.shard_seconds or 0.0))
-                    return
-                except grpc.RpcError:
-                    pass
+                self._receive(first.answer, first.answer, first.options, rows)
+                # It may have been there before its turn: then it took what the shard says.
+                call.started = max(first.started, call.started - (rows.shard_seconds or 0.0))
+                return
             request = self._next_request(like, rates, rows, options)
             if rows.fit_one_message:
                 message, one = channel.call("Fetch", request, options)
@@ -200,9 +225,12 @@ class ShardConnection:
                 answer.cancel()
 
         while rows.num_arrived < rows.num_rows:
-            call = Call(self._label, self.name, self._expected, "Fetch", rows.num_rows, rows)
-            call.request_id = begun.request_id if begun else call.request_id
-            self._attempts(call, attempt, rates)
+            call, delayed = delayed or self._new_call("Fetch", rows.num_rows, rows), None
+            is_timely = True
+            if begun:
+                call.request_id = begun.request_id
+                is_timely = call.started - begun.started < begun.options["timeout"]
+            self._attempts(call, attempt, rates, once=once, is_timely=is_timely)
 
     def drop(self, begun: BegunFetch) -> None:
         """Reads the answer to its end, and of it takes the shard's mark only."""
@@ -256,13 +284,24 @@ class ShardConnection:
         seconds = self._timeout_seconds if self._has_answered else min(self._timeout_seconds, self._connect_seconds)
         return {"timeout": seconds, "metadata": metadata}
 
+    @property
+    def _budget_seconds(self) -> float:
+        return self._retry_seconds if self._has_answered else self._connect_seconds
+
     def _attempts(
-        self, call: Call, attempt: Attempt[Result], rates: CarriedRates | None = None, acknowledged: str = ""
+        self,
+        call: Call,
+        attempt: Attempt[Result],
+        rates: CarriedRates | None = None,
+        acknowledged: str = "",
+        *,
+        once: bool = False,
+        is_timely: bool = True,
     ) -> Result:
         """Makes attempts until one succeeds, or the budget is spent. When rows of a fetch arrive the budget restarts. A
         shard that lacks some of the learning rates that a request names gets them in the next one.
         """
-        retries, num_lacking = Retries(call), 0
+        retries, num_lacking, is_delayed = Retries(call), 0, False
         try:
             WATCH.began(call)
             while True:
@@ -294,9 +333,19 @@ class ShardConnection:
                     num_lacking += 1
                     if num_lacking < _MOST_LACKING:
                         continue
-                call.budget_seconds = self._retry_seconds if self._has_answered else self._connect_seconds
-                retries.after(failure, has_answered=self._has_answered)
+                call.budget_seconds = self._budget_seconds
+                if is_timely or not failure.is_retried:
+                    retries.count(failure)
+                is_timely = True
+                if once:
+                    is_delayed = True
+                    raise DelayedError(call)
+                retries.pause(failure, has_answered=self._has_answered)
+                if "own_shard" in failure.fields:
+                    self.find_again()
         except BaseException as error:
+            if is_delayed:
+                raise
             call.gave_up(error)
             if isinstance(error, ValueError):
                 self._channels.require_open()
@@ -304,8 +353,9 @@ class ShardConnection:
                 self.data_loss = error
             raise
         finally:
-            WATCH.waiting.pop(call, None)  # before any Python code, where an interrupt could leave it there
-            WATCH.ended(call)
+            if not is_delayed:
+                WATCH.waiting.pop(call, None)  # before any Python code, where an interrupt could leave it there
+                WATCH.ended(call)
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:
         """Remembers the shard's mark, with which the answer ends.

@@ -8,17 +8,35 @@ from __future__ import annotations
 
 import threading
 from functools import cache, partial
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client.values import MutexValue
 
 from weightserver.common.metrics import Histograms, Registry
 
 _NAME = "weightserver_client"
 _CALL = ("shard", "method")
+_value: Any = MutexValue
+
+
+class _OwnCounter(Counter):
+    """One of this process, also where PROMETHEUS_MULTIPROC_DIR names a folder of another service."""
+
+    def _metric_init(self) -> None:
+        self._value, self._created = _value(self._type, self._name, "", (), (), ""), 0.0
+
+
+class _OwnGauge(Gauge):
+    """As `_OwnCounter`."""
+
+    def _metric_init(self) -> None:
+        self._value = _value(self._type, self._name, "", (), (), "")
+
 
 registry = Registry()
-_counter = partial(Counter, registry=registry)
-_gauge = partial(Gauge, registry=registry)
+_counter = partial(_OwnCounter, registry=registry)
+_gauge = partial(_OwnGauge, registry=registry)
 # labels() takes longer than observe() and inc().
 attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
 retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
@@ -27,7 +45,7 @@ wrong_answers = cache(
     _counter(
         f"{_NAME}_wrong_answers",
         "Attempts that another one answered, by what was expected, shard/shards, and what it is: shard/shards, "
-        "another table, no table, or another program.",
+        "no table, or another table, token, version or program.",
         ("shard", "expected", "answered"),
     ).labels
 )

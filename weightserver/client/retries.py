@@ -18,7 +18,7 @@ from weightserver.core.errors import (
     WeightServerError,
     WrongShardError,
 )
-from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, is_of_shard, status_of
+from weightserver.protocol.status import ERROR_OF_STATUS, error_fields, is_of_shard, refused_of_caller, status_of
 
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
@@ -26,6 +26,8 @@ _RETRIED = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
 )
+ANSWERED = ("no table", *(f"another {what}" for what in ("table", "token", "version", "program")))
+"""What may answer in the place of a shard, besides another shard of its cluster."""
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -50,20 +52,23 @@ class Failure:
     fields: dict[str, int] = field(default_factory=dict)
     """Fields of the error that the shard raised."""
     is_of_another: bool = False
-    """Whether another shard or program has answered."""
+    """Whether another shard or program has answered, which may be there for a while only."""
+    refused: str = ""
+    """What of this client a shard of its address refuses that took it before: its token or its version."""
 
     @classmethod
     def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool) -> Failure:
-        """Another shard or program at the address of one that has answered before may be there for a while only."""
         if isinstance(error, AnswerOfAnotherError):
-            return cls(grpc.StatusCode.UNKNOWN, "its answer is none of a shard", has_answered, is_of_another=True)
+            return cls(grpc.StatusCode.UNKNOWN, "its answer is none of a shard", is_retried=True, is_of_another=True)
         if isinstance(error, AnswerInDoubtError):
             return cls(grpc.StatusCode.ABORTED, "its answers could not be ordered", is_retried=True)
         status, trailer = error.code(), error.trailing_metadata()
         details, fields = " ".join((error.details() or "").split()), error_fields(trailer)
-        is_of_another = status is status_of(WrongShardError) or not (status in _RETRIED or is_of_shard(trailer))
-        is_retried = status in _RETRIED or "num_used" in fields or (has_answered and is_of_another)
-        return cls(status, details, is_retried, fields, is_of_another)
+        refused = refused_of_caller(status, trailer) if has_answered else ""
+        is_foreign = status is status_of(WrongShardError) or not (status in _RETRIED or is_of_shard(trailer))
+        is_of_another = is_foreign or bool(refused)
+        is_retried = status in _RETRIED or "num_used" in fields or is_of_another
+        return cls(status, details, is_retried, fields, is_of_another, refused)
 
     @property
     def is_silence(self) -> bool:
@@ -73,6 +78,8 @@ class Failure:
     @property
     def answered(self) -> str:
         """What has, if it is another one."""
+        if self.refused:
+            return f"another {self.refused}"
         if "own_shard" in self.fields:
             return f"{self.fields['own_shard']}/{self.fields.get('own_num_shards', 0)}"
         is_empty = self.fields.get("is_empty")
@@ -99,20 +106,23 @@ class Retries:
         """Whether the last attempt has received some."""
         return self._call.rows is not None and self._call.rows.num_arrived > self._num_arrived
 
-    def after(self, failure: Failure, *, has_answered: bool) -> None:
+    def count(self, failure: Failure) -> None:
+        """Counts an attempt that failed. Raises WeightServerError if no other one would help."""
+        self._call.failed(failure.status)
+        if failure.is_of_another:
+            self._call.answered_by(failure.answered)
+        if not failure.is_retried:
+            raise self._told(self._refusal(failure))
+
+    def pause(self, failure: Failure, *, has_answered: bool) -> None:
         """Waits before the next attempt, which follows at once if rows have arrived.
 
         Args:
             has_answered: whether the shard has ever answered this client.
 
         Raises:
-            WeightServerError: no other attempt would help, or `budget_seconds` of the call have passed.
+            WeightServerError: `budget_seconds` of the call have passed.
         """
-        self._call.failed(failure.status)
-        if failure.is_of_another:
-            self._call.answered_by(failure.answered)
-        if not failure.is_retried:
-            raise self._told(self._refusal(failure))
         if self.have_rows_arrived and self._call.rows is not None:
             self._started, self._num_arrived = time.monotonic(), self._call.rows.num_arrived
             self._pause_seconds = _FIRST_PAUSE_SECONDS
@@ -152,6 +162,13 @@ class Retries:
         call, progress = self._call, ""
         if call.rows is not None:
             progress = f", {call.rows.num_arrived} of {call.rows.num_rows} rows had arrived"
+        if failure.refused:
+            return ERROR_OF_STATUS[failure.status](
+                f"{call.target} has refused this client's {failure.refused} for {waited:.1f} s{progress}, which it had "
+                f"taken before, or another one is at its address: {failure.details}"
+            )
+        if failure.is_of_another and not has_answered:
+            return self._refusal(failure)
         if failure.is_overload:
             return OverloadedError(f"{call.target} was overloaded for {waited:.1f} s{progress}: {failure.details}")
         if failure.fields.get("is_empty"):
@@ -173,5 +190,6 @@ class Retries:
             )
         return ShardUnavailableError(
             f"{call.target} did not answer for {waited:.1f} s ({failure.status.name}: {failure.details}){progress}: "
-            f"check {check}"
+            f"check {check}",
+            shard=call.target,
         )

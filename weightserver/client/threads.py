@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from weightserver.core.errors import WeightServerError
+from weightserver.core.errors import ShardUnavailableError, WeightServerError
 
 Answers = SimpleQueue[tuple[int, Any]]
 """Numbers of calls, and what they returned or raised."""
@@ -67,10 +67,14 @@ def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, 
 
 
 def raise_first(outcomes: list[Any]) -> None:
-    """Raises the first error among the outcomes, if there is any."""
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    """Raises the first error among the outcomes, if there is any. It names all shards that did not answer."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not errors:
+        return
+    silent = [error.shard for error in errors if isinstance(error, ShardUnavailableError)]
+    if isinstance(errors[0], ShardUnavailableError) and silent[1:]:
+        errors[0].args = (f"{errors[0]}; nor did {', '.join(silent[1:])} answer",)
+    raise errors[0]
 
 
 def is_not_applied(outcomes: list[Any]) -> bool:

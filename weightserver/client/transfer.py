@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 
 from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
-from weightserver.client.connection import BegunFetch, ShardConnection, drop_answers
+from weightserver.client.calls import WATCH, Call
+from weightserver.client.connection import BegunFetch, DelayedError, ShardConnection, drop_answers
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
@@ -37,7 +38,8 @@ def fetch_rows(
 ) -> None:
     """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]).
 
-    One thread fetches a few rows from several shards: it sends all requests before it receives the first answer.
+    One thread fetches a few rows from several shards: it sends all requests before it receives the first answer. What
+    has failed then is repeated by a thread for each shard.
     """
     connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
     if not (in_order := is_strictly_increasing(rows)):
@@ -54,13 +56,21 @@ def fetch_rows(
             shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
         else:
             begun: list[tuple[ShardConnection, BegunFetch]] = []
+            delayed: list[tuple[ShardConnection, FetchedRows, None, Call]] = []
+            once = len(parts) > 1
             try:
                 for connection, part in parts[1:]:
                     begun.append((connection, connection.begin_fetch(request, rates, part)))
                 for (connection, part), first in zip(parts, [None, *(first for _, first in begun)], strict=False):
-                    connection.fetch(request, rates, part, first)
-            except WeightServerError:
-                drop_answers(begun)
+                    try:
+                        connection.fetch(request, rates, part, first, once=once)
+                    except DelayedError as error:
+                        delayed.append((connection, part, None, error.call))
+                shards.in_parallel(lambda connection, *rest: connection.fetch(request, rates, *rest), delayed)
+            except BaseException as error:
+                WATCH.leave([part for _, part in parts])
+                if isinstance(error, WeightServerError):
+                    drop_answers(begun)
                 raise
             finally:
                 for connection, first in begun:

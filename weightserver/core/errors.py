@@ -67,6 +67,11 @@ class ArgumentError(ValueError):
 class ShardUnavailableError(WeightServerError):
     """A shard did not answer within `retry_seconds`; within `connect_seconds` if it has never answered this client."""
 
+    def __init__(self, message: str = "", *, shard: str = "") -> None:
+        super().__init__(message)
+        self.shard = shard
+        """Number and address of the shard."""
+
 
 class OverloadedError(WeightServerError, not_applied=True):
     """A shard has no room for another request now; trying again later may succeed."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import grpc
 
+from weightserver.common.version import works_with
 from weightserver.core.errors import (
     AuthenticationError,
     DataLossError,
@@ -96,6 +97,15 @@ def mark_of_refusal(refused: grpc.RpcError) -> str:
 def is_of_shard(metadata: Iterable[tuple[str, str]] | None) -> bool:
     """Whether the trailing metadata of an answer are those of a shard, which all have a mark or a version."""
     return not {MARK_KEY, VERSION_KEY}.isdisjoint(dict(metadata or ()))
+
+
+def refused_of_caller(status: grpc.StatusCode, metadata: Iterable[tuple[str, str]] | None) -> str:
+    """What a shard has refused of its caller, before it looked at the call: "token", "version", or nothing."""
+    if (version := dict(metadata or ()).get(VERSION_KEY)) is None:
+        return ""
+    if status is grpc.StatusCode.UNAUTHENTICATED:
+        return "token"
+    return "" if works_with(version) else "version"
 
 
 def status_of(error: type[WeightServerError]) -> grpc.StatusCode:
