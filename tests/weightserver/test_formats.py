@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightserver.common.version import FORMAT
 from weightserver.core.arrays import all_finite
 from weightserver.core.blocks import BlockCodec
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.core.errors import FencedError, InvalidRequestError, StorageError
 from weightserver.core.exactly_once import WriterState
 from weightserver.core.initial import initial_rows
+from weightserver.core.lineage import Lineage
 from weightserver.core.precision import MOMENTUM_BUFFER, WEIGHT
 from weightserver.core.sharding import Sharding, from_ranges, to_ranges
 from weightserver.core.spec import TableSpec
+from weightserver.core.versions import Version
+from weightserver.protocol import codec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
     decode_fetch_response,
@@ -32,8 +40,14 @@ from weightserver.protocol.codec import (
     table_number,
 )
 from weightserver.server.request_memory import blocks_bytes
+from weightserver.storage import records
+from weightserver.storage.interface import DATABASES
+from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.lmdb_transaction import CONTENTS
+from weightserver.storage.records import State
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "block.json"
+FORMATS = GOLDEN.with_name("formats.json")
 SPEC = TableSpec(num_rows=50, dim=3, rows_per_block=10, seed=7)
 HALVED = replace(SPEC, dtype="bfloat16")
 OTHER = TableSpec(
@@ -79,6 +93,43 @@ def test_block_layout(spec: TableSpec) -> None:
     halves = eighths.view("<u2").reshape(30, 2)[:, 2 - spec.value_bytes // 2 :]
     assert block[104 + size : -8] == halves.tobytes()
     assert len(block) == 104 + 2 * size + 8
+
+
+def layouts(directory: Path) -> dict[str, str]:
+    """Digests of the protocol, and of a directory's contents, which hold each kind of record with all of its fields."""
+    messages = FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb).SerializeToString(deterministic=True)
+    metadata = sorted((name, key) for name, key in vars(codec).items() if name.endswith("_KEY"))
+    kept = ShardCheckpoint("kept", 1, b"c" * 16, ("0123456789abcdef:1",), generation=0, rows_stored=4, num_rows=50)
+    state = State(1, "ab", "run", 2, 4, 1, 0, "0123456789abcdef", 2, 1, "cd", (kept,))
+    stored = list[object]()
+    with contextlib.closing(LmdbStorage(directory)) as storage:
+        with storage.write() as txn:
+            records.write_identity(txn, records.ShardIdentity(0, 1))
+            records.write_spec(txn, SPEC, b"i" * 16)
+            records.write_state(txn, state)
+            records.write_lineage(txn, Lineage().joined(["0123456789abcdef:1"]))
+            records.write_peers(txn, ["0123456789abcdef:2"])
+            records.append_schedule(txn, 0, np.array([0.1, 0.2], np.float32))
+            records.put_record(txn, "writers", b"w" * 16, WriterState(7, applied=True).pack())
+            txn.put_block(Version(2, 1, WRITE_ID), sealed_block())
+        with storage.read() as txn:
+            stored += [(name, key, bytes(value)) for name in DATABASES for key, value in txn.items(name)]
+    with (
+        lmdb.open(str(directory), max_dbs=len(DATABASES), readonly=True, lib_version=0) as opened,
+        opened.begin() as raw,
+    ):
+        stored.append(raw.get(CONTENTS))
+    parts = {"protocol": (messages, metadata), "stored": stored}
+    return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+def test_a_changed_format_has_a_new_version(tmp_path: Path) -> None:
+    found = layouts(tmp_path / "shard")
+    assert json.loads(FORMATS.read_text()).get(FORMAT) == found, (
+        f"the protocol or what is stored is not what version {FORMAT} means: others of that version would misread it. "
+        f"Raise __version__ and FORMAT (common/version.py) if {FORMAT} was released; then note in {FORMATS.name}: "
+        f"{json.dumps({FORMAT: found})}"
+    )
 
 
 @pytest.mark.parametrize(
