@@ -5,6 +5,8 @@
  * where LANDS is 1. FIRST is 0 for the first write of a meta page. Each call is noted in FILE.calls, as "name offset
  * bytes failed". LMDB has two descriptors of the file, maps it for reading alone (no msync), and writes its meta pages
  * through the one that it opened with O_DSYNC.
+ *
+ * With $NO_WRITABLE_MAPS no file can be mapped shared and to be written, as on some network file systems.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -99,3 +102,11 @@ ssize_t pwritev64(int fd, const struct iovec *pieces, int count, off64_t at) {
 }
 int fsync(int fd) { FAIL_OR(-1, 0, fsync, fd); }
 int fdatasync(int fd) { FAIL_OR(-1, 0, fdatasync, fd); }
+
+#define MAP_OR_REFUSE(name)                                                                                            \
+    if (getenv("NO_WRITABLE_MAPS") != NULL && fd >= 0 && flags & MAP_SHARED && access & PROT_WRITE)                    \
+        return errno = EINVAL, MAP_FAILED;                                                                             \
+    return REAL(name)(at, bytes, access, flags, fd, offset)
+
+void *mmap(void *at, size_t bytes, int access, int flags, int fd, off_t offset) { MAP_OR_REFUSE(mmap); }
+void *mmap64(void *at, size_t bytes, int access, int flags, int fd, off64_t offset) { MAP_OR_REFUSE(mmap64); }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
 import os
 import resource
 import signal
@@ -16,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from tests.helpers.commands import weightserver
+from tests.helpers.failing_disk import FailingDisk
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, StorageError
 from weightserver.common.atomic_files import directory_lock
@@ -141,17 +140,13 @@ def test_a_file_system_without_locks_is_refused(number: int, tmp_path: Path, mon
         pass
 
 
-def test_a_file_system_without_shared_maps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def maps(*_: object) -> mmap.mmap:
-        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-
-    def opens(*_: object, **__: object) -> lmdb.Environment:
-        raise lmdb.Error(f"{tmp_path}: {os.strerror(errno.ENODEV)}")
-
-    monkeypatch.setattr(mmap, "mmap", maps)
-    monkeypatch.setattr(lmdb, "open", opens)
-    expected = f"the file system of {tmp_path}/lock.mdb cannot map files (No such device): use a local disk"
-    assert expected in serve_here(tmp_path)
+def test_a_file_system_without_writable_maps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FailingDisk(tmp_path).install(monkeypatch)
+    monkeypatch.setenv("NO_WRITABLE_MAPS", "1")
+    done = subprocess.run(serve(tmp_path / "data"), capture_output=True, text=True, timeout=60, check=False)
+    expected = f"the file system of {tmp_path}/data/lock.mdb cannot map files (Invalid argument): use a local disk\n"
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.endswith(expected)
 
 
 @pytest.mark.guard

@@ -150,11 +150,11 @@ def _locked(descriptor: int, path: Path) -> bool:
 
 
 def require_maps(directory: Path) -> None:
-    """Raises StorageError if the file system of LMDB's files cannot map them into memory."""
-    for path in (data_file(directory), directory / "lock.mdb"):
-        with contextlib.suppress(FileNotFoundError, ValueError), path.open("rb") as file:  # ValueError: it is empty
+    """Raises StorageError if the file system cannot map LMDB's files into memory, lock.mdb to be written too."""
+    for path, access in ((data_file(directory), 0), (directory / "lock.mdb", mmap.PROT_WRITE)):
+        with contextlib.suppress(FileNotFoundError, ValueError), path.open("r+b") as file:  # ValueError: it is empty
             try:
-                mmap.mmap(file.fileno(), 1, mmap.MAP_SHARED, mmap.PROT_READ).close()
+                mmap.mmap(file.fileno(), 1, mmap.MAP_SHARED, mmap.PROT_READ | access).close()
             except OSError as error:
                 raise StorageError(
                     f"the file system of {path} cannot map files ({error.strerror}): use a local disk"

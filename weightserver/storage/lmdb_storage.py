@@ -155,7 +155,8 @@ class LmdbStorage:
                 lib_version=0,
             )
         except lmdb.Error:
-            files.require_maps(self.directory)
+            if not readonly:
+                files.require_maps(self.directory)
             raise
 
     def _read_contents(self, last_transaction: int) -> bytes:
