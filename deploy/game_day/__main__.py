@@ -3,15 +3,18 @@
     python -m deploy.game_day                    # twenty minutes, as root; writes docs/game-day.md
     python -m deploy.game_day --short            # four faults in a minute, with alerts that wait less long
 
-Each fault has a cluster of its own: two shards and a client or a trainer. Prometheus scrapes all of them, once every 5
-and once every 60 s. Then the commands that the runbook has for these alerts are run. It needs Debian's package
-prometheus, a C compiler, and the right to mount a file system. Exit status 0 if everything is as `faults` says, else 1
-with a line for each difference.
+Each fault has a cluster of its own: two shards and a client or a trainer. Prometheus scrapes all of them, once every
+5 and once every 60 s, and Alertmanager sends its alerts to this process. Then the panels of the dashboards are asked
+which shard it is, and the commands that the runbook has for these alerts are run. It needs prometheus, prometheus-
+alertmanager and a C compiler (Debian's packages), and the right to mount a file system. Exit status 0 if everything
+is as `faults` says, else 1 with a line for each difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 import sys
 import tempfile
@@ -27,7 +30,7 @@ from deploy.bring_up.settings import ROOT
 from deploy.game_day.faults import FAULTS
 from deploy.game_day.place import BROKEN, WHOLE, Place, place
 from deploy.game_day.report import Outcome, differences, page
-from deploy.prometheus.local import LocalPrometheus, seconds_of
+from deploy.prometheus.local import LocalAlertmanager, LocalPrometheus, seconds_of
 from deploy.runbook import CHANGES_OR_NEEDS_MORE, COMMANDS, run
 
 _HURRY = 0.1
@@ -36,6 +39,13 @@ _OUTAGE_SECONDS = 11.0
 _QUIET_SECONDS = {False: 780.0, True: 20.0}
 """How long no alert may fire that must not, in a whole day and in the short form: some wait ten minutes."""
 _COMMAND_SECONDS = _READY_SECONDS = 30.0
+_SEND_SECONDS = 90.0
+PANELS: dict[str, str] = {
+    panel["title"]: panel["targets"][0]["expr"]
+    for board in (ROOT / "deploy/grafana/dashboards").glob("*.json")
+    for panel in json.loads(board.read_text())["panels"]
+}
+"""The dashboards' panels, and the first query of each."""
 
 
 def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_short: bool) -> list[Outcome]:
@@ -55,8 +65,13 @@ def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_s
         def targets() -> dict[str, dict[str, list[str]]]:
             return {name: one.targets for name, one in places.items()}
 
+        senders = {scrape: stack.enter_context(LocalAlertmanager(hurry=hurry)) for scrape in scrapes}
         servers = {
-            scrape: stack.enter_context(LocalPrometheus(targets(), scrape=scrape, evaluation=evaluation, hurry=hurry))
+            scrape: stack.enter_context(
+                LocalPrometheus(
+                    targets(), scrape=scrape, evaluation=evaluation, hurry=hurry, alertmanager=senders[scrape]
+                )
+            )
             for scrape, evaluation in scrapes.items()
         }
         known = sum(len(addresses) for one in places.values() for addresses in one.targets.values())
@@ -77,6 +92,9 @@ def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_s
         for server in servers.values():
             server.watch(targets())
         _watch(servers, outcomes, begun, _QUIET_SECONDS[is_short])
+        _receive(senders, outcomes)
+        for name, outcome in outcomes.items():
+            _look_at_panels(outcome, places[name], servers)
         stop.set()
         for thread in threads:
             thread.join(120)
@@ -113,6 +131,44 @@ def _watch(servers: dict[str, LocalPrometheus], outcomes: dict[str, Outcome], be
         if now > quiet and all(outcome.has_fired(servers) for outcome in outcomes.values()):
             break
         time.sleep(0.5)
+
+
+def _receive(senders: dict[str, LocalAlertmanager], outcomes: dict[str, Outcome]) -> None:
+    """Notes what was sent and what is muted, when all has been sent that must or after some time."""
+    deadline = time.monotonic() + _SEND_SECONDS
+    while True:
+        for name, outcome in outcomes.items():
+            outcome.sent = {
+                (scrape, receiver, alert)
+                for scrape, sender in senders.items()
+                for receiver, cluster, alert in sender.sent.copy()
+                if cluster == name
+            }
+            outcome.muted = {
+                (scrape, alert)
+                for scrape, sender in senders.items()
+                for cluster, alert in sender.muted()
+                if cluster == name
+            }
+        if not any(outcome.unsent() for outcome in outcomes.values()) or time.monotonic() > deadline:
+            return
+        time.sleep(0.5)
+
+
+def _look_at_panels(outcome: Outcome, broken: Place, servers: dict[str, LocalPrometheus]) -> None:
+    """Asks each panel's first query as Grafana does, with the cluster chosen."""
+    address = broken.cluster.metrics_addresses[BROKEN]
+    for scrape, server in servers.items():
+        for panel, extreme in outcome.fault.panels.items():
+            query = PANELS[panel].replace("$cluster", outcome.name)
+            query = query.replace("$__rate_interval", f"{4 * seconds_of(scrape):g}s")
+            values = [
+                (value, labels)
+                for labels, value in server.query(re.sub(r"\$\w+", ".*", query))
+                if not math.isnan(value)
+            ]
+            _, labels = extreme(values, key=lambda each: each[0], default=(0.0, {}))
+            outcome.panels[scrape, panel] = labels.get("shard") == str(BROKEN) or labels.get("instance") == address
 
 
 def _readiness(broken: Place, wanted: str) -> str:

@@ -6,9 +6,10 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from deploy.game_day.place import BROKEN, Place, client
 from weightserver.operations.certificates import write_certificates
@@ -32,6 +33,10 @@ class Fault:
     """Pattern of what /readyz of the broken shard says at the end."""
     names_shard: bool = True
     """Whether the alert must name the shard that breaks: it is not both."""
+    panels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Dashboards' panels whose first query names the broken shard, by its largest or smallest value."""
+    muted: frozenset[str] = frozenset()
+    """Alerts that another one mutes in the end."""
     is_short: bool = False
     """Whether the short form has it."""
 
@@ -113,6 +118,7 @@ FAULTS = {
         {"ShardRestarts": (300, 480)},
         also=_STANDS_STILL,
         ready=".*",
+        panels={"Does any shard restart, or does not serve?": max},
     ),
     "frozen": Fault(
         "a shard's process is stopped (SIGSTOP)",
@@ -121,6 +127,8 @@ FAULTS = {
         {"FetchStuck": (120, 240), "ShardDown": (180, 300)},
         also=_STANDS_STILL,
         ready="no answer",
+        panels={"Is every shard up?": min, "Which shard do clients wait for now?": max},
+        muted=frozenset({"FetchStuck"}),
         is_short=True,
     ),
     "full": Fault(
@@ -130,12 +138,14 @@ FAULTS = {
         {"DiskFull": (120, 240)},
         also=frozenset({"CallsFail"}),  # if a write needs new pages
         ready="NOT_READY: .*(nearly full|No space left)",
+        panels={"How much space is left, now and in four hours?": min},
     ),
     "slow": Fault(
         "each sync of a shard's disk takes two seconds",
         "slow",
         _slow_down,
         {"CommitsSlow": (780, 900)},
+        panels={"How long until a write is on disk?": max},
     ),
     "expired": Fault(
         "a certificate expires",
@@ -153,6 +163,7 @@ FAULTS = {
         _put_back,
         {"CallsFail": (180, 300)},
         also=frozenset({"FetchSlow", "WritesUnavailable"}),  # each call fails
+        panels={"Does any shard fail calls for good?": max},
         is_short=True,
     ),
     "token": Fault(
@@ -170,5 +181,6 @@ FAULTS = {
         {"ShardDown": (240, 360)},
         also=_STANDS_STILL,
         ready="no answer",
+        panels={"Which shard do clients wait for now?": max},
     ),
 }

@@ -27,6 +27,12 @@ class Outcome:
     """The metrics' address of the shard that did not break."""
     fired: dict[tuple[str, str], tuple[float, dict[str, str]]] = field(default_factory=dict)
     """Seconds after which an alert fired first, and its labels, by scrape interval and alert."""
+    sent: set[tuple[str, str, str]] = field(default_factory=set)
+    """Scrape interval, receiver and name of each alert that Alertmanager sent."""
+    muted: set[tuple[str, str]] = field(default_factory=set)
+    """Scrape interval and name of each alert that Alertmanager mutes at the end."""
+    panels: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Whether a panel names the broken shard, by scrape interval and panel."""
     ready: str = ""
     """What /readyz said at the end."""
     commands: list[Done] = field(default_factory=list)
@@ -41,6 +47,16 @@ class Outcome:
 
     def has_fired(self, scrapes: Iterable[str]) -> bool:
         return all((scrape, alert) in self.fired for scrape in scrapes for alert in self.fault.alerts)
+
+    def unsent(self) -> list[str]:
+        """A line for each alert that must be sent or muted, and is neither."""
+        lines = []
+        for (scrape, alert), (_, labels) in self.fired.items():
+            to = "pager" if labels["severity"] == "critical" else "tickets"
+            is_told = (scrape, to, alert) in self.sent or (scrape, alert) in self.muted
+            if alert in self.fault.alerts and not is_told:
+                lines.append(f"{alert} was not sent to {to}, scraped every {scrape}")
+        return lines
 
     def limits(self, scrapes: list[str]) -> dict[tuple[str, str], float]:
         """Within how many seconds each alert must fire, by scrape interval and alert."""
@@ -65,13 +81,20 @@ def _differences(outcome: Outcome, scrapes: list[str]) -> Iterable[str]:
             yield f"{alert} {after}, scraped every {scrape}: it must within {limit:.0f} s"
         elif fault.names_shard and (labels.get("instance") == outcome.whole or labels.get("shard") == str(WHOLE)):
             yield f"{alert} names shard {WHOLE}, which did not break, scraped every {scrape}"
+    may_page = {*fault.alerts, *fault.also, *(_OF_WINDOWS if is_short else ())}
     for (scrape, alert), (seconds, labels) in outcome.fired.items():
-        if labels["severity"] == "critical" and alert not in {
-            *fault.alerts,
-            *fault.also,
-            *(_OF_WINDOWS if is_short else ()),
-        }:
+        if labels["severity"] == "critical" and alert not in may_page:
             yield f"{alert} fired after {seconds:.0f} s, scraped every {scrape}: it must not"
+    yield from outcome.unsent()
+    for scrape in scrapes:
+        for alert in sorted(fault.muted - {alert for at, alert in outcome.muted if at == scrape}):
+            yield f"{alert} is not muted, scraped every {scrape}"
+    for scrape, receiver, alert in sorted(outcome.sent):
+        if receiver == "pager" and alert not in may_page:
+            yield f"{alert} was sent to the pager, scraped every {scrape}: it must not"
+    for (scrape, panel), is_named in outcome.panels.items():
+        if not is_named:
+            yield f"the panel {panel!r} does not name the shard that broke, scraped every {scrape}"
     if not re.match(fault.ready, outcome.ready):
         yield f"/readyz says {outcome.ready!r}: it must say {fault.ready!r}"
     for done in outcome.commands:
@@ -88,13 +111,16 @@ def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
         "",
         "`python -m deploy.game_day` breaks clusters in the ways that happen, each a cluster of its own of two shards",
         "and a client, beside two real Prometheus servers with the rules of",
-        "[rules.yml](../deploy/prometheus/rules.yml), and writes this page. It fails when an alert does not fire in",
-        "time, names another shard, or pages for what needs nobody; when `/readyz` says something else; and when a",
-        "command that [the runbook](runbook.md) has for the alert has another exit status. This is the day of",
+        "[rules.yml](../deploy/prometheus/rules.yml) and two Alertmanagers with",
+        "[alertmanager.yml](../deploy/prometheus/alertmanager.yml), and writes this page. It fails when an alert does",
+        "not fire in time, names another shard, is sent to the wrong receiver, or pages for what needs nobody; when",
+        "`/readyz` says something else; when a panel names another shard; and when a command that",
+        "[the runbook](runbook.md) has for the alert has another exit status. This is the day of",
         f"{datetime.now(UTC):%Y-%m-%d}. Times count from the fault, in seconds, scraped at two intervals.",
         "",
-        f"| what happens | alert | {intervals} | `/readyz` of that shard | the runbook's commands, slowest |",
-        "|---|---|" + "---|" * (len(scrapes) + 2),
+        f"| what happens | alert | {intervals} | sent to | panels that name the shard | `/readyz` of that shard "
+        "| the runbook's commands, slowest |",
+        "|---|---|" + "---|" * (len(scrapes) + 4),
     ]
     for outcome in outcomes:
         alerts = outcome.fault.alerts
@@ -106,8 +132,12 @@ def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
             )
             for scrape in scrapes
         ]
+        sent = "<br>".join(
+            "/".join(sorted({to for _, to, name in outcome.sent if name == alert})) or "muted" for alert in alerts
+        )
+        panels = "<br>".join(f"*{panel}*" for panel in outcome.fault.panels)
         slowest = max((done.seconds for done in outcome.commands), default=0)
         commands = f"{len(outcome.commands)}, {slowest:.1f} s" if outcome.commands else ""
         ready = re.sub(r"\S*/(?=\S)|\d[\d.-]*", "…", outcome.ready.partition(";")[0])[:100]
-        lines.append(f"| {outcome.fault.what} | {names} | {' | '.join(after)} | {ready} | {commands} |")
+        lines.append(f"| {' | '.join((outcome.fault.what, names, *after, sent, panels, ready, commands))} |")
     return "\n".join(lines) + "\n"

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deploy.game_day.__main__ import PANELS
 from deploy.game_day.faults import FAULTS, Fault
 from deploy.game_day.report import Outcome, differences, page
 from deploy.runbook import Done
@@ -23,7 +25,10 @@ def held(*options: str) -> None:
 
 
 @pytest.mark.guard
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus: see Debian's package")
+@pytest.mark.skipif(
+    None in (shutil.which("prometheus"), shutil.which("prometheus-alertmanager")),
+    reason="there is no prometheus or prometheus-alertmanager: see Debian's packages",
+)
 def test_the_short_form() -> None:
     held("--short")
 
@@ -31,14 +36,15 @@ def test_the_short_form() -> None:
 @pytest.mark.docker  # as the other rehearsal, it is asked for
 @pytest.mark.timeout(3600)
 def test_the_whole_day(tmp_path: Path) -> None:
-    if shutil.which("prometheus") is None or os.geteuid() != 0:
-        pytest.skip("needs root, to mount a file system, and prometheus (Debian's package of that name)")
+    if None in (shutil.which("prometheus"), shutil.which("prometheus-alertmanager")) or os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system, and Debian's prometheus and prometheus-alertmanager")
     held("--output", str(tmp_path / "game-day.md"))
 
 
 def outcome(alerts: dict[str, tuple[float, float]], fired: dict[str, float], **named: str) -> Outcome:
     fault = Fault("a fault", "plain", lambda *_: None, alerts)
     found = Outcome("fault", fault, whole="a:2", ready="SERVING")
+    found.sent = {(scrape, "pager", alert) for scrape in ("5s", "60s") for alert in fired}
     for alert, seconds in fired.items():
         labels = {"alertname": alert, "severity": "critical", "instance": "a:1", "shard": "0"} | named
         assert [found.note(scrape, labels, seconds) for scrape in ("5s", "60s", "60s")] == [True, True, False]
@@ -70,6 +76,25 @@ def test_readiness_and_commands_differ_too() -> None:
     told = differences([found], ["5s"])
     assert [line.rpartition(": ")[2] for line in told] == ["it must say 'SERVING'", "slow", "bad"]
     assert "must end with status 1, not 127: no" in told[-1]
+
+
+def test_what_is_sent_muted_and_shown_differs_too() -> None:
+    """Alertmanager sends an alert to its receiver, or mutes it; panels name the shard."""
+    found = outcome({"ShardDown": (90, 180)}, {"ShardDown": 80})
+    found.fault = replace(found.fault, muted=frozenset({"FetchStuck"}))
+    found.muted = {("5s", "FetchStuck"), ("60s", "FetchStuck")}
+    found.panels = {("5s", "a panel"): True}
+    assert differences([found], ["5s", "60s"]) == []
+    found.sent = {("5s", "tickets", "ShardDown"), ("60s", "pager", "ShardDown"), ("60s", "pager", "TrainerWaits")}
+    found.muted = {("60s", "FetchStuck")}
+    found.panels = {("5s", "a panel"): False}
+    assert differences([found], ["5s", "60s"]) == [
+        "fault: ShardDown was not sent to pager, scraped every 5s",
+        "fault: FetchStuck is not muted, scraped every 5s",
+        "fault: TrainerWaits was sent to the pager, scraped every 60s: it must not",
+        "fault: the panel 'a panel' does not name the shard that broke, scraped every 5s",
+    ]
+    assert {panel for fault in FAULTS.values() for panel in fault.panels} <= set(PANELS)
 
 
 def test_the_page_is_of_these_faults_and_alerts() -> None:
