@@ -23,11 +23,10 @@ from typing import NamedTuple
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
 
-_PEEKED = 100
-"""Members of a tar that tell shards of samples from classes."""
 IN_ZIP = -3
 """Offset of a zip's member, which is found by its name."""
 _NUMBERED = re.compile(r"(.*?)[-_.]?(\d{3,})")
+_NUMBER = re.compile(r"([-_.]?\d+-of)?[-_.]?\d+$")
 
 
 class Member(NamedTuple):
@@ -180,7 +179,7 @@ def are_shards(tars: Sequence[Path]) -> bool:
     folders, has_classes = set[str](), False
     try:
         with tarfile.open(tars[0], "r:") as tar:
-            for member, _ in zip(tar, range(_PEEKED), strict=False):
+            for member in tar:  # the labels may come last
                 key, _ = _key(member.name)
                 if member.isfile() and not posixpath.basename(key).startswith("."):
                     kinds.setdefault(key, set()).add(is_image(member.name))
@@ -201,8 +200,7 @@ def are_shards(tars: Sequence[Path]) -> bool:
 
 def prefix_of(shard: str) -> str:
     """The name of a numbered shard without its number: train of train-000000.tar."""
-    found = _NUMBERED.fullmatch(shard.removesuffix(".tar"))
-    return found[1] if found else ""
+    return _NUMBER.sub("", shard.removesuffix(".tar"))
 
 
 def _key(name: str) -> tuple[str, str]:

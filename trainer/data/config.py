@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 
 TRAINING = ("train", "training")
 TESTS = ("test", "testing", "val", "validation", "valid", "dev")
-"""Lower-case names of folders that are splits where all folders beside them are; of several tests, the first counts."""
-SPLITS = dict.fromkeys((*TRAINING, *TESTS))
+"""Lower-case words in the names of splits; of several tests, the first counts."""
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
 _USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels, "cache_gib": 100.0}
 """Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
+
+
+def split_of(name: str) -> str:
+    """The word in a name that says which split it is: train of train2017 or imagenet-train; empty without just one."""
+    words = [word for word in re.split(r"[\W\d_]+", name.lower()) if word in TRAINING + TESTS]
+    return words[0] if len(words) == 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,8 @@ class SourceOptions(Settings):
     """Images that lie beside class folders: use keeps them without a label, ignore leaves them out. Without it few of
     them are left out, and a folder with many of them has images without labels."""
     tars: Literal["classes", "shards"] | None = None
-    """What the tars of a folder are: a class each, as ImageNet's synsets, or shards of samples (webdataset)."""
+    """What the tars of a folder are, or folders 00000, … of images with texts: a class each, as ImageNet's synsets, or
+    shards of samples (webdataset, img2dataset)."""
     label_key: str | None = None
     """Where a sample of a shard has its label: the suffix of a member (default cls), or a field of its .json."""
     image_column: str | None = None

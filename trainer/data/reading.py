@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer.data.archives import are_shards
 from trainer.data.bucket_sources import local_source, numbered
-from trainer.data.config import SPLITS, TESTS, TRAINING, SourceOptions
+from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason, is_table
 from trainer.data.listing import NO_LABEL, Listing
@@ -178,11 +178,14 @@ def _found_in(source: Path, options: SourceOptions, left_out: LeftOut, notes: li
         return top, f"{counted(len(walk.tables), 'table')} of images"
     for table in walk.tables:
         left_out.add(Reason.TABLE, table)
+    notes += walk.notes
+    if walk.num_numbered:
+        notes.append("its numbered folders are shards of samples: --tars classes takes each for a class")
     if walk.num_shards:
         notes.append("its tars are shards of samples: --tars classes takes each for a class")
         return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)"
     if walk.num_tars:
-        notes.append("its tars are classes, or lie in them: --tars shards takes them for shards of samples")
+        notes.append("its tars are read as folders: --tars shards takes them for shards of samples")
     return top, ""
 
 
@@ -190,18 +193,52 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
     """The splits by name, or all images under an empty name; and the path of the folder that has them."""
     above = ""
     while True:
+        top = _by_split(top, options, left_out, notes)
         folders = {folder.name: folder for folder in top.folders()}
         if wanted := _names_of_splits(folders, options, notes):
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
             _place_strays(top, folders[wanted[0]], options, left_out)
-            return {name: folders[name] for name in wanted}, above
+            return {name: _looked_into(folders[name]) for name in wanted}, above
         only = next(iter(folders.values())) if len(folders) == 1 else None
         if only is None or only.loose or (top.loose and not _are_strays(top, only, options)):
             return {"": top}, ""
         _place_strays(top, only, options, left_out)
         above, top = os.path.join(above, only.name), only
         notes.append(f"{above}/ is the only folder: its own folders are read")
+
+
+def _by_split(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> Folder:
+    """Folders of splits that have the class folders, instead of class folders that all have the splits."""
+    classes = [(folder, [split.name for split in folder.folders()]) for folder in top.folders()]
+    names = {name for _, splits in classes for name in splits}
+    train = {name for name in names if split_of(name) in TRAINING}
+    if (
+        len(classes) < 2
+        or len(train) != 1
+        or len(names) < 2
+        or not all(map(split_of, names))
+        or options.split == "none"
+    ):
+        return top
+    if any(folder.loose or not train <= set(splits) for folder, splits in classes):
+        return top
+    notes.append("its class folders have splits, which are read as such: --split none reads them together")
+    turned = Folder(top.name, left_out)
+    turned.take(top)
+    for folder, _ in classes:
+        for split in folder.folders():
+            into = turned.folder(split.name)
+            split.name = folder.name
+            into.add_folder(split)
+    return turned
+
+
+def _looked_into(folder: Folder) -> Folder:
+    """The folder itself, or, if it has nothing but one folder of folders, that."""
+    while len(inside := folder.folders()) == 1 and not folder.loose and not inside[0].loose:
+        folder = inside[0]
+    return folder
 
 
 def _place_strays(top: Folder, folder: Folder, options: SourceOptions, left_out: LeftOut) -> None:
@@ -233,9 +270,10 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
                 f"{', '.join(folders) or 'none'}"
             )
         return wanted
-    train = [name for name in folders if name.lower() in TRAINING]
+    others = [name for name in folders if not split_of(name)]
+    train = [name for name in folders if (name.lower() if others else split_of(name)) in TRAINING]
     if len(train) != 1:
-        if len(folders) > 1 and SPLITS.keys() >= {name.lower() for name in folders}:
+        if len(folders) > 1 and not others:
             which = "several are" if train else "none is"
             first, second, *_ = sorted(folders, key=lambda name: name not in train)
             notes.append(
@@ -243,14 +281,14 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
                 f"{otherwise}: --split {first}:{second} reads the first as training images"
             )
         return []
-    if others := [name for name in folders if name.lower() not in SPLITS]:
+    if others:
         notes.append(
             f"{train[0]}/ lies beside {others[0]}/ and is read {'with it' if own_labels else 'as a class'}: "
             f"--split {train[0]} reads it as the training images"
         )
         return []
     notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them {otherwise}")
-    tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(name.lower()))
+    tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(split_of(name)))
     return [*train, *tests]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.data.archives import version
-from trainer.data.config import SPLITS
+from trainer.data.config import split_of
 from weightserver.common.installing import install_advice
 
 IN_TABLE = -2
@@ -34,7 +34,7 @@ def splits_of(tables: Sequence[str]) -> list[str]:
     splits, homes = [], dict[str, None]()
     for table in map(PurePath, tables):
         above = table.parent
-        split = next((name for name in (_PART.sub("", table.stem), above.name) if name.lower() in SPLITS), "")
+        split = next((name for name in (_PART.sub("", table.stem), above.name) if split_of(name)), "")
         homes[str(above.parent if split and split == above.name else above)] = None
         splits.append(split)
     if len(set(splits)) < 2:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.data.archives import are_shards, images_in, members, prefix_of, samples_in
-from trainer.data.config import SPLITS, SourceOptions
+from trainer.data.config import TRAINING, SourceOptions, split_of
 from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
+
+_NUMBER = re.compile(r"\d{4,}")
+"""Name of a folder that may be a shard; 001 may be a class."""
 
 
 class Folder:
@@ -21,7 +26,8 @@ class Folder:
         self.name, self._left_out = name, left_out
         self.loose = 0
         """Number of images that lie in no folder below."""
-        self._own_labels = False
+        self.own = False
+        """Whether its images have labels of their own, or none, as the samples of shards and the rows of tables."""
         self._parts: list[bytearray | Folder] = []
 
     def folders(self) -> list[Folder]:
@@ -34,8 +40,8 @@ class Folder:
 
     @property
     def own_labels(self) -> bool:
-        """Whether images have labels of their own, or none, as the samples of shards and the rows of tables."""
-        return self._own_labels or any(folder.own_labels for folder in self.folders())
+        """Whether images here or below are such."""
+        return self.own or any(folder.own_labels for folder in self.folders())
 
     def count(self) -> int:
         """Number of images, with those of all folders below."""
@@ -64,7 +70,7 @@ class Folder:
         assert isinstance(last, bytearray)
         last += os.fsencode(f"{label or ''}\t{offset}\t{length}\t{path}\t{member}\n")
         self.loose += 1
-        self._own_labels = self._own_labels or label is not None
+        self.own = self.own or label is not None
 
     def first_loose(self) -> str:
         """The path of the first image that lies in no folder below; in an archive, followed by the member's name."""
@@ -111,6 +117,9 @@ class Walk:
         self.num_shards = self.num_tars = 0
         self.tables: list[str] = []
         """Paths of the tables (Parquet or Arrow), relative to the source; they are read if there are no images."""
+        self.num_numbered = 0
+        """Number of folders that are shards of samples."""
+        self.notes: list[str] = []
 
     def folder(self, path: str = "", name: str = "") -> Folder:
         """The images at and below a folder; without a path, of the source."""
@@ -120,8 +129,7 @@ class Walk:
         shown = [child for child in children if not child.name.startswith(".")]
         tars = [child for child in shown if _is_tar(child)]
         shards = bool(tars) and self._are_shards(tars)
-        prefixes = {prefix_of(tar.name) for tar in tars} if shards else set()
-        apart = len(prefixes) > 1 and prefixes <= SPLITS.keys()
+        splits = self._splits_of(tars) if shards else {}
         alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
         for child in children:
             if child.name.startswith("."):
@@ -131,7 +139,7 @@ class Walk:
                     here.add_folder(self.folder(child.path, child.name))
             elif child in tars:
                 if self._keeps_file(child):
-                    into = here.folder(prefix_of(child.name)) if apart else here
+                    into = here.folder(splits[child.name]) if splits else here
                     self._add_tar(into, child, shard=shards, tree=alone)
             elif self._keeps_file(child):
                 reason = reason_against(child.name, lambda child=child: open(child.path, "rb"))  # type: ignore[misc]  # noqa: SIM115
@@ -141,7 +149,26 @@ class Walk:
                     self._leave_out(reason, child)
                 else:
                     here.add(self._relative(child))
+        if self._options.tars != "classes" and here.loose and _NUMBER.fullmatch(name):
+            texts = {child.name.rpartition(".")[0] for child in shown if child.name.endswith((".json", ".txt"))}
+            here.own = all(child.name.rpartition(".")[0] in texts for child in shown if is_image(child.name))
+            self.num_numbered += here.own
         return here
+
+    def _splits_of(self, shards: list[os.DirEntry[str]]) -> Mapping[str, str]:
+        """The split of each shard by its name: a word in all of them, or the prefixes that --split names."""
+        prefixes = {shard.name: prefix_of(shard.name) for shard in shards}
+        words = {shard: split_of(prefix) for shard, prefix in prefixes.items()}
+        if set((self._options.split or "").split(":")) & set(prefixes.values()):
+            return prefixes
+        if len(names := list(dict.fromkeys(prefixes.values()))) > 1 and any(words.values()):
+            if all(words.values()):
+                return words
+            train, test, *_ = sorted(names, key=lambda name: split_of(name) not in TRAINING)
+            self.notes.append(
+                f"shards {', '.join(names)} are read together: --split {train}:{test} trains on the first"
+            )
+        return {}
 
     def _are_shards(self, tars: list[os.DirEntry[str]]) -> bool:
         if self._options.tars is None:
@@ -210,7 +237,10 @@ class Walk:
 def add_archive(
     here: Folder, path: Path, shown: str, left_out: LeftOut, samples: SourceOptions | None, *, tree: bool
 ) -> None:
-    """Adds an archive's images: samples of a shard, or with `tree` in the folders that the members' names have.
+    """Adds an archive's images: samples of a shard, or images in the folders that the members' names have.
+
+    Args:
+        tree: whether they are in the order of a folder's, by name; otherwise in their own, which no folder may change.
 
     Raises:
         ValueError: not a complete archive.
@@ -222,11 +252,22 @@ def add_archive(
         return
     if tree:
         found = dict(sorted(found.items(), key=lambda one: one[0].split("/")))
-    for name, member in images_in(path, shown, found, left_out):
+    images = [(name.split("/"), member) for name, member in images_in(path, shown, found, left_out)]
+    in_folders = tree or _are_in_turn([parts[:-1] for parts, _ in images])
+    for parts, member in images:
         into = here
-        for part in name.split("/")[:-1] if tree else ():
+        for part in parts[:-1] if in_folders else ():
             into = into.folder(part)
         into.add(shown, member.name, offset=member.offset, length=member.length)
+
+
+def _are_in_turn(folders: list[list[str]]) -> bool:
+    """Whether members lie in several folders, one after the other."""
+    for depth in range(1, max(map(len, folders), default=0) + 1):
+        runs = [tuple(above) for above, _ in itertools.groupby(folder[:depth] for folder in folders)]
+        if len(set(runs)) < len(runs):
+            return False
+    return len(set(map(tuple, folders))) > 1
 
 
 def is_output(folder: Path) -> bool:

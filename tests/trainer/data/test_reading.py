@@ -306,28 +306,6 @@ def test_files_in_hidden_folders_and_in_runs_are_counted(tmp_path: Path) -> None
     assert read_source(tmp_path).left_out.counts == {Reason.HIDDEN: 2, Reason.OUTPUT: 3}
 
 
-ORDERS = {
-    "class folders": (["b/2.jpg", "a/10.jpg", "a/9.jpg", "B/1.jpg"], ["B/1.jpg", "a/10.jpg", "a/9.jpg", "b/2.jpg"]),
-    "files among folders": (["a.jpg", "a/1.jpg", "a/0/9.jpg", "z.png"], ["a/0/9.jpg", "a/1.jpg", "a.jpg", "z.png"]),
-    "accents and digits": (
-        ["é.jpg", "e.jpg", "10.jpg", "1.jpg", "Z.jpg"],
-        ["1.jpg", "10.jpg", "Z.jpg", "e.jpg", "é.jpg"],
-    ),
-}
-
-
-@pytest.mark.parametrize("names", ORDERS)
-def test_ids_follow_the_names_whatever_the_order_of_writing(names: str, tmp_path: Path) -> None:
-    """Packs and checkpoints hold these ids: the table is that of version 0.2."""
-    written, expected = ORDERS[names]
-    for number, order in enumerate((written, written[::-1])):
-        for name in order:
-            path = tmp_path / str(number) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(jpeg(1))
-        assert paths(read_source(tmp_path / str(number), SourceOptions(stray="use")).train.listing) == expected
-
-
 def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
     tree, tars = plain_tree(tmp_path / "tree", 9), tmp_path / "tars"
     tars.mkdir()

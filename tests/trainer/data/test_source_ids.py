@@ -1,0 +1,203 @@
+"""What each kind of source is read as: its images by id, with split and label. Packs and checkpoints hold these ids."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.config import SourceOptions
+from trainer.data.reading import read_source
+
+SOURCES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "class folders": ("b/2.jpg a/10.jpg a/9.jpg B/1.jpg", {}, "B/1.jpg=0 a/10.jpg=1 a/9.jpg=1 b/2.jpg=2"),
+    "files among folders": (
+        "a.jpg a/1.jpg a/0/9.jpg z.png",
+        {"stray": "use"},
+        "a/0/9.jpg=0 a/1.jpg=0 a.jpg=-1 z.png=-1",
+    ),
+    "accents and digits": ("é.jpg e.jpg 10.jpg 1.jpg Z.jpg", {}, "1.jpg=-1 10.jpg=-1 Z.jpg=-1 e.jpg=-1 é.jpg=-1"),
+    "splits": (
+        "train/b/2.jpg train/a/1.jpg Val/b/1.jpg test/b/1.jpg",
+        {},
+        "train train/a/1.jpg=0 train/b/2.jpg=1 test test/b/1.jpg=0 Val Val/b/1.jpg=0",
+    ),
+    "splits with years": (
+        "val2017/1.jpg train2017/1.jpg",
+        {},
+        "train2017 train2017/1.jpg=-1 val2017 val2017/1.jpg=-1",
+    ),
+    "splits with a word": (
+        "test_images/1.jpg train_images/1.jpg",
+        {},
+        "train_images train_images/1.jpg=-1 test_images test_images/1.jpg=-1",
+    ),
+    "splits that are said to be classes": (
+        "test_images/1.jpg train_images/1.jpg",
+        {"split": "none"},
+        "test_images/1.jpg=0 train_images/1.jpg=1",
+    ),
+    "splits in classes": (
+        "b/train/1.jpg b/test/1.jpg a/test/1.jpg a/train/1.jpg",
+        {},
+        "train a/train/1.jpg=0 b/train/1.jpg=1 test a/test/1.jpg=0 b/test/1.jpg=1",
+    ),
+    "splits in classes, together": (
+        "b/train/1.jpg b/test/1.jpg a/test/1.jpg a/train/1.jpg",
+        {"split": "none"},
+        "a/test/1.jpg=0 a/train/1.jpg=0 b/test/1.jpg=1 b/train/1.jpg=1",
+    ),
+    "class folders in a folder of each split": (
+        "train/set/b/1.jpg train/set/a/1.jpg test/set/b/1.jpg test/set/a/1.jpg",
+        {},
+        "train train/set/a/1.jpg=0 train/set/b/1.jpg=1 test test/set/a/1.jpg=0 test/set/b/1.jpg=1",
+    ),
+    "class tars in their own order": (
+        "b.tar:2.jpg,1.jpg a.tar:y/1.jpg,x/1.jpg,y/2.jpg",
+        {},
+        "a.tar:y/1.jpg=0 a.tar:x/1.jpg=0 a.tar:y/2.jpg=0 b.tar:2.jpg=1 b.tar:1.jpg=1",
+    ),
+    "a tar in the order of names": (
+        "set.tar:b/1.jpg,a/2.jpg,b/0.jpg,a/1.jpg",
+        {},
+        "set.tar:a/1.jpg=0 set.tar:a/2.jpg=0 set.tar:b/0.jpg=1 set.tar:b/1.jpg=1",
+    ),
+    "a tar of classes beside a picture": (
+        "set.tar:b/1.jpg,a/2.jpg,a/1.jpg logo.png",
+        {},
+        "set.tar:b/1.jpg=1 set.tar:a/2.jpg=0 set.tar:a/1.jpg=0",
+    ),
+    "a tar of classes beside a folder": (
+        "set.tar:b/1.jpg,a/2.jpg,a/1.jpg doc/notes.txt=x",
+        {},
+        "set.tar:b/1.jpg=1 set.tar:a/2.jpg=0 set.tar:a/1.jpg=0",
+    ),
+    "tars of splits with classes": (
+        "val.tar:val/a/1.jpg,val/b/1.jpg train.tar:b/1.jpg,a/1.jpg",
+        {},
+        "train train.tar:b/1.jpg=1 train.tar:a/1.jpg=0 val val.tar:val/a/1.jpg=0 val.tar:val/b/1.jpg=1",
+    ),
+    "shards": (
+        "s-0001.tar:2.jpg,2.cls=5 s-0000.tar:1.jpg,1.cls=7,0.jpg,0.cls=5",
+        {},
+        "s-0000.tar:1.jpg=7 s-0000.tar:0.jpg=5 s-0001.tar:2.jpg=5",
+    ),
+    "a shard whose labels come last": (
+        f"s.tar:{','.join(f'{number:03d}.jpg' for number in range(150))},000.cls=1,149.cls=2",
+        {},
+        " ".join(f"s.tar:{n:03d}.jpg={ {0: 1, 149: 2}.get(n, -1) }" for n in range(150)),
+    ),
+    "shards of splits": (
+        "imagenet-val-000000.tar:0.jpg,0.cls=1 imagenet-train-000000.tar:0.jpg,0.cls=1,1.jpg,1.cls=0",
+        {},
+        "train imagenet-train-000000.tar:0.jpg=1 imagenet-train-000000.tar:1.jpg=0 val imagenet-val-000000.tar:0.jpg=1",
+    ),
+    "shards of splits numbered in two digits": (
+        "i1k-validation-00.tar:0.jpg,0.cls=1 i1k-train-0001.tar:1.jpg,1.cls=1 i1k-train-0000.tar:0.jpg,0.cls=0",
+        {},
+        "train i1k-train-0000.tar:0.jpg=0 i1k-train-0001.tar:1.jpg=1 validation i1k-validation-00.tar:0.jpg=1",
+    ),
+    "shards of splits by their prefixes": (
+        "a-train-0000.tar:0.jpg,0.cls=1 b-train-0000.tar:0.jpg,0.cls=1 b-val-0000.tar:0.jpg,0.cls=1",
+        {"split": "b-train:b-val"},
+        "b-train b-train-0000.tar:0.jpg=1 b-val b-val-0000.tar:0.jpg=1",
+    ),
+    "shards of which some have no split": (
+        "more-0000.tar:0.jpg,0.cls=1 train-0000.tar:0.jpg,0.cls=1",
+        {},
+        "more-0000.tar:0.jpg=1 train-0000.tar:0.jpg=1",
+    ),
+    "numbered folders of samples": (
+        "00001/2.jpg 00001/2.txt=x 00001/2.json=x 00000/1.jpg 00000/1.txt=x 00000/1.json=x",
+        {},
+        "00000/1.jpg=-1 00001/2.jpg=-1",
+    ),
+    "numbered folders of classes": (
+        "0001/2.jpg 0001/2.txt=x 0000/1.jpg 0000/1.txt=x",
+        {"tars": "classes"},
+        "0000/1.jpg=0 0001/2.jpg=1",
+    ),
+    "a text list": ("b.jpg a.jpg list.txt=b.jpg\tx|a.jpg\ty", {}, "b.jpg=0 a.jpg=1"),
+    "a CSV": ("b.jpg a.jpg list.csv=path,label|b.jpg,3|a.jpg,2", {}, "b.jpg=3 a.jpg=2"),
+    "JSON lines": (
+        'b.jpg a.jpg list.jsonl={"image":"b.jpg","label":3}|{"image":"a.jpg"}',
+        {},
+        "b.jpg=3 a.jpg=-1",
+    ),
+    "a JSON array": (
+        'b.jpg a.jpg list.json=[{"image":"b.jpg","label":3},{"image":"a.jpg"}]',
+        {},
+        "b.jpg=3 a.jpg=-1",
+    ),
+}
+"""By name: files (NAME, NAME=TEXT with | for line breaks, or TAR:MEMBER,…), options, and the images, after the
+name of their split if there is one."""
+
+
+def write(root: Path, file: str) -> Path:
+    name, _, text = file.partition("=")
+    if ".tar:" in file:
+        name, _, members = file.partition(":")
+        with tarfile.open(root / name, "w") as tar:
+            for member in members.split(","):
+                info = tarfile.TarInfo(member.partition("=")[0])
+                content = member.partition("=")[2].encode() or b"x"
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        return root / name
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text.replace("|", "\n") or "x")
+    return root / name
+
+
+def rows(source: Path, options: SourceOptions) -> str:
+    found = []
+    for split in read_source(source, options).splits:
+        found += [split.name] if split.name else []
+        for entry in split.listing:
+            found.append(f"{entry.name}={entry.label}")
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_has_these_ids_whatever_the_order_of_writing(name: str, tmp_path: Path) -> None:
+    files, options, expected = SOURCES[name]
+    for number, written in enumerate((files.split(" "), files.split(" ")[::-1])):
+        root = tmp_path / str(number)
+        root.mkdir()
+        lists = [path for path in (write(root, file) for file in written) if path.name.startswith("list.")]
+        assert rows(lists[0] if lists else root, SourceOptions(**options)) == expected
+
+
+def test_the_rows_of_a_table_are_ids(tmp_path: Path) -> None:
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    for split in ("validation", "train"):
+        table = arrow.table({"image": [b"x", b"y"], "label": ["b", "a"]})
+        parquet.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
+    assert rows(tmp_path / "train-00000-of-00001.parquet", SourceOptions()) == " ".join(
+        f"train-00000-of-00001.parquet:image[{row}]={1 - row}" for row in range(2)
+    )
+    assert rows(tmp_path, SourceOptions()) == " ".join(
+        f"{split} {split}-00000-of-00001.parquet:image[0]=1 {split}-00000-of-00001.parquet:image[1]=0"
+        for split in ("train", "validation")
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "note"),
+    [
+        ("train2017/1.jpg val2017/1.jpg", "train2017/, val2017/ are splits: --split none reads them as classes"),
+        ("x-train-0.tar:0.jpg,0.cls=1 x-val-0.tar:0.jpg,0.cls=1", "train/, val/ are splits: --split none reads them"),
+        ("b/train/1.jpg b/test/1.jpg a/train/1.jpg", "its class folders have splits, which are read as such"),
+        ("train-0.tar:0.jpg,0.cls=1 x-0.tar:0.jpg,0.cls=1", "read together: --split train:x trains on the first"),
+        ("00000/1.jpg 00000/1.json=x 00001/1.jpg 00001/1.json=x", "shards of samples: --tars classes takes each"),
+        ("train.tar:a/1.jpg val.tar:a/1.jpg", "its tars are read as folders: --tars shards takes them for shards"),
+    ],
+)  # fmt: skip
+def test_both_readings_are_named(files: str, note: str, tmp_path: Path) -> None:
+    for file in files.split(" "):
+        write(tmp_path, file)
+    assert note in " | ".join(read_source(tmp_path).notes)
