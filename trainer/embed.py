@@ -47,7 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=to_path, required=True, help="a new file: .parquet or .npz; or a folder")
     parser.add_argument("--checkpoint", help="step-…, a checkpoint of the run (default: its end, or the newest)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    parser.add_argument("--background", help="what transparent pixels show (default: as in the run, or white)")
     parser.add_argument("--decode-threads", type=int, help="decoding threads (default: one per core, at most 16)")
     add_part_arguments(parser)
     add_source_arguments(parser)

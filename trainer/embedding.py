@@ -78,7 +78,7 @@ def _embed(options: argparse.Namespace) -> str:
 def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
     """What all parts have in common: the encoder, the images, and how they are read."""
     reading = [(name, len(each), each.digests, each.options.given) for name, each in images.items()]
-    content = [found.digest, str(_absolute(options.images)), reading, options.background or found.images.background]
+    content = [found.digest, str(_absolute(options.images)), reading]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -111,7 +111,6 @@ def images_of(found: Subject, options: argparse.Namespace) -> dict[str, DecodedI
         image_size=config.image_size,
         options=source_options(options, found.reading_of(options.images)),
         decode_threads=options.decode_threads,
-        background=options.background or found.images.background,
     )
 
 

@@ -34,7 +34,6 @@ def dataset_of(config: TrainConfig, data_dir: Path | None = None) -> Dataset:
         image_size=config.model.encoder.image_size,
         seed=config.sampling.seed,
         decode_threads=config.data.decode_threads,
-        background=config.data.background,
         options=config.data,
     )
     check_images(config, dataset)

@@ -22,7 +22,12 @@ TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 """Lower-case words in the names of splits; of several tests, the first counts."""
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
-_USUAL = {"alpha": "show", "max_megapixels": DEFAULT_RENDERING.max_megapixels, "cache_gib": 100.0}
+_USUAL = {
+    "alpha": "show",
+    "background": "white",
+    "max_megapixels": DEFAULT_RENDERING.max_megapixels,
+    "cache_gib": 100.0,
+}
 """Values of options that are not said."""
 _OF_PIXELS = ("pixel_range", "alpha", "max_megapixels", "background")
 
@@ -61,6 +66,9 @@ class SourceOptions(Settings):
     max_megapixels: float | None = None
     """Largest image that is decoded (179 without this option); a larger JPEG is decoded at part of its size, any other
     counts as broken."""
+    background: str | None = None
+    """What transparent pixels show: a colour, as white (without this option) or '#8090a0', or none for the colours that
+    they hide."""
     max_broken: int | None = resumable(None)
     """Broken images that a run or a pack may have; without it 100, or one percent if that is more."""
     broken_list: Path | None = resumable(None)
@@ -74,7 +82,7 @@ class SourceOptions(Settings):
     @property
     def of_pixels(self) -> SourceOptions:
         """The options that say how pixels become colours, which an encoder's images share whatever their source."""
-        return SourceOptions(pixel_range=self.pixel_range, alpha=self.alpha, max_megapixels=self.max_megapixels)
+        return SourceOptions(**{name: getattr(self, name) for name in _OF_PIXELS})
 
     @property
     def given(self) -> dict[str, Any]:
@@ -106,14 +114,10 @@ class SourceOptions(Settings):
             raise ValueError(f"{directory} was packed with {differing}: omit that, or pack its source again with it")
         return replace(self, **packed.of_pixels.given | self.of_pixels.given)
 
-    def rendering(self, background: str) -> Rendering:
-        """How pixels become colours, where transparent ones show a colour: its name, as white, #rrggbb, or none.
-
-        Raises:
-            ValueError: no such colour.
-        """
-        shown = None if self.alpha == "ignore" else background_colour(background)
-        return Rendering(shown, self.pixel_range, self.max_megapixels or DEFAULT_RENDERING.max_megapixels)
+    def rendering(self) -> Rendering:
+        """How pixels become colours. Raises ValueError for a background that is no colour."""
+        shown = None if self.alpha == "ignore" else background_colour(usual("background", self.background))
+        return Rendering(shown, self.pixel_range, usual("max_megapixels", self.max_megapixels))
 
     def limit_of_broken(self, num_images: int) -> int:
         """Number of broken images, of `num_images`, beyond which a run or a pack ends."""
@@ -136,6 +140,10 @@ class SourceOptions(Settings):
             check_positive(self, "cache_gib")
         if self.max_megapixels is not None:
             check_positive(self, "max_megapixels")
+        try:
+            self.rendering()
+        except ValueError as error:
+            raise SettingError(f"--background: {error}", "background") from None
         if self.pixel_range and not self.pixel_range[0] < self.pixel_range[1]:
             raise SettingError(f"--pixel-range must rise, got {self.pixel_range}", "pixel_range")
 
@@ -163,9 +171,7 @@ class DataConfig(SourceOptions):
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files; of a pack also in a bucket, s3://BUCKET/PACK. Without it the usual places are
     searched, then the files are downloaded."""
-    background: str = "white"
-    """What transparent pixels of images show: a colour, as white, black or '#8090a0', or none for the colours that they
-    hide, as versions before this setting."""
+    background: str | None = "white"
     decode_threads: int | None = resumable(None)
     """Threads of each rank that decode images. Without it: the rank's share of the cores that the machine, the
     process's affinity and its cgroup allow, at most 16."""
@@ -186,15 +192,11 @@ class DataConfig(SourceOptions):
     def check(self) -> None:
         super().check()
         check_at_least(self, 1, "decode_threads")
-        try:
-            background_colour(self.background)
-        except ValueError as error:
-            raise SettingError(f"--background: {error}", "background") from None
 
     def unused_settings(self) -> dict[str, str]:
         from trainer.data.datasets import DECODED
 
-        names = ("background", "decode_threads", *(one.name for one in fields(SourceOptions)))
+        names = ("decode_threads", *(one.name for one in fields(SourceOptions)))
         return {} if self.dataset in DECODED else dict.fromkeys(names, "--dataset packed or folder")
 
 

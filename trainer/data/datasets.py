@@ -209,7 +209,6 @@ def load_dataset(
     image_size: int = 32,
     seed: int = 0,
     decode_threads: int | None = None,
-    background: str = "white",
     options: SourceOptions | None = None,
 ) -> Dataset:
     """Loads a data set by name, from `directory` if given, otherwise from the usual places.
@@ -222,7 +221,6 @@ def load_dataset(
 
     Args:
         decode_threads: default: this rank's share of the cores.
-        background: what transparent pixels show: a colour's name, #rrggbb, or none for the colours that they hide.
 
     Raises:
         ValueError: an unknown name, arguments that do not apply, or images that are not found; its line says what was
@@ -242,7 +240,7 @@ def load_dataset(
             raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
         options = options or SourceOptions()
         source = _packed(directory, options) if name == PACKED else _unpacked(directory, options)
-        return _decoded(source, image_size, background, decode_threads)
+        return _decoded(source, image_size, decode_threads)
     whole = DATASETS[name](directory)
     return whole if num_images is None else _first_images(whole, num_images)
 
@@ -253,7 +251,6 @@ def load_splits(
     image_size: int,
     options: SourceOptions,
     decode_threads: int | None = None,
-    background: str = "white",
 ) -> dict[str, DecodedImages]:
     """All images of a folder, archive, list or pack, by the names of its splits; under an empty name without splits.
 
@@ -265,7 +262,7 @@ def load_splits(
     side = decoded_side(image_size)
     return {
         name if len(found.splits) > 1 else "": DecodedImages(
-            stored.images, side, found.options, background=background, threads=decode_threads, digests=stored.digests
+            stored.images, side, found.options, threads=decode_threads, digests=stored.digests
         )
         for name, stored in found.splits.items()
     }
@@ -367,7 +364,7 @@ def _stored(
     return Stored(images, labels, classes, tuple(map(_digest, contents)))
 
 
-def _decoded(source: Source, image_size: int, background: str, threads: int | None) -> Dataset:
+def _decoded(source: Source, image_size: int, threads: int | None) -> Dataset:
     """A data set of decoded images. Without labels of the training images, it has no test images.
 
     A single class is no label: every classifier would be right. Test images without labels are omitted, as are, with a
@@ -379,7 +376,7 @@ def _decoded(source: Source, image_size: int, background: str, threads: int | No
 
     def decoded(images: Listing | PackedImages) -> DecodedImages:
         side = decoded_side(image_size)
-        return DecodedImages(images, side, source.options, background=background, threads=threads)
+        return DecodedImages(images, side, source.options, threads=threads)
 
     train_images = decoded(train.images)
     if _are_of_one_class(train):

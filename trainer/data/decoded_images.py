@@ -153,7 +153,6 @@ class DecodedImages:
 
     Args:
         options: how pixels become colours, and how many images may be broken.
-        background: what transparent pixels show.
         threads: default: this rank's share of the cores.
         digests: what identifies the images.
 
@@ -167,7 +166,6 @@ class DecodedImages:
         side: int,
         options: SourceOptions | None = None,
         *,
-        background: str = "white",
         threads: int | None = None,
         digests: tuple[str, ...] = (),
     ) -> None:
@@ -175,7 +173,7 @@ class DecodedImages:
             raise ValueError(f"the side of images must be at least 1, got {side}")
         self._images, self._side, self._num_images = images, side, len(images)
         self.options, self.digests = options or SourceOptions(), digests
-        self._rendering = self.options.rendering(background)
+        self._rendering = self.options.rendering()
         self.broken = BrokenImages(self.options, len(images))
         self._device, self._strict = torch.device("cpu"), False
         self._pool = ThreadPoolExecutor(threads or decode_threads(), thread_name_prefix="decode")

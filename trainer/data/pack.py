@@ -204,7 +204,7 @@ class _Packer:
         name = part_name(output, options.part) if options.part else ""
         self.shards, self._index = shards_path(output, first, name), index_path(output, first, name)
         self._order = RangesOrder(manifest.sizes, manifest.order_seed)
-        self._rendering = options.source.rendering("none")
+        self._rendering = options.source.rendering()
 
     def run(self) -> None:
         """Packs tar after tar, each named in the list when its files are in place."""

@@ -153,7 +153,7 @@ def _with_range(
 
 
 def _any_intact(images: Iterable[Entry], listing: Listing, options: SourceOptions) -> bool:
-    rendering = options.rendering("none")
+    rendering = options.rendering()
     for image in images:
         with suppress(BrokenImageError, OSError):
             facts(listing.read_entry(image), rendering)

@@ -42,9 +42,6 @@ class EvaluationOptions(Settings):
     """Labelled images: fashion-mnist, idx, folder or packed. Default: the run's, or fashion-mnist."""
     data_dir: Path | None = None
     """Folder of the images. Default: the run's."""
-    background: str | None = None
-    """What transparent pixels show: a colour, or none for the colours that they hide. Default: as in the run, or
-    white."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if there is one. Under torchrun each rank takes its own."""
     bfloat16: bool = False

@@ -86,9 +86,8 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
             raise ValueError(f"--dataset {options.dataset} is not for {command.name}: give its images by --data-dir")
         return {"dataset": own_format, "data_dir": options.data_dir and str(options.data_dir)}, None
     name, directory = subject.data(options.dataset, options.data_dir)
-    background = subject.images.background if options.background is None else options.background
     reading = _reading(command, subject, name, directory)
-    loaded = _load(subject, name, directory, options, background, reading)
+    loaded = _load(subject, name, directory, options, reading)
     dataset = loaded.evaluated
     if held_out := loaded.can_hold_out and not subject.knows_labels:
         dataset = with_held_out(dataset)
@@ -108,10 +107,9 @@ def _images(command: Command, subject: Subject) -> tuple[dict[str, Any], Dataset
         "classes": len(torch.unique(dataset.train_labels)),
         "images_digest": digest.hexdigest(),
     }
-    images |= ({"background": background} if name in DECODED else {}) | ({"held_out": True} if held_out else {})
+    images |= {"held_out": True} if held_out else {}
     if isinstance(dataset.train_images, DecodedImages):  # as they are read: a pack has options of its own
-        pixels = dataset.train_images.options.of_pixels.given
-        images |= {"pixels": pixels} if pixels else {}
+        images["pixels"] = dataset.train_images.options.of_pixels.given
     return images, dataset
 
 
@@ -133,16 +131,13 @@ def _load(
     name: str,
     directory: Path | None,
     options: EvaluationOptions,
-    background: str,
     reading: SourceOptions,
 ) -> Dataset:
     """The labelled images, of the encoder's size; a broken test image is an error."""
     if name not in (known := sorted([*DATASETS, *DECODED])):
         raise ValueError(f"--dataset {name!r} is unknown or has no labels: give {', '.join(known)}")
     size: dict[str, Any] = {} if subject.config is None else {"image_size": subject.config.image_size}
-    dataset = load_dataset(
-        name, directory, decode_threads=options.decode_threads, background=background, options=reading, **size
-    )
+    dataset = load_dataset(name, directory, decode_threads=options.decode_threads, options=reading, **size)
     dataset = dataset.strict()
     if subject.config is not None:
         subject.check_images(dataset.test_images.shape[1], dataset.evaluated_side or dataset.test_images.shape[-1])

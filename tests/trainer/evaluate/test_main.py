@@ -98,14 +98,15 @@ def test_images_are_read_as_in_the_run_however_their_folder_is_spelled(spelled: 
     assert reading.given["pixel_range"] == (0, 4095)
 
 
-@pytest.mark.parametrize(("given", "alpha"), [([], "ignore"), (["--alpha", "show"], "show")])
-def test_results_on_a_pack_say_how_its_pixels_were_read(given: list[str], alpha: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"alpha": "show"}, {"background": "black"}])
+def test_results_on_a_pack_say_how_its_pixels_were_read(given: dict[str, str], tmp_path: Path) -> None:
     for split in ("train", "test"):
         plain_tree(tmp_path / "tree" / split, 6)
     pack(tmp_path / "tree", tmp_path / "packed", PackOptions(source=SourceOptions(alpha="ignore")))
-    command = parse(["knn", "--pixels", "--dataset", "packed", "--data-dir", str(tmp_path / "packed"), *given])
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    command = parse(["knn", "--pixels", "--dataset", "packed", "--data-dir", str(tmp_path / "packed"), *words])
     images, _ = _images(command, Subject(name="a", encoder=None, config=None))
-    assert images["pixels"] == {"alpha": alpha}
+    assert images["pixels"] == {"alpha": "ignore", "background": "white"} | given
 
 
 @pytest.mark.parametrize("protocol", SHORT)
