@@ -103,5 +103,8 @@ class DiskStorage:
     def disk_bytes(self) -> int:
         return self._opened.disk_bytes()
 
+    def look_at_readers(self) -> None:
+        self._opened.look_at_readers()
+
     def disk_usage(self) -> DiskUsage:
         return self._opened.disk_usage()

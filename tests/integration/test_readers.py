@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -15,7 +17,9 @@ from tests.helpers.stored import put
 from tests.helpers.watching import metric, wait_until
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.inspect import inspect_directory
+from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
+from weightserver.shard.sweeper import Sweeper
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 READER = """
@@ -107,6 +111,27 @@ def test_the_shards_own_readers_are_none_of_them(tmp_path: Path) -> None:
     kept.close()
 
 
+def test_a_reader_is_seen_before_anybody_asks(tmp_path: Path) -> None:
+    """Its age counts from the look of a shard's own thread."""
+    looked = threading.Event()
+
+    class Storage(LmdbStorage):
+        def look_at_readers(self) -> None:
+            super().look_at_readers()
+            looked.set()
+
+    kept = Storage(tmp_path)
+    shard = Shard(kept, shard=0, num_shards=1)
+    committer = Committer(shard.batch)
+    with reading(tmp_path) as reader, closing(Sweeper(shard, committer)) as sweeper:
+        sweeper.start()
+        assert looked.wait(60)
+        assert kept.disk_usage().reader.age_seconds > 0
+        reader.communicate()
+    committer.close()
+    kept.close()
+
+
 @pytest.mark.guard
 def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
     with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
@@ -123,7 +148,10 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
                 client.push_gradients(ROWS, ONES, step=step)
             assert metric(address, "weightserver_reader_age_seconds") > 0
             assert metric(address, "weightserver_reader_held_bytes") > 5e6
-            found = {one["pid"]: one for one in inspect_directory(tmp_path / "shard-0")["processes"]}
+            seen = inspect_directory(tmp_path / "shard-0")
+            assert seen["readers"] == [{"pid": reader.pid, "transactions_since": 5}]
+            assert "weightserver_reader_age_seconds" in seen["readers_since"]
+            found = {one["pid"]: one for one in seen["processes"]}
             assert found.keys() == {shard, reader.pid}
             assert "import lmdb, sys" in found[reader.pid]["command"]
             assert 0 <= found[reader.pid]["seconds"] <= found[shard]["seconds"] < 120

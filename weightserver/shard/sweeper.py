@@ -1,4 +1,7 @@
-"""Deletes versions of blocks that no state needs any more: a block's when it is written, all others in sweeps."""
+"""Deletes versions of blocks that no state needs any more: a block's when it is written, all others in sweeps.
+
+It also looks at the readers of other processes, for which the file grows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SHARE = 0.05
 LOOK_SECONDS = 0.002
 """How long to look for versions at a time; deleting them in a transaction takes as long again, or longer."""
 _IDLE_SECONDS = 1.0
-"""How often to check whether a checkpoint was released."""
+"""How often to look whether a checkpoint was released, and at readers."""
 _RETRY_SECONDS = 10.0
 """How long to wait after an error, such as a full disk."""
 
@@ -76,11 +79,12 @@ class Sweeper:
     def _run(self) -> None:
         pause, failing = _IDLE_SECONDS, False
         while not self._stopped.wait(pause):
-            if self.is_done:
-                pause = _IDLE_SECONDS
-                continue
             started = time.perf_counter()
             try:
+                self._shard.storage.look_at_readers()
+                if self.is_done:
+                    pause, failing = _IDLE_SECONDS, False
+                    continue
                 self.sweep(LOOK_SECONDS)
             except (WeightServerError, OSError) as error:
                 if not failing:

@@ -12,7 +12,6 @@ import logging
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +42,6 @@ _LOCK_BYTES = 64 * (_MAX_READERS + 2)
 """Size of LMDB's lock.mdb: a header, and one slot per reader."""
 _READING_THREADS = 16
 """Threads that read blocks from the disk ahead of their use."""
-_READER_CHECK_SECONDS = 5.0
 _WRITE_BACK_BYTES = 32 << 20
 """Bytes of a transaction's blocks from which on the disk writes while LMDB still copies pages to the system: fewer
 are copied before a thread gains anything."""
@@ -92,7 +90,6 @@ class LmdbStorage:
         self._readonly = readonly
         self._idle = threading.Condition()
         self._num_reading = 0
-        self._next_reader_check = 0.0
         self._written_bytes = 0
         self._closed = False
         self._damage = ""
@@ -208,7 +205,6 @@ class LmdbStorage:
         self._require_usable()
         if self._damage:
             raise StorageError(self._damage)
-        self._forget_dead_readers()
         with (
             self._using_lmdb(),
             contextlib.ExitStack() as commit,
@@ -276,14 +272,6 @@ class LmdbStorage:
             self._failure = f"{problem}: the shard ends, and its next start shows whether the last writes were stored"
         self._on_failure(self._failure)
 
-    def _forget_dead_readers(self) -> None:
-        """Frees the snapshots of processes that died while they read: the file would grow. Looks at the others."""
-        if time.monotonic() >= self._next_reader_check:
-            self._env.reader_check()
-            with contextlib.suppress(OSError):  # of the volume: the write itself may succeed
-                self.disk_usage()
-            self._next_reader_check = time.monotonic() + _READER_CHECK_SECONDS
-
     def _touch(self, keys: list[bytes]) -> None:
         """Reads blocks with these keys into memory, in several threads, each with a snapshot of its own: LMDB reads a
         page when it is used, and waits for each."""
@@ -312,6 +300,12 @@ class LmdbStorage:
         except (StorageError, ShardUnavailableError) as error:
             return str(error)
         return ""
+
+    def look_at_readers(self) -> None:
+        """See `Storage.look_at_readers`."""
+        with self.read():
+            self._env.reader_check()
+        self.disk_usage()
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
