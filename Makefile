@@ -8,7 +8,7 @@ EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: install first-hour fashion-mnist demo tables tables-quick million test test-guard test-all test-gpu lint docs dashboards protos bench bench-quick bench-gpu clean
+.PHONY: install first-hour fashion-mnist demo tables tables-quick million test test-guard test-all test-gpu lint docs dashboards locks protos bench bench-quick bench-gpu clean
 
 # Trains on real images, with weight servers of its own, beside the same run without correction. Optional: EPOCHS, DATA_DIR
 # (Fashion-MNIST's files), OUTPUT, RESUME=1 (an interrupted demo: the one in OUTPUT, or the last one).
@@ -80,6 +80,13 @@ docs: $(INSTALLED)
 dashboards: $(INSTALLED)
 	$(BIN)/python -m deploy.slo
 	$(BIN)/python -m deploy.grafana.dashboards
+
+# What the images install, with the hashes of all files: of pyproject.toml and constraints.txt.
+COMPILE = echo setuptools | UV_CUSTOM_COMPILE_COMMAND="make locks" $(BIN)/uv pip compile -q --no-config --universal --generate-hashes --no-annotate -c constraints.txt pyproject.toml -
+locks: $(INSTALLED)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt uv
+	$(COMPILE) --extra s3 --extra otel -o deploy/weightserver.lock
+	$(COMPILE) --extra trainer --extra parquet --extra s3 --extra otel -o deploy/trainer.lock
 
 protos: $(INSTALLED)
 	$(BIN)/python protos/generate.py

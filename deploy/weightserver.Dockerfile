@@ -1,8 +1,7 @@
 # The weight server, without torch. From the repository's root:
 #     docker build -f deploy/weightserver.Dockerfile -t pic-weightserver:0.3.0 .
-# The optional secrets "pip" (a pip.conf) and "pip-ca" (certificates that pip trusts) are in no layer. BASE_IMAGE may be
-# given by digest.
-ARG BASE_IMAGE=python:3.11.14-slim-bookworm
+# The optional secrets "pip" (a pip.conf) and "pip-ca" (certificates that pip trusts) are in no layer.
+ARG BASE_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BASE_IMAGE} AS build
 # The compiler is for the weight server's compiled kernel, and stays in this stage. Without it NumPy computes the same.
@@ -12,16 +11,15 @@ RUN command -v gcc \
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
+COPY pyproject.toml constraints.txt deploy/weightserver.lock ./
 # Dependencies come first, in their own layer: they change seldom.
+ARG REQUIREMENTS="--require-hashes -r weightserver.lock"
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    mkdir weightserver && touch README.md weightserver/__init__.py \
-    && pip install --no-cache-dir -c constraints.txt '.[s3,otel]' \
-    && rm -r build
+    pip install --no-cache-dir $REQUIREMENTS
 COPY README.md ./
 COPY weightserver weightserver
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=pip-ca \
-    pip install --no-cache-dir --no-deps --force-reinstall . && pip uninstall --yes setuptools pip
+    pip install --no-cache-dir --no-deps --no-build-isolation --force-reinstall . && pip uninstall --yes setuptools pip
 
 FROM ${BASE_IMAGE}
 # It passes signals on to a process that is still starting.

@@ -19,6 +19,7 @@ import yaml
 import trainer.arguments
 import weightserver
 import weightserver.cli
+from tests.test_installation import CONSTRAINTS, PROJECT, names
 from weightserver.operations.certificates import renew_certificates
 from weightserver.operations.plan import Workload, plan
 
@@ -198,21 +199,38 @@ def test_one_prometheus_takes_a_second_cluster(tmp_path: Path) -> None:
 
 def test_images_are_pinned_and_of_this_version() -> None:
     images = {service["image"] for service in COMPOSE["services"].values()}
-    for image in images:
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", image)
     own = {image for image in images if image.startswith("pic-")}
+    for image in images - own:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}", image)
     assert own == {f"pic-{name}:{weightserver.__version__}" for name in ("weightserver", "trainer")}
+    bases = set()
     for name in ("weightserver", "trainer"):
         text = (DEPLOY / f"{name}.Dockerfile").read_text()
+        bases.update(re.findall(r"(?m)^ARG BASE_IMAGE=(\S+@sha256:[0-9a-f]{64})$", text))
         assert re.search(r"(?m)^USER 10001:10001$", text)
         build, _, final = text.rpartition("FROM ")
         assert "--no-install-recommends gcc libc6-dev" in build, "the compiled kernel is built in the first stage"
         assert "gcc" not in final
-        installs = re.findall(r"pip install .*", text)
-        assert len(installs) == 2
-        assert "-c constraints.txt" in installs[0]
-        assert re.search(r"'\.\[([a-z]+,)*s3,otel\]'", installs[0]), "buckets, and spans for a collector"
-        assert "--no-deps" in installs[1]
+        assert f'ARG REQUIREMENTS="--require-hashes -r {name}.lock"\n' in text
+        dependencies, package = re.findall(r"pip install --no-cache-dir (.*?)(?: &&.*)?\n", text)
+        assert dependencies == "$REQUIREMENTS"
+        assert {"--no-deps", "--no-build-isolation", "."} <= set(package.split()), "nothing more is downloaded"
+    assert len(bases) == 1
+
+
+@pytest.mark.parametrize(("image", "extras"), [("weightserver", "s3 otel"), ("trainer", "trainer parquet s3 otel")])
+def test_what_images_install_has_hashes_and_the_versions_of_the_constraints(image: str, extras: str) -> None:
+    """Only what torch of the default index needs on a GPU, and what other systems need, is in no constraint."""
+    text = (DEPLOY / f"{image}.lock").read_text().replace(" \\\n", " ")
+    locked = dict(re.findall(r"(?m)^([\w.-]+)==(\S+)(?: ;.*?)?(?: +--hash=sha256:[0-9a-f]{64})+$", text))
+    assert len(locked) == len(re.findall(r"(?m)^[^#\s]", text)), "each has a hash"
+    pinned = dict(line.lower().replace("_", "-").split("==") for line in CONSTRAINTS if "==" in line)
+    wanted = PROJECT["project"]["optional-dependencies"]
+    needed = [*PROJECT["project"]["dependencies"], *(one for extra in extras.split() for one in wanted[extra])]
+    assert {name.replace("_", "-") for name in names(needed)} | {"setuptools"} <= set(locked), "make locks"
+    assert {name: pinned.get(name, version) for name, version in locked.items()} == locked, "make locks"
+    unpinned = {name for name in set(locked) - set(pinned) if not re.match(r"(nvidia|cuda)-|triton$", name)}
+    assert unpinned <= {"httpx2-jsfetch"}
 
 
 def test_a_release_says_what_it_consists_of(tmp_path: Path) -> None:

@@ -82,9 +82,12 @@ def pip_secrets(directory: Path) -> Iterator[list[str]]:
 
 
 def build(docker: Docker, name: str, base: str, secrets: Sequence[str]) -> None:
+    """Builds with hashes, except the trainer's image: this machine's index may have another torch."""
     begun = time.monotonic()
+    without_hashes = "REQUIREMENTS=-c constraints.txt setuptools .[trainer,parquet,s3,otel]"
     docker.run(
         *("build", "--network", "host", "--build-arg", f"BASE_IMAGE={base}", *secrets),
+        *(("--build-arg", without_hashes) if name == "trainer" else ()),
         *("-f", str(ROOT / f"deploy/{name}.Dockerfile"), "-t", f"pic-{name}:{__version__}", str(ROOT)),
         seconds=1800,
     )
