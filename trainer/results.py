@@ -25,7 +25,7 @@ from trainer.coverage import coverage_warnings
 from trainer.data import Dataset
 from trainer.display import shown, stage
 from trainer.evaluate.features import PIXELS_SIDE, FeatureSet, encoder_features, pixel_features, untrained_encoder
-from trainer.evaluate.protocol import ProbeResult, split_tests
+from trainer.evaluate.protocol import ProbeResult, split_tests, with_held_out
 from trainer.evaluate.table import TITLES, Results, evaluate_features, print_table
 from trainer.model import PICModel, save_encoder
 from trainer.proportions import proportions
@@ -43,7 +43,7 @@ from trainer.run.totals import Totals
 from trainer.stopping import Interrupted
 from weightserver.common.atomic_files import atomic_write
 from weightserver.common.interrupts import interruption
-from weightserver.common.logs import Remark
+from weightserver.common.logs import Remark, say
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ _AT_CHANCE = 0.02
 _TRAINED, _UNTRAINED, _PIXELS = "trained encoder", "untrained encoder", "raw pixels"
 _MOST_PIXELS = 50_000_000
 """Numbers in the training images of which raw pixels are compared: a probe of more takes minutes."""
+_MOST_UNTRAINED = 100_000
+"""Training images of which the untrained encoder is compared."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
             plot = draw_training(
                 output / METRICS_FILE,
                 chance_loss=math.log(config.rows.num_negatives),
-                references={name: row["knn"].top1 for name, row in compared.items() if name not in others},
+                references={
+                    name: row["knn"].top1 for name, row in compared.items() if "knn" in row and name not in others
+                },
                 others={name: other / METRICS_FILE for name, other in others.items()},
             )
             atomic_write(output / PLOT_FILE, lambda path: path.write_bytes(plot))
@@ -138,9 +142,11 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
             print(
                 f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
             )
-        if (number := _num_of_pixels(evaluated)) < (every := len(evaluated.train_images)):
-            print(f"Raw pixels: of {number:,} of the {every:,} training images, to save minutes.")
-        print(_verdict({name: row for name, row in compared.items() if name not in others}))
+        for name, most in _most_compared(evaluated).items():
+            if most < (every := len(evaluated.train_images)):
+                print(f"{name.capitalize()}: of {most:,} of the {every:,} training images, to save minutes.")
+        if verdict := _verdict({name: row for name, row in compared.items() if name not in others}):
+            print(verdict)
     for name, other in others.items():
         print(_difference(name, other, output, compared))
     if summary.get("corrected_rows"):
@@ -239,14 +245,18 @@ def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
     gains = (
         f"{TITLES[protocol]} {compared[_TRAINED][protocol].top1 - result.top1:+.1f} points"
         for protocol, result in compared[name].items()
+        if protocol in compared[_TRAINED]
     )
     return f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f} (trained encoder over that: {', '.join(gains)})."
 
 
 def _verdict(compared: Results) -> str:
-    """Whether training was worth it: the gain in kNN."""
-    trained = compared[_TRAINED]["knn"].top1
-    gains = {name: trained - row["knn"].top1 for name, row in compared.items() if name != _TRAINED}
+    """Whether training was worth it: the gain in kNN; empty without any."""
+    known = {name: row["knn"].top1 for name, row in compared.items() if "knn" in row}
+    if len(known) < 2 or _TRAINED not in known:
+        return ""
+    trained = known.pop(_TRAINED)
+    gains = {name: trained - top1 for name, top1 in known.items()}
     text = " and ".join(f"{gain:+.1f} points over {name}" for name, gain in gains.items())
     best = all(gain > 0 for gain in gains.values())
     return f"kNN of the trained encoder: {text}." + ("" if best else " Training was not worth it yet.")
@@ -258,34 +268,38 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     config, dataset, pixels = result.config, result.dataset.evaluated, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
+    most = _most_compared(dataset)
     evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
-        _UNTRAINED: lambda: _evaluated(_UNTRAINED, lambda: encoder_features(_untrained(result), dataset, pixels)),
-        _PIXELS: lambda: _evaluated(_PIXELS, lambda: _some_pixels(dataset)),
+        _UNTRAINED: lambda: _evaluated(
+            _UNTRAINED, lambda: encoder_features(_untrained(result), _part(dataset, most[_UNTRAINED]), pixels)
+        ),
+        _PIXELS: lambda: _evaluated(_PIXELS, lambda: pixel_features(_part(dataset, most[_PIXELS]))),
     }
     known = _read_comparison(config.run.output) | ({_TRAINED: result.results} if result.results else {})
-    known |= {name: _read_comparison(run)[_TRAINED] for name, run in others.items()}
+    known |= {name: _read_comparison(run).get(_TRAINED, {}) for name, run in others.items()}
     compared: Results = {}
     for name in (_TRAINED, *others, _UNTRAINED, _PIXELS):
-        compared[name] = known.get(name) or evaluations[name]()
+        compared[name] = known[name] if name in known else evaluations[name]()
     _write_comparison(config.run.output, compared)
     return compared
 
 
-def _num_of_pixels(dataset: Dataset) -> int:
-    """How many training images raw pixels are compared of."""
-    number, channels, _, width = dataset.train_images.shape
+def _most_compared(dataset: Dataset) -> dict[str, int]:
+    """How many training images each reference is computed of, at most."""
+    _, channels, _, width = dataset.train_images.shape
     side = min(dataset.evaluated_side or width, PIXELS_SIDE)
-    return min(int(number), max(1000, _MOST_PIXELS // (channels * side**2)))
+    return {_UNTRAINED: _MOST_UNTRAINED, _PIXELS: max(1000, _MOST_PIXELS // (channels * side**2))}
 
 
-def _some_pixels(dataset: Dataset) -> FeatureSet:
-    """Raw pixels, with a random subset of the training images where all would take minutes."""
-    found, number = pixel_features(dataset), _num_of_pixels(dataset)
-    if number == len(found.train):
-        return found
-    chosen = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(0))[:number].sort().values
-    return replace(found, train=found.train[chosen], train_labels=found.train_labels[chosen])
+def _part(dataset: Dataset, most: int) -> Dataset:
+    """The same test images, and as many of the training images, drawn at random; only these are decoded."""
+    if not len(dataset.test_images):
+        dataset = with_held_out(dataset)
+    if len(dataset.train_images) <= most:
+        return dataset
+    chosen = torch.randperm(len(dataset.train_images), generator=torch.Generator().manual_seed(0))[:most].sort().values
+    return replace(dataset, train_images=dataset.images(chosen), train_labels=dataset.train_labels[chosen])
 
 
 def _untrained(result: TrainResult) -> nn.Module:
@@ -312,8 +326,13 @@ def _write_comparison(output: Path, compared: Results) -> None:
 
 
 def _evaluated(name: str, features: Callable[[], FeatureSet]) -> dict[str, ProbeResult]:
-    with stage(f"features of the {name}"):
-        found = features().tested()
+    """The results of features, or a line that says why there are none: training is complete without them."""
+    try:
+        with stage(f"features of the {name}"):
+            found = features().tested()
+    except (ValueError, OSError) as error:
+        say(Remark(f"no results of the {name}: {error}"), logging.WARNING)
+        return {}
     return evaluate_features(found, name)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import shutil
 import subprocess
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,16 @@ import torch
 
 import trainer.results
 from tests.helpers.bars import write_bars
+from tests.helpers.image_tree import encoded, piece, plain_tree
 from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, PowerLoss, losses, power_loss_at, small_run
 from trainer.arguments import parse_config
 from trainer.command_line import pic
 from trainer.config import TrainConfig
 from trainer.coverage import coverage_warnings
-from trainer.data import Dataset
+from trainer.data import Dataset, decoded_images, load_dataset
 from trainer.data.augment import AugmentationConfig
-from trainer.evaluate.features import encoder_features
+from trainer.data.decode import decode
+from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
@@ -244,15 +248,65 @@ def test_the_ending_says_whether_it_was_worth_it(labelled: Any, capsys: pytest.C
         assert ran.returncode == 0, f"{command}: {ran.stderr}"
 
 
-def test_raw_pixels_are_compared_of_a_bounded_number_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, labels = torch.arange(1500 * 4).reshape(1500, 1, 2, 2).to(torch.uint8), torch.arange(1500)
-    dataset = Dataset(train_images=images, train_labels=labels, test_images=images[:7], test_labels=labels[:7])
-    assert len(trainer.results._some_pixels(dataset).train) == 1500
-    monkeypatch.setattr(trainer.results, "_MOST_PIXELS", 1200 * 4)
-    some = trainer.results._some_pixels(dataset)
-    assert some.train.shape == (1200, 4)
-    assert torch.equal(some.train, images.flatten(1)[some.train_labels] / 255)
-    assert len(some.test) == 7
+@pytest.mark.parametrize("tested", [True, False])
+def test_references_decode_a_bounded_number_of_images(
+    tested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tested on the images that the trained encoder is tested on."""
+    plain_tree(tmp_path / "train", 120)
+    if tested:
+        plain_tree(tmp_path / "test", 12)
+    dataset = load_dataset("folder", tmp_path if tested else tmp_path / "train", image_size=8).evaluated
+    decoded = list[bytes]()
+
+    def counted(content: bytes, *rest: Any) -> Any:
+        decoded.append(content)
+        return decode(content, *rest)
+
+    monkeypatch.setattr(decoded_images, "decode", counted)
+    some = pixel_features(trainer.results._part(dataset, 50))
+    assert (len(decoded), len(some.train), len(some.test)) == (62, 50, 12)
+    whole = pixel_features(dataset).tested()
+    assert torch.equal(some.test, whole.test)
+    assert all((row == whole.train).all(dim=1).any() for row in some.train)
+    assert len(trainer.results._part(dataset, 120).train_images) == len(whole.train)
+
+
+def test_references_are_bounded_by_images_and_by_pixels() -> None:
+    images, labels = torch.zeros(7, 3, 32, 32, dtype=torch.uint8), torch.arange(7)
+    dataset = Dataset(train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    assert trainer.results._most_compared(dataset) == {"untrained encoder": 100_000, "raw pixels": 16_276}
+
+
+def test_a_run_of_few_labels_has_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight labelled training images beside test images: none is a tenth of them."""
+    for split, number in (("train", 40), ("test", 10)):
+        with tarfile.open(tmp_path / f"{split}-0000.tar", "w") as tar:
+            for image in range(number):
+                members = {f"{image:03d}.jpg": encoded(piece(image))}
+                if split == "test" or image < 8:
+                    members[f"{image:03d}.cls"] = b"%d" % (image % 2)
+                for name, content in members.items():
+                    info = tarfile.TarInfo(name)
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
+    data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path, "encoder": encoder, "evaluate": True}
+    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
+    result = train(small_run(tmp_path / "run", **data, **windows))
+    finish(result)
+    assert {"knn_top1", "linear_top1"} <= summary_of(tmp_path / "run").keys()
+    assert "Top-1 on the test images" in capsys.readouterr().out
+
+
+def test_features_that_cannot_be_computed_are_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that has ended keeps its summary without them."""
+
+    def broken() -> FeatureSet:
+        raise ValueError("more than 100 images are broken")
+
+    assert trainer.results._evaluated("trained encoder", broken) == {}
+    assert capsys.readouterr().err == "no results of the trained encoder: more than 100 images are broken\n"
 
 
 @pytest.mark.guard  # seconds

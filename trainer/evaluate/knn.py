@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainer.data import TrainImages
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import Advance, FeatureSet, Frozen
 from trainer.evaluate.neighbours import nearest, predict
-from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, split_held_out
+from trainer.evaluate.protocol import ProbeResult, num_correct, percent_correct, splits_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE, KnnConfig
 from weightserver.torch import Ranks
 
@@ -50,17 +51,19 @@ def knn(evaluation: Evaluation, config: KnnConfig) -> Outcome:
     frozen.check()
     numbers, labels, chosen = config.k or K_CHOICES, dataset.train_labels, {}
     if config.k is None:
-        _, held_out = split_held_out(len(bank))
-        excluded = torch.zeros(len(bank), dtype=torch.bool).index_fill_(0, held_out, True)
-        with evaluation.progress("neighbours (held-out)", len(held_out)) as advance:
-            wanted = labels[held_out]
-            found = classified(bank, labels, bank[held_out], wanted, numbers, ranks, advance, excluded)
-        best = max(found, key=lambda result: result.top1)  # the first of equals
-        numbers = (best.k,)
+        splits, found = [held_out for _, held_out in splits_held_out(len(bank))], []
+        number = sum(map(len, splits))
+        with evaluation.progress("neighbours (held-out)", number) as advance:
+            for held_out in splits:
+                excluded = torch.zeros(len(bank), dtype=torch.bool).index_fill_(0, held_out, True)
+                wanted = labels[held_out]
+                found.append(classified(bank, labels, bank[held_out], wanted, numbers, ranks, advance, excluded))
+        best, top1 = _best(found)
+        numbers = (found[0][best].k,)
         chosen = {
-            "k": best.k,
-            "held_out_top1": best.top1,
-            "on": f"{len(held_out)} training images, not used as neighbours for it",
+            "k": numbers[0],
+            "held_out_top1": top1,
+            "on": f"{number} training images, not used as neighbours for it",
         }
     with evaluation.progress("neighbours (test)", len(queries)) as advance:
         results = classified(bank, labels, queries, dataset.test_labels, numbers, ranks, advance)
@@ -98,12 +101,22 @@ def stored_features(
 
 def knn_top1(features: FeatureSet) -> ProbeResult:
     """The same for features in memory, for the demo, the report and evaluations during training."""
-    fitted, held_out = split_held_out(len(features.train))
     images, labels = features.train, features.train_labels
-    found = classified(images[fitted], labels[fitted], images[held_out], labels[held_out], K_CHOICES)
-    best = max(range(len(found)), key=lambda number: found[number].top1)  # the first of equals
+    best, held_out_top1 = _best(
+        [
+            classified(images[fitted], labels[fitted], images[held_out], labels[held_out], K_CHOICES)
+            for fitted, held_out in splits_held_out(len(images))
+        ]
+    )
     (result,) = classified(images, labels, features.test, features.test_labels, [K_CHOICES[best]])
-    return ProbeResult(top1=result.top1, top5=result.top5, setting=K_CHOICES[best], held_out_top1=found[best].top1)
+    return ProbeResult(top1=result.top1, top5=result.top5, setting=K_CHOICES[best], held_out_top1=held_out_top1)
+
+
+def _best(found: Sequence[Sequence[KnnResult]]) -> tuple[int, float]:
+    """Which number of neighbours is best over equal splits, the first of equals, and its top-1 in percent."""
+    means = [statistics.fmean(result.top1 for result in of_number) for of_number in zip(*found, strict=True)]
+    best = max(range(len(means)), key=means.__getitem__)
+    return best, means[best]
 
 
 def leave_one_out_knn_top1(features: Tensor, labels: Tensor, k: int = 10) -> float:

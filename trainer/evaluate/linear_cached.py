@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
-from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, split_held_out
+from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, splits_held_out
 from trainer.evaluate.settings import LinearCachedConfig
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:
     of 1,152 features.
 
     Args:
-        folds: parts of the training images, each of which is held out in turn; None for `split_held_out`.
+        folds: parts of the training images, each of which is held out in turn; None for `splits_held_out`.
 
     Raises:
         ValueError: fewer training images than folds, or images of one class only but for those held out.
@@ -104,7 +104,7 @@ def linear_top1(features: FeatureSet, folds: int | None = None) -> ProbeResult:
 
 def _splits(labels: Tensor, folds: int | None) -> list[tuple[Tensor, Tensor]]:
     """The training images to fit to and those held out, as indexes; raises as `linear_top1` does."""
-    splits = [split_held_out(len(labels))] if folds is None else split_folds(len(labels), folds)
+    splits = splits_held_out(len(labels)) if folds is None else split_folds(len(labels), folds)
     for fitted, _ in splits:
         if len(classes := torch.unique(labels[fitted])) < 2:
             raise ValueError(

@@ -8,6 +8,8 @@ from torch import Tensor
 from trainer.data import Dataset
 
 NUM_HELD_OUT = 5_000
+_FEWEST = 10
+"""Training images of which a tenth is an image."""
 _SEED = 0
 
 
@@ -30,11 +32,16 @@ def split_held_out(num_images: int) -> tuple[Tensor, Tensor]:
 
     5,000 are held out, or a tenth if that is fewer.
     """
-    if num_images < 10:
-        raise ValueError(f"{num_images} training images are too few to hold some out: at least 10 are needed")
+    if num_images < _FEWEST:
+        raise ValueError(f"{num_images} labelled training images are too few to hold some out: give {_FEWEST} or more")
     order = _shuffled(num_images)
     num_held_out = min(NUM_HELD_OUT, num_images // 10)
     return order[num_held_out:], order[:num_held_out]
+
+
+def splits_held_out(num_images: int) -> list[tuple[Tensor, Tensor]]:
+    """The same as a list: of fewer than 10 images each is held out in turn."""
+    return [split_held_out(num_images)] if num_images >= _FEWEST else split_folds(num_images, num_images)
 
 
 def split_folds(num_images: int, num_folds: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,5 +1,6 @@
 """Tables of results: of an evaluation, and of a trained encoder beside the untrained one and raw pixels."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer.evaluate.features import FeatureSet
 from trainer.evaluate.knn import knn_top1
 from trainer.evaluate.linear_cached import linear_top1
 from trainer.evaluate.protocol import ProbeResult
+from weightserver.common.logs import Remark, say
 
 PROTOCOLS: dict[str, Callable[[FeatureSet], ProbeResult]] = {"knn": knn_top1, "linear": linear_top1}
 TITLES = {"knn": "kNN", "linear": "linear probe"}
@@ -20,11 +22,17 @@ Results = dict[str, dict[str, ProbeResult]]
 
 
 def evaluate_features(features: FeatureSet, name: str = "encoder") -> dict[str, ProbeResult]:
-    """Evaluates features by all protocols; the terminal shows them as those of `name`."""
+    """Evaluates features by all protocols; the terminal shows them as those of `name`.
+
+    A line says which protocol cannot be used, and why.
+    """
     results = {}
     for protocol, probe in PROTOCOLS.items():
-        with stage(f"{TITLES[protocol]} of the {name}"):
-            results[protocol] = probe(features)
+        try:
+            with stage(f"{TITLES[protocol]} of the {name}"):
+                results[protocol] = probe(features)
+        except ValueError as error:
+            say(Remark(f"no {TITLES[protocol]} of the {name}: {error}", protocol=protocol), logging.WARNING)
     return results
 
 
@@ -37,8 +45,9 @@ def print_table(results: Results, console: Console | None = None, *, images: str
     table.add_column("linear probe", justify="right")
     table.add_column("λ", justify="right", style="dim")
     for name, row in results.items():
-        knn, linear = row["knn"], row["linear"]
-        table.add_row(name, f"{knn.top1:.2f}", f"{knn.setting:g}", f"{linear.top1:.2f}", f"{linear.setting:g}")
+        found = (row.get(protocol) for protocol in TITLES)
+        cells = ((f"{one.top1:.2f}", f"{one.setting:g}") if one else ("none", "") for one in found)
+        table.add_row(name, *(cell for pair in cells for cell in pair))
     (console or Console()).print(table)
 
 

@@ -67,6 +67,20 @@ def test_equals_the_one_in_memory(tmp_path: Path) -> None:
     assert knn(made_evaluation(SeesNothing(), tmp_path / "bad", dataset), KnnConfig()).results["top1"] < 45
 
 
+def test_of_fewer_than_ten_images_each_is_held_out_in_turn(tmp_path: Path) -> None:
+    dataset = made_dataset(8)
+    found, expected = (
+        knn(made_evaluation(SeesRows(), tmp_path, dataset), KnnConfig()),
+        knn_top1(encoder_features(SeesRows().eval(), dataset)),
+    )
+    assert found.results["top1"] == expected.top1
+    assert found.chosen == {
+        "k": expected.setting,
+        "held_out_top1": expected.held_out_top1,
+        "on": "8 training images, not used as neighbours for it",
+    }
+
+
 def test_each_given_setting_has_a_result(tmp_path: Path) -> None:
     found = knn(made_evaluation(SeesRows(), tmp_path), KnnConfig(k=(10, 400)))
     assert found.chosen == {}

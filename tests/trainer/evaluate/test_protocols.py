@@ -1,6 +1,7 @@
 """kNN and linear probe on features with known results, and compared with plain references."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ from trainer.evaluate.features import (
 )
 from trainer.evaluate.knn import knn_top1, leave_one_out_knn_top1
 from trainer.evaluate.linear_cached import STRENGTHS, linear_top1
-from trainer.evaluate.protocol import split_folds, split_held_out, split_tests
+from trainer.evaluate.protocol import ProbeResult, split_folds, split_held_out, split_tests, splits_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE
+from trainer.evaluate.table import evaluate_features
 from trainer.model import EncoderConfig
 
 CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)
@@ -70,8 +72,23 @@ def test_held_out_images_are_a_fixed_tenth_at_most_5000() -> None:
     assert torch.equal(torch.cat([fitted, held_out]).sort().values, torch.arange(60_000))
     assert torch.equal(held_out, split_held_out(60_000)[1])
     assert len(split_held_out(1_200)[1]) == 120
-    with pytest.raises(ValueError, match="at least 10"):
+    with pytest.raises(ValueError, match="give 10 or more"):
         split_held_out(9)
+    assert sorted(held_out.item() for _, held_out in splits_held_out(9)) == list(range(9))
+    assert all(torch.equal(one, other) for one, other in zip(splits_held_out(10)[0], split_held_out(10), strict=True))
+
+
+@pytest.mark.parametrize("protocol", [knn_top1, linear_top1])
+def test_eight_labelled_images_are_enough_beside_test_images(protocol: Callable[[FeatureSet], ProbeResult]) -> None:
+    result = protocol(clusters(8, 40, noise=0.1, num_classes=2))
+    assert result.top1 == result.held_out_top1 == 100
+
+
+def test_a_probe_that_cannot_be_made_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    features = clusters(2, 8, noise=0.1)
+    features = dataclasses.replace(features, train_labels=torch.tensor([0, 1]))
+    assert evaluate_features(features, "encoder").keys() == {"knn"}
+    assert "no linear probe of the encoder: all training images but those held out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("protocol", "choices"), [(knn_top1, K_CHOICES), (linear_top1, STRENGTHS)])
