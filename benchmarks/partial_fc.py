@@ -2,9 +2,9 @@
 
 python -m benchmarks.partial_fc [--classes 100000 1000000 10000000] [--steps 2000] [--output benchmarks/results]
 
-Both train the same encoder (two layers) from the same weights and initial rows on the same batches, at D 128 in
-float32 on the CPU: images are 64 numbers, the mean of their class plus noise, eight to a class. A window slides over
-the classes.
+Both train the same encoder (two layers) from the same weights and initial rows on the same batches, in float32 on the
+CPU: images are 64 numbers, the mean of their class plus noise, eight to a class. A window slides over the classes;
+without one a loader of its own draws images at random, and no sampler tells the head what comes.
 
 - Partial FC (An et al., 2021): weight and momentum of all classes in one process; each step takes the batch's classes
   and uniformly sampled others, K together, computes the softmax over them and applies SGD with momentum to them alone.
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ import psutil
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from benchmarks.measure import Timing, at_least, save_results, timing
 from weightserver import TableSpec
@@ -47,7 +47,7 @@ from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.torch import ClassifierHead, cosine_softmax_loss
 
-DIM, INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 128, 64, 256, 8, 0.7
+INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 64, 256, 8, 0.7
 TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4
 ADAM_RATE = 1e-3
 METHODS = {"partial-fc": "-", "sparse-adam": "-", "uniform-uncorrected": "--", "uniform": ":", "recent": "-."}
@@ -64,10 +64,11 @@ class Task:
 
     method: str
     num_classes: int
+    dim: int
     num_negatives: int
     batch_size: int
     window: int
-    """Images in the window, which moves by a quarter of them; 0 for all images at random."""
+    """Images in the window, which moves by a quarter of them; 0 for a loader of its own."""
     steps: int
 
     @property
@@ -76,7 +77,7 @@ class Task:
 
     @property
     def spec(self) -> TableSpec:
-        return TableSpec(num_rows=self.num_classes, dim=DIM, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        return TableSpec(num_rows=self.num_classes, dim=self.dim, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 class PartialFC:
@@ -153,6 +154,9 @@ class Images(Dataset[tuple[int, Int64Array]]):
         self._means = TableSpec(num_rows=1, dim=INPUT_DIM, init_std=1.0, seed=100)
         self._noise = TableSpec(num_rows=1, dim=INPUT_DIM, init_std=NOISE, seed=101)
 
+    def __len__(self) -> int:
+        return len(self._labels)
+
     def __getitems__(self, images: list[int]) -> tuple[Tensor, Tensor]:
         chosen = np.asarray(images)
         labels = self._labels[chosen]
@@ -163,7 +167,7 @@ class Images(Dataset[tuple[int, Int64Array]]):
 def run(task: Task, directory: Path) -> dict[str, Any]:
     """Trains; returns losses, seconds and memory."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(INPUT_DIM, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, DIM))
+    encoder = nn.Sequential(nn.Linear(INPUT_DIM, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, task.dim))
     optimizer = torch.optim.SGD(encoder.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     labels = np.random.default_rng(1).permutation(np.arange(IMAGES_PER_CLASS * task.num_classes) % task.num_classes)
     with head_of(task, directory) as head:
@@ -190,7 +194,7 @@ def head_of(task: Task, directory: Path) -> ClassifierHead:
     """The head; it starts its shards at its first use, and none for the peer."""
     return ClassifierHead(
         task.num_classes,
-        DIM,
+        task.dim,
         num_negatives=task.num_negatives,
         negatives="recent" if task.method == "recent" else "uniform",
         correction="none" if task.method == "uniform-uncorrected" else "exact",
@@ -204,19 +208,20 @@ def head_of(task: Task, directory: Path) -> ClassifierHead:
 
 def batches_of(task: Task, head: ClassifierHead, labels: Int64Array) -> Iterator[tuple[Tensor, Tensor]]:
     """Classes and images of each step, the same for the head, which has them announced, and for its peers."""
-    sampler = head.sampler(
-        batch_size=task.batch_size,
-        window_size=task.window or None,
-        window_stride=task.window // 4 or None,
-        classes=labels,
-    )
     images = Images(labels)
-    if task.method in PEERS:
-        for step in range(task.steps):
-            yield images.__getitems__(sampler.images(step, 0).tolist())
-    loader = DataLoader(images, batch_sampler=sampler, collate_fn=lambda batch: batch)
+    drawn: Iterable[list[int]]
+    if task.window:
+        sampler = drawn = head.sampler(
+            batch_size=task.batch_size, window_size=task.window, window_stride=task.window // 4, classes=labels
+        )
+        if task.method in PEERS:
+            drawn = [sampler.images(step, 0).tolist() for step in range(task.steps)]
+    else:
+        generator, number = torch.Generator().manual_seed(3), task.steps * task.batch_size
+        drawn = BatchSampler(RandomSampler(images, True, number, generator), task.batch_size, drop_last=True)
+    loader = DataLoader(images, batch_sampler=drawn, collate_fn=lambda batch: batch)
     while True:
-        yield from head.announced(loader)
+        yield from loader if task.method in PEERS else head.announced(loader)
 
 
 def memory(directory: Path) -> dict[str, int]:
@@ -241,7 +246,7 @@ def fits(task: Task) -> bool:
 
 def _peer_bytes(task: Task) -> int:
     arrays = 3 if task.method == "sparse-adam" else 2
-    return 4 * arrays * task.num_classes * DIM
+    return 4 * arrays * task.num_classes * task.dim
 
 
 def measured(task: Task) -> dict[str, Any]:
@@ -292,9 +297,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=[10**5, 10**6, 10**7])
     parser.add_argument("--steps", type=at_least(WARM_UP + 2), default=2_000)
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--num-negatives", type=int, default=8_192)
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--window", type=int, default=65_536, help="images in the window; 0 visits all at random")
+    parser.add_argument("--window", type=int, default=65_536, help="images in the window; 0: a loader of its own")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -304,7 +310,7 @@ def main() -> None:
         return
     file = arguments.output / "partial_fc.json"
     results: dict[str, Any] = json.loads(file.read_text())["results"] if file.exists() else {}
-    settings = {name: getattr(arguments, name) for name in ("num_negatives", "batch_size", "window", "steps")}
+    settings = {name: getattr(arguments, name) for name in ("dim", "num_negatives", "batch_size", "window", "steps")}
     if results.get("settings", settings) != settings:
         raise SystemExit(f"{file} has results of other settings, {results['settings']}: remove it, or give these")
     results["settings"] = settings

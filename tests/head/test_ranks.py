@@ -90,7 +90,9 @@ def as_rank(out: Path, kind: str, rows: str, servers: str | None = None) -> None
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    if kind == "errors":
+    if kind == "dies":
+        one_fails_in_its_backward_pass(rank)
+    elif kind == "errors":
         torch.save([error_of(case, rank) for case in DISAGREEMENTS], out / f"errors-{rank}")
     else:
         torch.save(vars(run(out / "rows", kind, rows, servers)), out / f"result-{rank}")
@@ -139,24 +141,41 @@ def other_settings(rank: int) -> None:
 
 
 def one_fails(rank: int) -> None:
-    """In its backward pass, which it repeats, while the other ends the step."""
-    head = dense()
+    """After its backward pass, and repeats the step, which the other ends."""
+    head, encoder = dense(), DistributedDataParallel(Encoder().module)
     for _ in range(2):
         with contextlib.suppress(RuntimeError), head.step_of([rank]):
-            passed(head, [rank])
+            head(encoder(INPUTS[[rank]]), [rank]).backward()
             if rank:
                 raise RuntimeError
             head.step(0.1)
 
 
 def one_fails_before_its_pass(rank: int) -> None:
-    head, fails = dense(), rank == 1
+    """Between the encoder's pass and the head's."""
+    head, encoder, fails = dense(), DistributedDataParallel(Encoder().module), rank == 1
     for _ in range(2):
         with contextlib.suppress(RuntimeError), head.step_of([rank]):
+            embeddings = encoder(INPUTS[[rank]])
             if fails:
                 fails = False
                 raise RuntimeError
-            passed(head, [rank])
+            head(embeddings, [rank]).backward()
+
+
+def one_fails_in_its_backward_pass(rank: int) -> None:
+    """Of the encoder, whose gradients the other one waits for; it does not catch the error."""
+    head, encoder = dense(), DistributedDataParallel(Encoder().module)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("the encoder's backward pass")
+
+    with head.step_of([rank]):
+        embeddings = encoder(INPUTS[[rank]])
+        if rank:
+            embeddings.register_hook(fail)
+        head(embeddings, [rank]).backward()
+        head.step(0.1)
 
 
 def one_is_spoiled(rank: int) -> None:
@@ -298,6 +317,14 @@ def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
         for error, messages in zip(errors, DISAGREEMENTS.values(), strict=True):
             assert error.startswith(messages[rank])
             assert "\n" not in error
+
+
+@pytest.mark.guard
+def test_a_rank_that_fails_in_the_encoders_backward_pass_ends_all(tmp_path: Path) -> None:
+    """Although the other one waits for its gradients."""
+    ended = torchrun("tests.head.test_ranks", tmp_path, "dies", "dense", check=False)
+    assert ended.returncode
+    assert "MemoryError: the encoder's backward pass" in ended.stderr
 
 
 if __name__ == "__main__":

@@ -95,8 +95,9 @@ def _turned(cosines: Tensor, angles: Tensor) -> Tensor:
 def quality_of(norms: Tensor) -> Tensor:
     """AdaFace's quality of the images of a batch, from the norms (B,) of their embeddings: in −1..1, 0 on average.
 
-    (norm − mean) / standard deviation · h, with the mean and deviation of this batch alone. The authors' moving
-    averages give 0.99 of the weight to the newest batch (Kim et al., Equation 14): what they add is not worth a state.
+    (norm − mean) / standard deviation · h, with the mean and deviation of this batch, so that the loss has no state.
+    Kim et al. (Equation 14) take moving averages. Their program gives the newest batch `t_alpha` of the weight: 0.01 by
+    default in training, which averages about a hundred batches; 1 is what this does.
     """
     if len(norms) < 2:
         return torch.zeros_like(norms)
