@@ -80,6 +80,12 @@ def test_shards_that_were_given_different_ones_are_told(
         other.extend_schedule(1, 2 * RATES[1:])
         push(client, 1, ROWS[:7])
         push(other, 1, ROWS[7:14])
+        for one, rate, rows in ((client, RATES[1], ROWS[7:14]), (other, 2 * RATES[1], ROWS[:7])):  # the other's shard
+            message = rf"the learning rate of step 1 is .* and was used, not {rate:g}: only steps from 2 on"
+            with pytest.raises(TableMismatchError, match=message):
+                one.fetch(ROWS, step=2)
+            with pytest.raises(TableMismatchError, match=message):
+                push(one, 2, rows)
         calls: list[Callable[[], object]] = [
             client.describe,
             other.describe,
