@@ -11,7 +11,9 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
+from trainer.data.datasets import FOLDER
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.survey import checked_sample
 from trainer.run.checkpoint_file import num_images_to_resume
 from trainer.run.directory import CONFIG_FILE, READING_FILE, read_settings
 from weightserver.common.atomic_files import atomic_write
@@ -63,6 +65,13 @@ def check_images(config: TrainConfig, dataset: Dataset) -> None:
         dataset.check_evaluated(trained_on_labels=config.sampling.labels is not None)
     elif config.report.knn_every:
         dataset.check_labelled()
+
+
+def check_sample(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> None:
+    """Raises ValueError on all ranks if a run that begins on files would end because too many of them are broken."""
+    images = dataset.train_images
+    if isinstance(images, DecodedImages) and config.data.dataset == FOLDER and not config.run.resume:
+        ranks.of_first(lambda: len(checked_sample(images).broken))
 
 
 def images_of_run(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Dataset:

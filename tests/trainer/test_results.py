@@ -299,6 +299,24 @@ def test_a_run_of_few_labels_has_its_results(tmp_path: Path, capsys: pytest.Capt
     assert "Top-1 on the test images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("max_broken", [None, 150])
+def test_a_run_of_too_many_broken_images_is_refused_before_its_first_step(
+    max_broken: int | None, tmp_path: Path
+) -> None:
+    """By a preset too, not only by `pic train FOLDER`."""
+    tree = plain_tree(tmp_path / "tree", 40)
+    for number in range(110):
+        (tree / f"a/{number}.jpg").write_bytes(b"<html>")
+    windows = {"window_size": 100, "window_stride": 50, "steps": 1, "encoder": ONLY_ROWS, "rows": "dense"}
+    config = small_run(tmp_path / "run", dataset="folder", num_images=None, data_dir=tree, **windows)
+    if max_broken:
+        train(config.with_settings(max_broken=max_broken))
+        return
+    with pytest.raises(ValueError, match=r"about 110 of 150 images are broken .*, and 100 may be: .*--max-broken 220"):
+        train(config, on_step=lambda step: pytest.fail("a step began"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_features_that_cannot_be_computed_are_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A run that has ended keeps its summary without them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from pathlib import Path
 from trainer.cores import usable_cores
 from trainer.data.changes import split_changes
 from trainer.data.config import SourceOptions
-from trainer.data.decode import BrokenImageError, facts
+from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, is_packed, listing_path
 from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
+from trainer.data.survey import checked_sample
 from weightserver.common.atomic_files import atomic_write, sha256
 
 _MEASURED = 1_000
@@ -120,10 +121,10 @@ def _with_range(
     """Adds a range of new images of a split. Known classes keep their numbers.
 
     Raises:
-        ValueError: none of the images can be read, so that none can stand for the others.
+        ValueError: as `checked_sample`.
     """
-    if not _any_intact(new, split.listing, manifest.options):
-        raise ValueError(f"none of {len(new):,} images of {split.source} can be read, first {new[0].name}: repair them")
+    listing = new if isinstance(new, Listing) else Listing(b"".join(map(Entry.line, new)), split.listing.root)
+    checked_sample(DecodedImages(listing, 1, options.source, threads=options.threads))
     names = tuple(dict.fromkeys((*manifest.classes, *known, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
     first = manifest.num_images
@@ -150,15 +151,6 @@ def _with_range(
         shards=(),
     )
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
-
-
-def _any_intact(images: Iterable[Entry], listing: Listing, options: SourceOptions) -> bool:
-    rendering = options.rendering()
-    for image in images:
-        with suppress(BrokenImageError, OSError):
-            facts(listing.read_entry(image), rendering)
-            return True
-    return False
 
 
 def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:

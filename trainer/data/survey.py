@@ -1,4 +1,4 @@
-"""Samples images, and surveys them before training: how many, how large, with which labels."""
+"""Samples images before they are trained on or packed: how many are broken, how large they are, with which labels."""
 
 from __future__ import annotations
 
@@ -94,19 +94,13 @@ class ImagesSurvey:
         return self.number * self.image_bytes
 
 
-def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
-    """Surveys the training images of a data set of decoded images, of which a sample is read.
+def checked_sample(images: DecodedImages) -> Sample:
+    """Decodes a sample of images that are to be trained on or packed.
 
     Raises:
-        ValueError: none of the sampled images can be read, or so few that a run would end.
+        ValueError: none of them can be read, or so few that a run or a pack would end.
     """
-    images = dataset.train_images
-    assert isinstance(images, DecodedImages), "images in memory need no survey"
-    labels = dataset.train_labels if dataset.labelled else torch.empty(0)
     found = sample(images)
-    if found.number == 1 or (found.decoded == found.number and len(found.intact) == 1):
-        number = f"{found.number:,}"
-        raise ValueError(f"a single image that can be read, of {number}: give at least 2, to compare with each other")
     if not found.intact:
         raise ValueError(f"none of {found.decoded} sampled images can be read, first {found.broken[0]}: repair them")
     if found.num_broken > found.max_broken:
@@ -117,6 +111,22 @@ def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
             f"remove them, or give --max-broken {2 * found.num_broken}; --broken-list FILE has the paths of those that "
             "were read"
         )
+    return found
+
+
+def survey(dataset: Dataset, *, packed: bool) -> tuple[ImagesSurvey, Sample]:
+    """Surveys the training images of a data set of decoded images, of which a sample is read.
+
+    Raises:
+        ValueError: a single image, or as `checked_sample`.
+    """
+    images = dataset.train_images
+    assert isinstance(images, DecodedImages), "images in memory need no survey"
+    labels = dataset.train_labels if dataset.labelled else torch.empty(0)
+    found = checked_sample(images)
+    if found.number == 1 or (found.decoded == found.number and len(found.intact) == 1):
+        number = f"{found.number:,}"
+        raise ValueError(f"a single image that can be read, of {number}: give at least 2, to compare with each other")
     facts = ImagesSurvey(
         number=found.number,
         shorter_side=round(found.shorter_side),
