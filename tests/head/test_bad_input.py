@@ -178,6 +178,8 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"negatives": "both", "recent_share": "a"}, "recent_share must be a number, got 'a'"),
         ({"servers": 5}, 'servers must be addresses "host:port,host:port" or a list of them, got 5'),
         ({"servers": [5]}, r"servers must be addresses .* or a list of them, got \[5\]"),
+        ({"servers": "ws0:1", "insecure": "False"}, "insecure must be True or False, got 'False'"),
+        ({"take_over": "no"}, "take_over must be True or False, got 'no'"),
         ({"num_shards": 0}, r"num_shards must lie in 1\.\.inf, got 0"),
         ({"run": 5}, "run must be a text and directory a path, got 5 and None"),
         ({"directory": 5}, "run must be a text and directory a path, got 'head' and 5"),

@@ -168,6 +168,24 @@ def test_what_was_forgotten_is_said_first(make_head: MakeHead, announces: bool) 
     assert head.num_steps == 2
 
 
+def test_a_block_that_ends_without_its_step_says_so(make_head: MakeHead) -> None:
+    """The gradients are dropped; the same batch, or another one, may follow."""
+    head, before = make_head("dense"), make_head("dense").rows(range(NUM_CLASSES))
+    for ids in ([1, 2], [3, 4]):
+        with pytest.raises(ValueError, match=r"^step\(\) was not called in the block of step 0, "), head.step_of(ids):
+            head(INPUTS[ids, :DIM].requires_grad_(), ids).backward()
+    with head.step_of([3, 4]):
+        head(INPUTS[[3, 4], :DIM].requires_grad_(), [3, 4]).backward()
+        head.skip(0.0)
+    head.announce([5], [6])
+    for ids in ([5], [6]):
+        with head.step_of(ids):
+            head(INPUTS[ids, :DIM].requires_grad_(), ids).backward()
+    head.step(0.0)
+    assert head.num_steps == 2
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
+
+
 def test_a_step_that_is_skipped_at_its_first_batch(make_head: MakeHead) -> None:
     """A loader leaves out its second one."""
     head, given = make_head("dense"), []

@@ -261,6 +261,11 @@ def test_what_does_not_fit_is_refused(make_head: MakeHead) -> None:
         head.predict(QUERIES, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"embeddings must have shape \(23, 6\)"):
         head.predict(QUERIES[:, :5])
+    spoiled = QUERIES.clone()
+    spoiled[2, 3] = float("nan")
+    for call in (lambda: head.evaluate(spoiled, IDS), lambda: head.predict(spoiled)):
+        with pytest.raises(ValueError, match=r"^the embedding of image 2 is infinite or NaN: look for the step"):
+            call()
 
 
 @pytest.mark.guard

@@ -186,7 +186,8 @@ class Program:
         if needs_block or self.chance(0.3):
             block = self.head.step_of(*batches)
         with block:
-            self.passes(batches, in_blocks=is_announced and isinstance(block, nullcontext) and self.chance(0.2))
+            has_parts = is_announced and len(batches) > 1 and isinstance(block, nullcontext)
+            self.passes(batches, in_blocks=has_parts and self.chance(0.2))
             self.save_at_times(self.losses[:-1])
             if overflows := self.scaler.is_enabled() and self.chance(0.2):
                 self.spoil()

@@ -105,6 +105,20 @@ def test_a_norm_that_is_not_finite_changes_nothing(make_head: MakeHead, spoiled:
     torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
 
 
+def test_an_overflow_at_a_scale_of_one(make_head: MakeHead) -> None:
+    """Is a step without gradients, as at any other scale."""
+    head, encoder, ids = make_head("dense"), Encoder(), BATCHES[0]
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=1.0), head.rows(range(NUM_CLASSES))
+    scaler.scale(head(encoder.module(INPUTS[ids]), ids)).backward()
+    spoil(head)
+    head.step(0.0, scaler=scaler, optimizer=encoder.optimizer)
+    scaler.step(encoder.optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), head.num_steps) == (0.5, 1)
+    assert torch.equal(encoder.weight(), Encoder().weight())
+    torch.testing.assert_close(head.rows(range(NUM_CLASSES)), before)
+
+
 ORDER = r"call head\.step\(\), scaler\.step\(optimizer\) and scaler\.update\(\), in this order"
 
 
@@ -133,6 +147,37 @@ def test_the_order_of_the_scalers_calls(make_head: MakeHead, wrong: str, message
         train()
     assert head.num_steps == 1
     assert encoder.weight().abs().max() < 2  # no step was made with scaled gradients
+
+
+def test_clipping_comes_before_the_encoders_step(make_head: MakeHead) -> None:
+    """An optimizer's step in the step before, or without max_norm, is none of this one's."""
+    head, encoder, other = make_head("dense"), Encoder(), Encoder()
+
+    def passed(ids: list[int]) -> None:
+        encoder.optimizer.zero_grad()
+        head(encoder.module(INPUTS[ids]), ids).backward()
+        other.optimizer.step()
+
+    passed(BATCHES[0])
+    encoder.optimizer.step()
+    head.step(RATE)
+    for ids in BATCHES[1:3]:
+        passed(ids)
+        head.step(RATE, optimizer=encoder.optimizer, max_norm=MAX_NORM)
+        encoder.optimizer.step()
+    passed(BATCHES[3])
+    encoder.optimizer.step()
+    with pytest.raises(ValueError, match=r"^optimizer\.step\(\) was called before head\.step\(max_norm=\.\.\.\)"):
+        head.step(RATE, optimizer=[other.optimizer, encoder.optimizer], max_norm=MAX_NORM)
+    assert head.num_steps == 3
+
+
+def test_sparse_gradients_are_not_clipped(make_head: MakeHead) -> None:
+    head, words = make_head("dense"), torch.nn.Embedding(9, DIM, sparse=True)
+    head(words(torch.tensor([1, 2])), [1, 2]).backward()
+    with pytest.raises(ValueError, match=r"^max_norm cannot clip sparse gradients: make the encoder's embeddings with"):
+        head.step(RATE, optimizer=torch.optim.SGD(words.parameters(), lr=0.1), max_norm=MAX_NORM)
+    head.step(RATE)
 
 
 def test_an_overflow_in_one_of_two_optimizers(make_head: MakeHead) -> None:

@@ -75,6 +75,15 @@ def check_embeddings(embeddings: Any, num_ids: int, dim: int, device: torch.devi
         )
 
 
+def check_finite(embeddings: Tensor) -> None:
+    """Raises ValueError if a value of embeddings (b, D) is infinite or NaN."""
+    if len(bad := (~embeddings.isfinite().all(dim=1)).nonzero()):
+        raise ValueError(
+            f"the embedding of image {int(bad[0])} is infinite or NaN: look for the step in which the encoder "
+            "diverged, and load a state from before"
+        )
+
+
 def first_of(ids: Int64Array) -> str:
     """The first classes, for a message."""
     return ", ".join(map(str, ids[:4].tolist())) + (", ..." if len(ids) > 4 else "")

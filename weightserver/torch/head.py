@@ -30,7 +30,7 @@ from weightserver import Checkpoint, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array, checked_integer, checked_number
 from weightserver.torch.agreement import Agreement, Doing
 from weightserver.torch.announced_batches import AnnouncedBatches, first_element
-from weightserver.torch.arguments import check_embeddings, checked_ids, class_counts
+from weightserver.torch.arguments import check_embeddings, check_finite, checked_ids, class_counts
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
 from weightserver.torch.loss import Loss, checked_temperature
@@ -41,14 +41,23 @@ from weightserver.torch.recency import check_num_active
 from weightserver.torch.rows import RowCounters
 from weightserver.torch.sampler import WindowSampler
 from weightserver.torch.saved_rows import SavedRows, from_tensor, to_tensor
-from weightserver.torch.scaling import Optimizers, ScalerUse, Scaling, checked_optimizers, norm_over_ranks
+from weightserver.torch.scaling import (
+    Optimizers,
+    ScalerUse,
+    Scaling,
+    checked_optimizers,
+    moment,
+    norm_over_ranks,
+    watch_optimizers,
+)
 from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
 from weightserver.torch.step import Announced, Step
 from weightserver.torch.steps import Steps
 from weightserver.torch.table import Table
 from weightserver.torch.windows import RangesOrder
 
-_CALLS = ("announce", "forward", "_enter", "_abort", "zero_grad", "active_rows", "step", "skip", "evaluate", "predict")
+_OF_A_STEP = ("announce", "forward", "_enter", "_leave", "_abort", "zero_grad", "active_rows", "step", "skip")
+_CALLS = (*_OF_A_STEP, "evaluate", "predict")
 """Methods that call the servers, or torch.distributed."""
 
 
@@ -155,8 +164,10 @@ class ClassifierHead(nn.Module):
         active = {"num_negatives": num_negatives, "negatives": negatives, "recent_share": recent_share}
         self._settings: dict[str, object] = {**asdict(of_rows), **asdict(of_loss), **classes, **active}
         self._scaler_use = ScalerUse()
+        self._passed_at = 0  # see `moment`
         self._saved: SavedRows | None = None
         _leave_out_of_graphs()
+        watch_optimizers()
         weakref.finalize(self, self._table.close).atexit = False  # the shards end with the process
 
     @property
@@ -374,6 +385,7 @@ class ClassifierHead(nn.Module):
         step = self._steps.begin(checked)
         part = step.part_of(checked, view)
         self._scaler_use.note_forward(self._steps.attempt)
+        self._passed_at = moment()
         weight = step.rows_for(part, view=view, update_rows=update_rows, temperature=temperature)
         loss: Tensor = self._loss(
             embeddings.float(),
@@ -393,7 +405,8 @@ class ClassifierHead(nn.Module):
         `skip()`. The batches of a step that was announced may have a block each: if one fails, all begin anew.
 
         Raises:
-            ValueError: as `announce` and `forward` do, or the step before has not ended.
+            ValueError: as `announce` and `forward` do, or the step before has not ended; at the end of a block with
+                passes of all batches of the step, neither `step()` nor `skip()` was called in it.
         """
         step = self._enter(batches)
         try:
@@ -401,8 +414,7 @@ class ClassifierHead(nn.Module):
         except BaseException:
             self._abort(step.number)
             raise
-        if not step.has_passes:
-            self._abort(step.number)
+        self._leave(step, len(batches))
 
     def _enter(self, batches: Sequence[Any]) -> Step:
         self._require_training()
@@ -419,6 +431,18 @@ class ClassifierHead(nn.Module):
             self._steps.abort(self.num_steps)
             raise
         return step
+
+    def _leave(self, step: Step, num_batches: int) -> None:
+        """Ends a block that did not fail, with passes of so many batches."""
+        if step is not self._steps.current or (step.has_passes and num_batches < len(step.announced.ids)):
+            return
+        forgotten = step.has_passes
+        self._abort(step.number)
+        if forgotten:
+            raise ValueError(
+                f"step() was not called in the block of step {step.number}, whose gradients are dropped: call "
+                "head.step() at the end of the block, or skip()"
+            )
 
     def _abort(self, number: int) -> None:
         self._steps.abort(number)
@@ -461,7 +485,8 @@ class ClassifierHead(nn.Module):
             scaler: which scaled the loss; call its update() afterwards. If a gradient of the rows or the encoder
                 overflowed, the step is one without gradients, as in `skip`, and the scaler leaves out the encoder's.
             optimizer: the encoder's, or all of several, whose step follows; needed with `scaler` and `max_norm`.
-            max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to.
+            max_norm: what the norm of all gradients, of the encoder and the rows together, is clipped to. Call the
+                encoder's optimizer.step() afterwards.
 
         Returns:
             With `max_norm`, the norm before clipping, a scalar; infinite if a gradient overflowed.
@@ -478,6 +503,7 @@ class ClassifierHead(nn.Module):
             if (step := self._steps.current) is None:
                 raise ValueError("step() without a forward pass: call head(embeddings, ids) first")
             scaling = Scaling(scaled, checked_optimizers(optimizer), max_norm)
+            scaling.require_order(self._passed_at)
             gradients, norms, bad = step.gradients(), None, None
             self._tell(learning_rate, agreement)
             agreement.same("max_norm must be the same on every rank, got {} to {} (-1: none)", float(max_norm or -1))
@@ -565,6 +591,7 @@ class ClassifierHead(nn.Module):
         with self._agreement(Doing.LOOKS) as agreement:
             checked = checked_ids(ids, self.spec.num_rows, may_be_none=table.ranks.world_size > 1)
             check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
+            check_finite(embeddings)
             among = self._among(classes, checked, agreement)
         own = self._rows_of_all_ranks(checked if checked.ndim == 2 else checked[:, None])
         own = distinct(torch.from_numpy(own)).numpy()
@@ -589,6 +616,7 @@ class ClassifierHead(nn.Module):
         table, read = self._table, self._reader()
         with self._agreement(Doing.LOOKS) as agreement:
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
+            check_finite(embeddings)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
             comparison = Comparison(table, self._loss, read, rows=among)
             if not 1 <= checked_integer(k, "k") <= comparison.num_classes:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from weightserver.torch.ranks import Ranks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _ORDER = "call head.step(), scaler.step(optimizer) and scaler.update(), in this order, in each step"
+
+
+_moments = itertools.count(1)
+_stepped_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Notes from now on when optimizers make their steps."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        _stepped_at[optimizer] = next(_moments)
+
+    register_optimizer_step_post_hook(note)
+
+
+def moment() -> int:
+    """A number that grows, as the numbers of optimizers' steps do."""
+    return next(_moments)
 
 
 def checked_optimizers(given: object) -> list[torch.optim.Optimizer]:
@@ -46,6 +69,17 @@ class Scaling:
     def scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def require_order(self, since: int) -> None:
+        """Raises ValueError if an optimizer has made its step since that `moment`, with gradients that were to be
+        clipped; `ScalerUse` knows the order of a scaler's calls."""
+        if self.max_norm is None or self.scaler is not None:
+            return
+        if any(_stepped_at.get(optimizer, 0) > since for optimizer in self.optimizers):
+            raise ValueError(
+                "optimizer.step() was called before head.step(max_norm=...), so that the encoder moved by gradients "
+                "that were not clipped: call head.step() first"
+            )
+
     def parameters(self) -> list[Tensor]:
         """The encoder's parameters that have gradients, each once."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -53,8 +87,11 @@ class Scaling:
         return [parameter for parameter in distinct.values() if parameter.grad is not None]
 
     def norms(self, gradients: Tensor) -> Tensor:
-        """The norms of the gradients of the encoder and of this rank's rows, float32 (K of this rank, D): (2,)."""
+        """The norms of the gradients of the encoder and of this rank's rows, float32 (K of this rank, D): (2,). Raises
+        ValueError for sparse ones."""
         of_encoder = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in of_encoder):
+            raise ValueError("max_norm cannot clip sparse gradients: make the encoder's embeddings with sparse=False")
         norms = torch.nn.utils.get_total_norm(of_encoder), torch.linalg.vector_norm(gradients)
         return torch.stack([norm.to(gradients.device) for norm in norms])
 

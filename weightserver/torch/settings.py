@@ -56,6 +56,9 @@ class Servers:
         checked_integer(self.num_shards, "num_shards", 1)
         for name in _SECONDS:
             checked_number(getattr(self, name), name)
+        for name in ("take_over", "insecure"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
         self.parsed()
 
     def parsed(self) -> list[str]:
