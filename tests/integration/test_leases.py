@@ -48,21 +48,21 @@ def is_lost(client: WeightClient) -> bool:
 
 def test_a_second_run_is_refused_until_the_first_has_ended(make_client: MakeClient) -> None:
     first, second = make_client(), make_client()
-    first.open_session("first", hold=True)
-    for options in ({}, {"hold": True}, {"force": True}):
+    first.open_session("first")
+    for options in ({}, {"hold": False}, {"force": True}):
         with pytest.raises(SessionInUseError, match="run 'first' uses these weight servers") as refused:
             second.open_session("second", **options)
         assert f"process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
     first.require_session()
     first.write_state(ROWS, ONES, ONES, 0)
     first.close()
-    second.open_session("second", hold=True)
+    second.open_session("second")
 
 
 def test_a_run_that_was_taken_over_is_told(make_client: MakeClient) -> None:
     first, second = make_client(), make_client()
-    first.open_session("first", hold=True)
-    second.open_session("second", hold=True, take_over=True)
+    first.open_session("first")
+    second.open_session("second", take_over=True)
     wait_until(lambda: is_lost(first))
     with pytest.raises(FencedError, match="superseded"):
         first.require_session()
@@ -75,32 +75,32 @@ def test_a_run_that_was_taken_over_is_told(make_client: MakeClient) -> None:
 
 def test_a_run_is_resumed_although_it_seems_alive(make_client: MakeClient) -> None:
     """Its process was killed a moment ago."""
-    make_client().open_session("run", hold=True)
-    make_client().open_session("run", hold=True, force=True)
+    make_client().open_session("run")
+    make_client().open_session("run", force=True)
 
 
 def test_a_session_that_nobody_holds_is_superseded(make_client: MakeClient) -> None:
-    make_client().open_session("first")
+    make_client().open_session("first", hold=False)
     make_client().open_session("second")
 
 
 def test_a_process_is_not_kept_out_by_itself(client: WeightClient, cluster: LocalCluster) -> None:
     """As where a notebook makes a head again, or after a loss of data."""
     client.create_table(SPEC)
-    client.open_session("first", hold=True)
-    client.open_session("first", hold=True)
+    client.open_session("first")
+    client.open_session("first")
     client.require_session()
     client.open_session("second")
     client.require_session()
     client.write_state(ROWS, ONES, ONES, 0)
     with WeightClient(cluster.addresses) as another:
-        another.open_session("third", hold=True)
+        another.open_session("third")
 
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_run_that_joins_its_own_session_keeps_its_lease(make_client: MakeClient, hold: bool) -> None:
     first = make_client()
-    epoch = first.open_session("first", hold=True)
+    epoch = first.open_session("first")
     first.open_session("first", join=epoch, hold=hold)
     with pytest.raises(SessionInUseError, match="run 'first'"):
         make_client().open_session("second")
@@ -111,9 +111,9 @@ def test_a_process_keeps_its_session_while_one_of_its_clients_holds_it(
 ) -> None:
     monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 3600.0)
     client.create_table(SPEC)
-    epoch = client.open_session("first", hold=True)
+    epoch = client.open_session("first")
     with WeightClient(cluster.addresses) as second:
-        second.open_session("first", join=epoch, hold=True)
+        second.open_session("first", join=epoch)
     monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))
     with WeightClient(cluster.addresses) as other, pytest.raises(SessionInUseError, match="run 'first'"):
         other.open_session("other")
@@ -150,7 +150,7 @@ def test_an_opening_that_was_interrupted_may_still_arrive(
 
 def test_a_dropped_table_ends_the_run_that_holds_it(make_client: MakeClient) -> None:
     first = make_client()
-    first.open_session("first", hold=True)
+    first.open_session("first")
     make_client().drop_table()
     wait_until(lambda: is_lost(first))
     with pytest.raises(FencedError, match="dropped the table"):
@@ -163,7 +163,7 @@ def test_a_script_may_be_started_again(client: WeightClient, cluster: LocalClust
     client.create_table(SPEC)
     script = (
         "import os, sys; from weightserver import WeightClient\n"
-        "client = WeightClient(sys.argv[1:]); client.open_session('script', hold=True)\n"
+        "client = WeightClient(sys.argv[1:]); client.open_session('script')\n"
     )
     subprocess.run([sys.executable, "-c", script + end, *cluster.addresses], check=False)
     if "kill" in end:

@@ -386,7 +386,7 @@ def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
         run = small_run(tmp_path / "run", servers=cluster.addresses[0], steps=4, checkpoint_every=0)
         with pytest.raises(OSError, match="power"):
             train(run, on_step=fail)
-        other.open_session("other", hold=True)
+        other.open_session("other")
         begin = run.with_settings(output=tmp_path / "second")
         with pytest.raises(
             ValueError,

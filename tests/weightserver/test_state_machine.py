@@ -235,7 +235,7 @@ def another_cluster() -> list[Directory]:
     with cluster.running(Run()):
         client.create_table(SPEC)
         client.extend_schedule(0, RATES)
-        client.open_session("run")
+        client.open_session("run", hold=False)
         client.push_gradients([0, 2], np.ones((2, SPEC.dim), np.float32), step=0)
     cluster.let_go()
     return cluster.directories
@@ -535,11 +535,11 @@ class Machine(RuleBasedStateMachine):
                 made.beside = writer.repeated[:]
                 return made, method
             case "join_session":
-                return self.make(writer, client.open_session, name="run", join=self.newest_epoch)
+                return self.make(writer, client.open_session, name="run", join=self.newest_epoch, hold=False)
             case "open_session":
-                return self.make(writer, client.open_session, name="run")
+                return self.make(writer, client.open_session, name="run", hold=False)
             case "force_session":
-                return self.make(writer, client.open_session, name="run", force=True)
+                return self.make(writer, client.open_session, name="run", force=True, hold=False)
             case "extend_schedule":
                 start = max(0, min(self.most_used + action.step, len(writer.rates)))
                 rates = RATES[start : start + 1 + action.number % len(RATES)] / (2 if action.name else 1)

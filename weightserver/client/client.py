@@ -202,7 +202,7 @@ class WeightClient(Closing):
         *,
         join: int | None = None,
         force: bool = False,
-        hold: bool = False,
+        hold: bool = True,
         take_over: bool = False,
     ) -> int:
         """Opens a session under the run's `name`, which fences every older one; or joins session `join` as one more
@@ -210,8 +210,9 @@ class WeightClient(Closing):
 
         Args:
             force: the shards need no common state: for a caller that rolls all of them back next.
-            hold: until this client is closed, or its process has been silent for a minute, no other process opens a
-                session without `take_over`, except to resume the run of this name by `force`.
+            hold: until this client is closed, its process ends or has been silent for a minute, another process that
+                opens a session is refused without `take_over`, except to resume the run of this name by `force`. A
+                thread says each second that the process lives. Without it, any process may open the next session.
             take_over: open it although a live run holds the newest session; that run's next write is refused.
 
         Raises:

@@ -190,7 +190,7 @@ class Table:
         session = ranks.of_first(partial(self._open_session, client, saved, in_windows))
         if not ranks.is_first:
             client.expect(session["marks"])
-            client.open_session(self.run, join=session["epoch"])
+            client.open_session(self.run, join=session["epoch"], hold=False)  # the first rank does
         self.spec, self.epoch = replace(self.spec, rows_per_block=session["rows_per_block"]), session["epoch"]
         client.extend_schedule(0, self._learning_rates)
         known = client.learning_rates()[: max(saved.step if saved else 0, len(self._learning_rates))]
@@ -206,7 +206,7 @@ class Table:
         SessionInUseError without `take_over`, if a run of another process holds the servers."""
         spec, take_over = self._in_blocks(self._unwritten(client), in_windows), self.servers.take_over
         client.create_table(spec)
-        epoch = client.open_session(self.run, hold=True, take_over=take_over)
+        epoch = client.open_session(self.run, take_over=take_over)
         for kept in client.checkpoints():  # of a run that was taken over before it wrote a row
             client.release(kept.name)
         return spec, epoch
@@ -233,7 +233,7 @@ class Table:
         held = _enlarged(client, saved.num_rows, self.spec.num_rows)
         spec = self._in_blocks(held, in_windows=False)
         client.create_table(replace(spec, num_rows=held.num_rows))  # which refuses any other
-        epoch = client.open_session(self.run, force=True, hold=True, take_over=self.servers.take_over)
+        epoch = client.open_session(self.run, force=True, take_over=self.servers.take_over)
         client.rollback(saved.name)  # all servers, whatever they held before
         if held.num_rows < spec.num_rows:
             client.extend_table(spec.num_rows)
