@@ -74,6 +74,23 @@ def test_a_first_process_ends_at_sigterm_while_it_starts(delay: float, tmp_path:
         assert process.wait(20) in {128 + signal.SIGTERM, -signal.SIGTERM, 0}
 
 
+@pytest.mark.guard
+@pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
+def test_a_trainer_that_is_the_first_process_ends_at_sigterm(is_training: bool, tmp_path: Path) -> None:
+    output, small = tmp_path / "run", "--num-images 512 --batch-size 64 --num-negatives 128 --window-size 256"
+    small += " --window-stride 64 --steps 1000000 --encoder.name none --log-every 1 --no-evaluate"
+    command = [sys.executable, "-m", "trainer", "synthetic", *small.split(), "--output", str(output)]
+    with first_process(command) as (process, pid):
+        wait_until(lambda: not AS_ROOT or handles_sigterm(pid))
+        if is_training:
+            wait_until(lambda: (output / "metrics.jsonl").exists())
+        os.kill(pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode in {128 + signal.SIGTERM, -signal.SIGTERM}, errors
+    assert "Traceback" not in errors
+    assert not is_training or list((output / "checkpoints").iterdir()), "it stops after a step, with a checkpoint"
+
+
 @pytest.mark.parametrize("folder", ["other", "missing"])
 def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()

@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -23,12 +26,55 @@ from tests.helpers.failpoints import DyingCluster
 from tests.helpers.raw_calls import raw_channel
 from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
+from weightserver.client.channels import _OPTIONS as CHANNEL_OPTIONS
 from weightserver.common.metrics_http import MAX_CONNECTIONS
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
+
+
+QUICKLY = """
+from weightserver.protocol import codec
+codec.KEEPALIVE_SECONDS, codec.KEEPALIVE_TIMEOUT_SECONDS = 1, 1
+from weightserver.cli import main
+main()
+"""
+"""A shard whose clock of pings is ten times as fast."""
+
+
+@pytest.mark.guard
+def test_a_shard_takes_the_pings_of_its_clients_and_not_ten_times_as_many(tmp_path: Path) -> None:
+    """A call that is silent would end by the server's GOAWAY: by default after the third ping."""
+
+    class QuickCluster(LocalCluster):
+        _program = [sys.executable, "-c", QUICKLY]  # noqa: RUF012 - read only
+
+    keepalive, released = "grpc.keepalive_time_ms", threading.Event()
+    options = dict(CHANNEL_OPTIONS)
+    options[keepalive] //= 10
+
+    def silent() -> Iterator[pb.PushGradientsRequest]:
+        released.wait()
+        yield from ()
+
+    with (
+        QuickCluster(1, tmp_path / "quick") as quick,
+        LocalCluster(1, tmp_path / "own") as own,
+        raw_channel(quick.addresses[0], [*options.items()]) as to_quick,
+        raw_channel(own.addresses[0], [*options.items()]) as to_own,
+    ):
+        try:
+            taken, refused = (
+                WeightServerStub(to).PushGradients.future(silent(), timeout=100) for to in (to_quick, to_own)
+            )
+            assert "Too many pings" in str(refused.exception())
+            time.sleep(3)  # for further pings: the same number of them was too many after 5 s
+            assert not taken.done(), taken.exception()
+        finally:
+            released.set()
+        assert taken.code() is grpc.StatusCode.INVALID_ARGUMENT, "it has no message"
 
 
 COUNT_OBJECTS = """
