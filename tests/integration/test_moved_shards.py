@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from weightserver import (
     WeightClient,
     WrongShardError,
 )
+from weightserver.client import retries
 
 NAME, PORT = "shard.test", 50051
 OF_ANOTHER_VERSION = """
@@ -138,11 +140,14 @@ def lose(shard: subprocess.Popen[str], node: Node, own: Node | None) -> None:
     shard.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("vanishes", [True, False], ids=["vanished", "moved"])
-@pytest.mark.parametrize("late_seconds", [0, 40])
-@pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
+@pytest.mark.parametrize(
+    ("call", "late_seconds", "vanishes"),
+    [
+        pytest.param(*case, marks=pytest.mark.guard if case == ("push", 0, True) else pytest.mark.slow)
+        for case in itertools.product(["fetch", "push", "checkpoint"], [0, 40], [True, False])
+    ],
+)
 def test_a_client_follows_a_shard_to_another_address(
     call: str, late_seconds: int, vanishes: bool, tmp_path: Path
 ) -> None:
@@ -173,10 +178,14 @@ def test_a_client_follows_a_shard_to_another_address(
         assert client.returncode == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("late_seconds", [0, 40])
-@pytest.mark.parametrize("vanishes", [True, False], ids=["vanished", "moved"])
+@pytest.mark.parametrize(
+    ("late_seconds", "vanishes"),
+    [
+        pytest.param(*case, marks=pytest.mark.guard if case == (0, True) else pytest.mark.slow)
+        for case in itertools.product([0, 40], [True, False])
+    ],
+)
 def test_two_ranks_follow_a_shard_to_another_address(
     late_seconds: int, vanishes: bool, undisturbed: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:
@@ -399,6 +408,29 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.guard if what == "sibling" else pytest.mark.slow)
+        for what in ("rebooted", "sibling", "another program", "stranger", "empty", "another token")
+    ],
+)
+def test_a_shard_that_is_in_its_place_late_is_found(
+    what: str, others: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After as many attempts as in 40 s: pauses are a tenth of their length."""
+    monkeypatch.setattr(retries, "_LONGEST_PAUSE_SECONDS", retries._LONGEST_PAUSE_SECONDS / 10)
+    status = STATUS.get(what, "UNIMPLEMENTED")
+    with trained(cluster, retry_seconds=120) as client, ThreadPoolExecutor(1) as pool:
+        with misplaced(cluster, what, others):
+            failures = failed(status)
+            made = pool.submit(client.push_gradients, ROWS, ONES, step=1)
+            wait_until(lambda: failed(status) >= failures + 40 or made.done())
+            assert not made.done()
+        made.result(60)
+        assert (client.fetch_state(ROWS).last_step == 2).all()
+
+
 @pytest.mark.guard
 @pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
 def test_shards_that_exchanged_their_addresses_are_found(call: str, others: Path, cluster: LocalCluster) -> None:
@@ -470,9 +502,14 @@ def test_a_first_connection_waits_while_two_names_lead_to_one_shard(tmp_path: Pa
         assert made.result(60) == SPEC
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", PLACES)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.guard if what == "stranger" else pytest.mark.slow)
+        for what in (*PLACES, "exchanged")
+    ],
+)
 def test_two_ranks_wait_until_the_shard_is_in_its_place(
     what: str, others: Path, cluster: LocalCluster, undisturbed: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:
@@ -481,7 +518,11 @@ def test_two_ranks_wait_until_the_shard_is_in_its_place(
         metrics = output / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 15, seconds=120)
         with misplaced(cluster, what, others):
-            wait_for_line(output, "has not answered")
+            if what == "exchanged":  # it is found before that is told
+                num_lines = metrics.read_text().count("\n")
+                wait_until(lambda: metrics.read_text().count("\n") > num_lines + 10, seconds=120)
+            else:
+                wait_for_line(output, "has not answered")
         assert_trained(run, output, undisturbed)
 
 
