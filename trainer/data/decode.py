@@ -31,6 +31,12 @@ _SUFFIX_OF_FORMAT = {
     "QOI": "qoi",
     "DDS": "dds",
     "ICO": "ico",
+    "ICNS": "icns",
+    "PSD": "psd",
+    "SGI": "sgi",
+    "SUN": "ras",
+    "PCX": "pcx",
+    "TGA": "tga",
 }
 """The supported formats, with the suffixes by which webdataset's decoders know them; no other format is opened."""
 with suppress(ImportError):  # the extra `heic`
@@ -41,8 +47,10 @@ with suppress(ImportError):  # the extra `heic`
 _EXTRA_SAMPLES = 338
 """TIFF's tag that says what further bands are: 1 or 2 for alpha. Source: TIFF 6.0, page 31."""
 _OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
+_MARKED = [name for name in _OPENED if name != "TGA"]
+"""Formats whose files begin with a mark."""
 IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
+    (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga")
 )
 """Lower-case suffixes of the files that count as images without a look at their content."""
 Colour = tuple[int, int, int]
@@ -162,7 +170,7 @@ def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT
 def is_picture(file: BinaryIO) -> bool:
     """Whether a file begins as an image of a supported format, whatever its name."""
     try:
-        with Image.open(file, formats=_OPENED):
+        with Image.open(file, formats=_MARKED):
             return True
     except Exception:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
         return False
@@ -180,7 +188,7 @@ class ImageFacts(NamedTuple):
     num_bytes: int
     """Size of the encoded image."""
     largest: int | None
-    """Largest value, of 16-bit images."""
+    """Largest value, of 16-bit images; of colour only the higher 8 bits are known."""
     fourth_band: bool
     """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
@@ -194,11 +202,13 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
     """Decodes a whole image, a JPEG small, and says what it is. Raises BrokenImageError if it cannot."""
     with _foreign():
         image = _open(content, rendering)
-        size = _upright_size(image)
+        only_8_bits, size = _only_8_bits(image), _upright_size(image)  # which loads a PNG
         rendering.reduction(image)
         image.draft(None, (1, 1))  # a JPEG's pixels are not needed, but that it has all of them
         ImageOps.exif_transpose(image, in_place=True)
         largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
+        if only_8_bits:
+            largest = 256 * int(np.asarray(image.convert("RGB")).max()) + 255
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
         fourth_band = not is_alpha and image.mode == "RGBA"
         return ImageFacts(image.format or "", image.mode, *size, len(content), largest, fourth_band)
@@ -219,7 +229,14 @@ def _open(content: bytes, rendering: Rendering) -> Image.Image:
         raise BrokenImageError(
             f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel, or give --pixel-range"
         )
+    if rendering.pixel_range and _only_8_bits(image):
+        raise BrokenImageError("--pixel-range is for grey images: of 16 bits of colour 8 are read; store it in 8 bits")
     return image
+
+
+def _only_8_bits(image: Image.Image) -> bool:
+    """Whether an image, opened but not loaded, has 16 bits a channel of which Pillow reads the higher 8."""
+    return not image.mode.startswith("I") and any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:

@@ -19,9 +19,7 @@ _TEXTS = frozenset(
     (".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".md", ".html", ".yaml", ".yml", ".log", ".py", ".cls")
 )
 """Suffixes of files that are not opened: there may be one for each image."""
-_PICTURES = frozenset(
-    (".heic", ".heif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr")
-)
+_PICTURES = frozenset((".heic", ".heif", ".jxl", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr"))
 _ARCHIVES = frozenset((".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"))
 _MOST_QUOTED = 100
 _HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")

@@ -51,7 +51,15 @@ class Sample(NamedTuple):
 
     def warnings(self) -> Iterator[str]:
         """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
-        deep = [one.largest for one in self.intact if one.largest is not None]
+        deep, of_colour = (
+            [one.largest for one in self.intact if one.largest is not None and one.mode.startswith("I") == is_grey]
+            for is_grey in (True, False)
+        )
+        if of_colour and max(of_colour) < 1 << 15:
+            yield (
+                f"{len(of_colour):,} sampled colour images of 16 bits have values up to {max(of_colour):,} only, which "
+                "are shown dark: their higher 8 bits are read, and --pixel-range is for grey images: store them in 8"
+            )
         if deep and max(deep) < 1 << 15 and not self.options.pixel_range:
             yield (
                 f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "

@@ -272,6 +272,10 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
         (("x.jfif", "JPEG"), ("x.avif", "AVIF"), ("1f3a9c", "PNG"), ("x.dat", "WEBP"))
     ):
         (tmp_path / "a" / name).write_bytes(encoded(piece(number), kind))
+    for number, (name, kind) in enumerate(
+        (("x.tga", "TGA"), ("x.pcx", "PCX"), ("x.sgi", "SGI"), ("x.icns", "ICNS"), ("x.icon", "ICO"))
+    ):
+        (tmp_path / "c" / name).write_bytes(encoded(piece(number), kind))
     for number in range(5):
         (tmp_path / f"b/{number}.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(200))
     listing, _ = listed(tmp_path)
@@ -279,7 +283,11 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     assert read_source(tmp_path).left_out.counts == {Reason.HEIC: 5}
     assert "5 HEIC pictures (the extra heic reads them)" in left_out_of(tmp_path)
     pack(tmp_path, tmp_path / "packed", PackOptions())
-    assert len(PackedImages(tmp_path / "packed")) == 7
+    assert len(PackedImages(tmp_path / "packed")) == 12
+    (tmp_path / "c/noise.dat").write_bytes(encoded(piece(0), "TGA"))
+    assert read_source(tmp_path).left_out.counts[Reason.NO_IMAGE] == 1, (
+        "TGA has no mark: it is known by its suffix only"
+    )
 
 
 def test_directories_of_runs_and_packs_are_no_source(tmp_path: Path) -> None:
