@@ -25,7 +25,8 @@ import torch
 from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import TableSpec
 from weightserver.common.malloc import keep_large_buffers, return_free_memory
-from weightserver.torch import LearningRates, cosine_softmax_loss
+from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.values import SlotValues
 
 BATCH_SIZE, DIM = 512, 128

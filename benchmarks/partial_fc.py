@@ -45,7 +45,8 @@ from benchmarks.measure import Timing, at_least, save_results, timing
 from weightserver import TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.torch import ClassifierHead, cosine_softmax_loss
+from weightserver.torch import ClassifierHead
+from weightserver.torch.loss import cosine_softmax_loss
 
 INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 64, 256, 8, 0.7
 TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4

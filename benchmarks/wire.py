@@ -24,8 +24,10 @@ import torch
 from benchmarks.measure import at_least, timing, write_results
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.malloc import keep_large_buffers
-from weightserver.torch import LearningRates, RemoteRows, ResidentRows, RowStore, VisitSchedule, visited_before
-from weightserver.torch.recency import ActiveRows
+from weightserver.torch import VisitSchedule
+from weightserver.torch.rates import LearningRates
+from weightserver.torch.recency import ActiveRows, visited_before
+from weightserver.torch.rows import RemoteRows, ResidentRows, RowStore
 
 BATCH_SIZE, NUM_ACTIVE, WINDOW_SIZE, WINDOW_STRIDE = 512, 65_536, 131_072, 16_384
 SPEC = TableSpec(num_rows=1_281_167, dim=128)

@@ -28,7 +28,8 @@ from trainer.model import build_model
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run_dataset import dataset_of
 from trainer.schedule import visit_uniforms
-from weightserver.torch import Ranks, cosine_softmax_loss
+from weightserver.torch import Ranks
+from weightserver.torch.loss import cosine_softmax_loss
 
 
 class PlainClassifier(nn.Module):

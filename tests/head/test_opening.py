@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import itertools
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.head.test_states import first_half
 from tests.helpers.own_loop import DIM, INPUTS, NUM_CLASSES, STEPS, Encoder, learning_rate, loaded, shuffled, trained
 from weightserver import LocalCluster, NoTableError, TableMismatchError, WeightClient
 from weightserver.torch import ClassifierHead, Loss, Ranks, Rows, Servers
+from weightserver.torch.settings import Settings
 
 HALF = STEPS // 2
 
@@ -106,7 +108,9 @@ def test_groups_and_their_fields_are_the_same() -> None:
     )
     assert flat._settings == grouped._settings
     with pytest.raises(TypeError, match="ClassifierHead has no setting 'momentun': did you mean momentum"):
-        ClassifierHead(40, 6, num_negatives=12, momentun=0.5)
+        ClassifierHead(40, 6, num_negatives=12, momentun=0.5)  # type: ignore[call-arg]
+    hints = [list(get_type_hints(group).items())[1:] for group in (Servers, Rows, Loss)]
+    assert get_type_hints(Settings) == dict(itertools.chain(*hints))
 
 
 def test_what_the_first_rank_returns_or_raises() -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from weightserver import TableSpec
 from weightserver.core.arrays import Float64Array
-from weightserver.torch import NO_MARGIN, Margin
+from weightserver.torch import Margin
+from weightserver.torch.margins import NO_MARGIN
 
 _FUNCTION = 4.0
 """Units of rounding of an elementary function."""

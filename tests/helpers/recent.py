@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightserver.torch import VisitSchedule, visited_before
-from weightserver.torch.recency import ActiveRows
+from weightserver.torch import VisitSchedule
+from weightserver.torch.recency import ActiveRows, visited_before
 
 
 def recent_rows(schedule: VisitSchedule, step: int, *, num_active: int, batch_size: int) -> ActiveRows:

@@ -21,7 +21,8 @@ from tests.integration.test_stores import (
 from trainer.loop import train
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.torch import DenseRows, LearningRates
+from weightserver.torch.rates import LearningRates
+from weightserver.torch.rows import DenseRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

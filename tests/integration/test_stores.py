@@ -18,15 +18,10 @@ from benchmarks.wire import announced
 from tests.helpers.recent import recent_rows
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
-from weightserver.torch import (
-    DenseRows,
-    LearningRates,
-    RemoteRows,
-    ResidentRows,
-    RowStore,
-    VisitSchedule,
-    cosine_softmax_loss,
-)
+from weightserver.torch import VisitSchedule
+from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.rates import LearningRates
+from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 
 BATCH_SIZE, DIM, NUM_ROWS = 8, 16, 300
 SCHEDULE = VisitSchedule(num_rows=NUM_ROWS, window_size=80, window_stride=20, seed=5)

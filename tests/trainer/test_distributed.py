@@ -29,7 +29,8 @@ from trainer.loss import LossConfig
 from trainer.model import EncoderConfig, build_model
 from trainer.monitors import Monitors, Update
 from weightserver.core.sharding import Sharding
-from weightserver.torch import Ranks, padded, padded_rows
+from weightserver.torch import Ranks, padded
+from weightserver.torch.loss import padded_rows
 from weightserver.torch.ranks import RowOwners
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,8 @@ from trainer.export.__main__ import main
 from trainer.loop import train
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.operations.certificates import write_certificates
-from weightserver.torch import RowOrder, VisitSchedule
+from weightserver.torch import VisitSchedule
+from weightserver.torch.windows import RowOrder
 
 
 def export(*arguments: object) -> int | str | None:

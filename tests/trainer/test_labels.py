@@ -23,7 +23,7 @@ from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.run_images import RunImages
-from weightserver.torch import RowOrder
+from weightserver.torch.windows import RowOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_CLASSES = 60

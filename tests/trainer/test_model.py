@@ -19,7 +19,7 @@ from trainer.model import (
     save_encoder,
 )
 from trainer.small_resnet import BasicBlock, GridOfAverages, SmallResNet
-from weightserver.torch import cosine_softmax_loss
+from weightserver.torch.loss import cosine_softmax_loss
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
 GROUP = dataclasses.replace(SMALL, norm="group")

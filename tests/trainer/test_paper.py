@@ -16,7 +16,8 @@ from trainer.arguments import parse_config
 from trainer.config import TrainConfig
 from trainer.model import EncoderConfig, build_model
 from weightserver.core.arrays import Int64Array
-from weightserver.torch import Ranks, RowOrder, VisitSchedule
+from weightserver.torch import Ranks, VisitSchedule
+from weightserver.torch.windows import RowOrder
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""

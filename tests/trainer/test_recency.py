@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.recent import recent_rows
-from weightserver.torch import VisitSchedule, visited_before
+from weightserver.torch import VisitSchedule
 from weightserver.torch.ranks import RowOwners
-from weightserver.torch.recency import ActiveRows, Visited
+from weightserver.torch.recency import ActiveRows, Visited, visited_before
 
 
 def walk_back(schedule: VisitSchedule, stop: int, num_active: int) -> list[int]:

@@ -16,8 +16,9 @@ from trainer.presets import PRESETS
 from weightserver import FencedError, RowState, StepError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.operations.plan import Workload, plan
-from weightserver.torch import ResidentRows, Rows
+from weightserver.torch import Rows
 from weightserver.torch.rates import LearningRates
+from weightserver.torch.rows import ResidentRows
 from weightserver.torch.rows.slots import NoRoomError
 
 SPEC = TableSpec(num_rows=500, dim=8, rows_per_block=7, weight_decay=0.01)

@@ -25,7 +25,8 @@ from trainer.run.checkpoint import Checkpoints
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableMismatchError
 from weightserver.operations.inspect import inspect_directory
-from weightserver.torch import ClassifierHead, LearningRates, VisitSchedule
+from weightserver.torch import ClassifierHead, VisitSchedule
+from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.dealing import reads, table_of_reads
 from trainer.schedule import forward_seed, learning_rates, visit_uniforms
-from weightserver.torch import ClassOrder, RangesOrder, Ranks, RowOrder, VisitSchedule, WindowSampler
+from weightserver.torch import ClassOrder, RangesOrder, Ranks, VisitSchedule, WindowSampler
+from weightserver.torch.windows import RowOrder
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from trainer.run.checkpoint_file import saved_steps
 from weightserver import DataLossError, LocalCluster, RowState, WeightClient
 from weightserver.operations.backup import backup
 from weightserver.operations.restore import restore
-from weightserver.torch import DenseRows
+from weightserver.torch.rows import DenseRows
 
 ROWS = np.arange(NUM_IMAGES)
 STOPPED_AT = 20

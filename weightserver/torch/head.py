@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, Unpack
 from zlib import crc32
 
 import numpy as np
@@ -50,7 +50,7 @@ from weightserver.torch.scaling import (
     norm_over_ranks,
     watch_optimizers,
 )
-from weightserver.torch.settings import Rows, Servers, group_of, refuse_unknown
+from weightserver.torch.settings import Rows, Servers, Settings, group_of, refuse_unknown
 from weightserver.torch.step import Announced, Step
 from weightserver.torch.steps import Steps
 from weightserver.torch.table import Table
@@ -121,12 +121,12 @@ class ClassifierHead(nn.Module):
         softmax: Literal["cosine", "plain"] | Loss = "cosine",
         order_seed: int = 0,
         learning_rates: npt.ArrayLike | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         super().__init__()
+        refuse_unknown(settings)
         of_servers = group_of(Servers, servers, settings)
         of_rows, of_loss = group_of(Rows, rows, settings), group_of(Loss, softmax, settings)
-        refuse_unknown(settings)
         if of_servers.addresses and of_rows.where == "dense":
             raise ValueError("rows='dense' keeps the rows in this process: omit servers, or use rows='resident'")
         if of_servers.addresses and (directory is not None or of_servers.num_shards != 1):

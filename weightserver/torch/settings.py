@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import grpc
 import numpy as np
@@ -18,6 +18,7 @@ from weightserver.common.addresses import parse_addresses
 from weightserver.core.arrays import Float32Array, checked_integer, checked_number
 from weightserver.core.correction import checked_rates
 from weightserver.torch.loss import Loss
+from weightserver.torch.margins import MarginKind
 
 DEFAULT_PREFETCH_STEPS = 8
 BLOCK_OF_WINDOWS, BLOCK_OF_ANY_ORDER = 63, 7
@@ -150,28 +151,49 @@ class Rows:
         )
 
 
+class Settings(TypedDict, total=False):
+    """The fields of the three groups that a head takes as keywords: all but the first of each."""
+
+    num_shards: int
+    take_over: bool
+    timeout_seconds: float
+    retry_seconds: float
+    connect_seconds: float
+    credentials: grpc.ChannelCredentials | Callable[[], grpc.ChannelCredentials] | None
+    token: str | Callable[[], str] | None
+    insecure: bool
+    momentum: float
+    weight_decay: float
+    correction: bool | Literal["exact", "paper", "none"]
+    seed: int
+    init_std: float
+    dtype: Literal["float32", "bfloat16"]
+    rows_per_block: int | None
+    capacity: int | None
+    prefetch_steps: int
+    learning_rate_factor: float
+    temperature: float
+    margin: MarginKind
+    margin_size: float | None
+    label_smoothing: float
+
+
 Group = TypeVar("Group", Servers, Rows, Loss)
 
 
-def group_of(kind: type[Group], given: object, settings: dict[str, Any]) -> Group:
-    """The group that was given, or whose first field was; with its fields among `settings`, which are removed there."""
-    first, *others = names_of(kind)
-    own = {name: settings.pop(name) for name in others if name in settings}
+def group_of(kind: type[Group], given: Any, settings: Mapping[str, object]) -> Group:
+    """The group that was given, or whose first field was; with its fields among `settings`."""
+    first, *others = (field.name for field in fields(kind))
+    own: dict[str, Any] = {name: settings[name] for name in others if name in settings}
     if isinstance(given, kind):
         return replace(given, **own)
-    own[first] = given
-    return kind(**own)
-
-
-def names_of(kind: type) -> list[str]:
-    """The names of a group's fields."""
-    return [field.name for field in fields(kind)]
+    return kind(**{first: given}, **own)
 
 
 def refuse_unknown(settings: Mapping[str, object]) -> None:
     """Raises TypeError for settings that no group has."""
-    for name in settings:
-        known = [known for kind in (Servers, Rows, Loss) for known in names_of(kind)[1:]]
+    known = Settings.__annotations__
+    for name in settings.keys() - known.keys():
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise TypeError(f"ClassifierHead has no setting {name!r}: {hint}")

@@ -25,7 +25,8 @@ from trainer.data.pack_parts import LOCK, locked
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
 from trainer.display import Counting
-from weightserver.torch import RangesOrder, RowOrder
+from weightserver.torch import RangesOrder
+from weightserver.torch.windows import RowOrder
 
 TAR_BYTES = 20_000
 ROOT = Path(__file__).parents[3]

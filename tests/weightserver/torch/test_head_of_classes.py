@@ -18,7 +18,8 @@ from tests.helpers import numerics
 from weightserver import LocalCluster, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.torch import ClassifierHead, ClassOrder, cosine_softmax_loss, margin_of
+from weightserver.torch import ClassifierHead, ClassOrder, margin_of
+from weightserver.torch.loss import cosine_softmax_loss
 
 NUM_CLASSES, NUM_IMAGES, DIM, BATCH_SIZE, RATE = 41, 200, 8, 10, 0.5
 LABELS = np.random.default_rng(0).permutation(np.arange(NUM_IMAGES) % NUM_CLASSES)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers import numerics
-from weightserver.torch import MARGINS, MarginKind, cosine_softmax_loss, margin_of, softmax_loss
+from weightserver.torch import margin_of
+from weightserver.torch.loss import cosine_softmax_loss, softmax_loss
+from weightserver.torch.margins import MARGINS, MarginKind
 
 SIZES = [(7, 30), (5, 4), (1, 9), (1, 1)]
 """Images and rows: a single image; a single row, its own."""

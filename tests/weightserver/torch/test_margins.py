@@ -19,8 +19,9 @@ import torch.multiprocessing
 from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
-from weightserver.torch import MARGINS, Margin, MarginKind, Ranks, cosine_softmax_loss, margin_of
-from weightserver.torch.margins import DEFAULT_SIZES, quality_of
+from weightserver.torch import Margin, Ranks, margin_of
+from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.margins import DEFAULT_SIZES, MARGINS, MarginKind, quality_of
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
 SEVERAL = torch.tensor([[0, 4, 7], [8, -1, -1], [3, 3, -1], [-1, 5, 2], [5, -1, 5], [1, 0, 8]])  # some given twice
