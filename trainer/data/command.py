@@ -9,14 +9,13 @@ from typing import NoReturn
 
 from trainer.data.bucket_packs import staging, upload_pack
 from trainer.data.bucket_sources import local_source
-from trainer.data.changes import changes_since
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.pack_on_ray import pack_on_ray
 from trainer.data.pack_parts import merge
 from trainer.data.parts import check_part_arguments
-from trainer.data.reading import counted, read_source
+from trainer.data.reading import counted
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
@@ -62,13 +61,12 @@ def _pack(options: argparse.Namespace) -> list[str]:
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
-    with stage("comparing the source with the pack"):
-        changed = changes_since(read_source(source.resolve(), of_source), options.output).lines()
+    lines = [_packed(options.output, manifest)]
     if is_remote(target):
         with stage(f"uploading to {shown_path(target)}"):
             upload_pack(options.output, target)
-        changed.append(f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it")
-    return [_packed(options.output, manifest), *changed]
+        lines.append(f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it")
+    return lines
 
 
 def _packed(output: Path, manifest: Manifest) -> str:

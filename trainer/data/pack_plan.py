@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.cores import usable_cores
-from trainer.data.changes import split_changes
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
@@ -59,7 +58,7 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
             raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
         if not (manifest.complete and options.extend):
             return manifest
-        added = split_changes(split, output).added
+        added = _added(split, output, manifest)
         return _with_range(manifest, split, added, output, options, known) if added else manifest
     if options.extend:
         raise ValueError(f"{output} holds no packed images to extend: omit --extend")
@@ -151,6 +150,17 @@ def _with_range(
         shards=(),
     )
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
+
+
+def _added(split: Split, output: Path, manifest: Manifest) -> list[Entry]:
+    """The images of a split that are not packed yet, by their paths."""
+    listings = (Listing.open(listing_path(output, part.first), Path(part.root)) for part in manifest.ranges)
+    packed = {_place(listing, entry) for listing in listings for entry in listing}
+    return [entry for entry in split.listing if _place(split.listing, entry) not in packed]
+
+
+def _place(listing: Listing, entry: Entry) -> str:
+    return f"{listing.root / entry.path}\0{entry.member}"
 
 
 def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:

@@ -1,4 +1,4 @@
-"""A pack knows its source: what the source says otherwise now, and what a command asks for otherwise, is named."""
+"""A pack knows its source: what a command asks for otherwise is refused, and extensions keep what is packed."""
 
 from __future__ import annotations
 
