@@ -8,7 +8,7 @@ EXPERIMENTS = $(VENV)/.experiments
 
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
-.PHONY: install first-hour fashion-mnist demo tables tables-quick million test test-guard test-all test-gpu lint docs dashboards locks protos bench bench-quick bench-gpu clean
+.PHONY: install first-hour fashion-mnist demo tables tables-quick million extras test test-guard test-all test-gpu lint docs dashboards locks protos bench bench-quick bench-gpu clean
 
 # Trains on real images, with weight servers of its own, beside the same run without correction. Optional: EPOCHS, DATA_DIR
 # (Fashion-MNIST's files), OUTPUT, RESUME=1 (an interrupted demo: the one in OUTPUT, or the last one).
@@ -43,6 +43,10 @@ million: $(EXPERIMENTS)
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m experiments.million && $(BIN)/python -m experiments page
 
+# Extras whose tests are skipped without them.
+extras: $(INSTALLED)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[heic,onnx,parquet]'
+
 # Two tests at a time, with one thread each: most wait for a disk or a process longer than they compute.
 test: $(INSTALLED) fashion-mnist
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_FLAGS)
@@ -53,8 +57,8 @@ test-guard: $(INSTALLED) fashion-mnist
 
 # Every test that this machine can run, with the coverage of this process's code; tests that need a missing GPU or Docker
 # are skipped with the reason. Code that runs only in shard processes or other ranks counts as not covered.
-test-all: lint fashion-mnist
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,parquet,onnx,s3,ray]'
+test-all: lint fashion-mnist extras
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[wandb,faiss,s3,ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --cov --cov-report=term $(PYTEST_FLAGS)
 
 # The tests that need GPUs, one at a time; each is skipped with the reason if its GPUs are missing.

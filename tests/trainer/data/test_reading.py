@@ -289,6 +289,23 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     )
 
 
+def test_heic_pictures_are_read_with_their_extra(tmp_path: Path) -> None:
+    heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: the extra heic")
+    for name in ("a/1.HEIC", "b/2", "b/3.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        heif.from_pillow(piece(1)).save(tmp_path / name, format="HEIF", quality=95)
+    listing, found = listed(tmp_path)
+    assert (paths(listing), found.classes) == (["a/1.HEIC", "b/2", "b/3.jpg"], ("a", "b"))
+    images = load_dataset("folder", tmp_path, image_size=42).train_images[:].float()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/1.png").write_bytes(encoded(piece(1), "PNG"))
+    expected = load_dataset("folder", tmp_path / "plain", image_size=42).train_images[:].float()
+    assert (images - expected).abs().mean() < 10, "compressed, with half of the colours' resolution"
+    pack(tmp_path / "b", tmp_path / "packed", PackOptions())
+    with tarfile.open(next((tmp_path / "packed").glob("*.tar"))) as tar:
+        assert {name.partition(".")[2] for name in tar.getnames()} == {"heic"}
+
+
 def test_directories_of_runs_and_packs_are_no_source(tmp_path: Path) -> None:
     plain_tree(tmp_path, 6)
     before = paths(listed(tmp_path)[0])
