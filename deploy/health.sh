@@ -16,7 +16,7 @@ if ((times)) && [[ -e $asked ]]; then
     echo >>"$asked"
     if (($(wc -l <"$asked") > times)); then
         rm "$asked"
-        for process in $(grep -lsxz -e "--metrics-port=$port" /proc/[0-9]*/cmdline); do
+        for process in $(grep -lsxz "[-]-metrics-port=$port" /proc/[0-9]*/cmdline); do
             process=${process#/proc/}
             kill -KILL "${process%/cmdline}"
         done

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from deploy.bring_up.cluster import Shards, report_metrics, reshard, services, start
 from deploy.bring_up.engine import Docker, engine
-from deploy.bring_up.faults import show_faults
+from deploy.bring_up.faults import show_faults, show_hang, show_runbook
 from deploy.bring_up.images import base_image, build, look_into_images, pip_secrets
 from deploy.bring_up.report import UnexpectedBehaviour, check, hide, say, title
 from deploy.bring_up.settings import PROJECT, ROOT
@@ -49,6 +49,9 @@ def bring_up(directory: Path, engine_directory: Path) -> None:
                 say(f"from the host, {address}: {shards.command('health', address, '--timeout-seconds', '20')}")
             report_metrics(docker)
             _train_twice(docker, shards, directory)
+            title("the runbook's commands, and a shard that hangs")
+            show_runbook(docker)
+            show_hang(docker)
             title("stopped, and started again")
             _stop_and_start(docker, names, directory)
             title("invalid settings and a full disk")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,19 @@ class Docker:
             file.flush()
             files = ["-f", str(COMPOSE_FILE), *(["-f", file.name] if override else [])]
             return self._run([*self.compose, *files, *arguments], seconds, fails, {"INIT": "--init"} if init else {})
+
+    def paste(self, line: str) -> tuple[int, str]:
+        """Runs a shell's line with `docker compose` in it; returns its exit status, and stdout and stderr."""
+        compose = shlex.join([*self.compose, "-f", str(COMPOSE_FILE)])
+        done = subprocess.run(
+            ["bash", "-c", line.replace("docker compose", compose)],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, done.stdout
 
     def _run(self, command: Sequence[str], seconds: float, fails: bool, more: Mapping[str, str] | None = None) -> str:
         environment = {**self.environment, **(more or {})}

@@ -1,4 +1,4 @@
-"""Shards started with something wrong: what they say, and that they recover."""
+"""Shards with something wrong: what they say, that they recover, and that the runbook's commands work meanwhile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from deploy.bring_up.engine import Docker
 from deploy.bring_up.images import WEIGHTSERVER_IMAGE
 from deploy.bring_up.report import check, say, wait_until
 from deploy.bring_up.settings import PROJECT, Json
+from deploy.runbook import COMMANDS, FORMS, MAY_BE_DOWN
 
 # ---- bad input
 
@@ -80,3 +81,44 @@ def _fill_volume(docker: Docker, override: Json) -> None:
     wait_until(lambda: docker.health("shard-0") == "healthy", "a shard with free space again is healthy")
     say("free space again: healthy")
     docker.up("rm", "-sf", "shard-0", override=override)
+
+
+# ---- the runbook
+
+
+def show_runbook(docker: Docker) -> None:
+    """Runs the runbook's commands that ask shards, in the state in which their alerts fire."""
+    while_down: dict[str, int] = {}
+    while_up: dict[str, int] = {}
+    for alert, commands in COMMANDS.items():
+        for command, status in commands.items():
+            made = FORMS["compose"].of(command, alert)
+            if " shard-0 " in made and alert != "FetchStuck":
+                is_down = (alert in MAY_BE_DOWN and "/healthz" not in made) or " verify " in made
+                (while_down if is_down else while_up)[made] = status
+    _paste(docker, while_up)
+    docker.up("stop", "shard-0")
+    _paste(docker, while_down)
+    docker.up("start", "shard-0")
+    wait_until(lambda: docker.health("shard-0") == "healthy", "a shard that was started again is healthy")
+
+
+def _paste(docker: Docker, commands: dict[str, int]) -> None:
+    for command, expected in commands.items():
+        status, output = docker.paste(command)
+        say(f"status {status}: {command}")
+        check(status == expected, f"{command} ended with {status}:\n{output}")
+
+
+def show_hang(docker: Docker) -> None:
+    """Stops a shard's process as a debugger does: its health check kills it, and the engine starts it again."""
+    began = docker.inspect("shard-0")["State"]["StartedAt"]
+
+    def is_new() -> bool:
+        return bool(docker.inspect("shard-0")["State"]["StartedAt"] != began)
+
+    shard = "grep -lsxz [-]-metrics-port=9101 /proc/[0-9]*/cmdline | cut -d/ -f3"
+    docker.up("exec", "-T", "shard-0", "sh", "-c", f"kill -STOP $({shard})")
+    wait_until(is_new, "a shard that hangs is started again", seconds=400)
+    wait_until(lambda: docker.health("shard-0") == "healthy", "a shard that hung is healthy")
+    say("a shard that hangs: killed by its health check, and healthy again")

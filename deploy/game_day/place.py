@@ -81,7 +81,6 @@ def place(directory: Path, kind: str) -> Iterator[Place]:
     """
     directory.mkdir()
     options, security = [], list[str]()
-    environment = {}
     if kind in ("secure", "expiring"):
         certificates = directory / "certificates"
         begun = datetime.now(UTC) - timedelta(days=1, seconds=-_VALID_SECONDS)
@@ -92,22 +91,31 @@ def place(directory: Path, kind: str) -> Iterator[Place]:
         options = [f"--tls-cert={certificates}/server.pem", f"--tls-key={certificates}/server-key.pem"]
         options.append(f"--token-file={certificates}/token")
         security = [f"--tls-ca={certificates}/ca.pem", f"--token-file={certificates}/token"]
-    if kind == "slow":
-        library = directory / "slow_disk.so"
-        source = Path(__file__).with_name("slow_disk.c")
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-        environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(directory / "slow")}
-    with _volume(directory / f"shard-{BROKEN}") if kind == "small" else nullcontext(), _variables(environment):
-        cluster = LocalCluster(2, directory, serve_options=options)
-        with cluster:
-            made = Place(cluster, directory, security)
-            if kind == "trainer":
-                run = [*TRAINER.split(), "--servers", ",".join(cluster.addresses), "--output", str(directory / "run")]
-                with running_trainer(run) as (made.client, made.trainer):
-                    yield made
-            else:
-                with client(cluster.addresses, security, directory / "client.log") as made.client:
-                    yield made
+    with (
+        _volume(directory / f"shard-{BROKEN}") if kind == "small" else nullcontext(),
+        LocalCluster(2, directory, serve_options=options) as cluster,
+    ):
+        if kind == "slow":
+            _can_be_slow(cluster, directory)
+        made = Place(cluster, directory, security)
+        if kind == "trainer":
+            run = [*TRAINER.split(), "--servers", ",".join(cluster.addresses), "--output", str(directory / "run")]
+            with running_trainer(run) as (made.client, made.trainer):
+                yield made
+        else:
+            with client(cluster.addresses, security, directory / "client.log") as made.client:
+                yield made
+
+
+def _can_be_slow(cluster: LocalCluster, directory: Path) -> None:
+    """Starts the shard that breaks anew, with a disk that is slow while the file `slow` exists; the other's is not."""
+    library, source = directory / "slow_disk.so", Path(__file__).with_name("slow_disk.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    os.environ |= {"LD_PRELOAD": str(library), "SLOW_DISK": str(directory / "slow")}
+    try:
+        cluster.restart(BROKEN)
+    finally:
+        del os.environ["LD_PRELOAD"], os.environ["SLOW_DISK"]
 
 
 @contextmanager
@@ -132,14 +140,3 @@ def _volume(directory: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
-@contextmanager
-def _variables(more: dict[str, str]) -> Iterator[None]:
-    """Sets variables of the environment, which shards that start get."""
-    os.environ |= more
-    try:
-        yield
-    finally:
-        for name in more:
-            del os.environ[name]
