@@ -331,7 +331,7 @@ def _evaluated(name: str, features: Callable[[], FeatureSet]) -> dict[str, Probe
         with stage(f"features of the {name}"):
             found = features().tested()
     except (ValueError, OSError) as error:
-        say(Remark(f"no results of the {name}: {error}"), logging.WARNING)
+        say(Remark(f"no results of the {name}: {error}", features=name, reason=str(error)), logging.WARNING)
         return {}
     return evaluate_features(found, name)
 
