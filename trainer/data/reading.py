@@ -193,9 +193,9 @@ def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[
     """The splits by name, or all images under an empty name; and the path of the folder that has them."""
     above = ""
     while True:
-        top = _by_split(top, options, left_out, notes)
+        outer, top = top, _by_split(top, options, left_out, notes)
         folders = {folder.name: folder for folder in top.folders()}
-        if wanted := _names_of_splits(folders, options, notes):
+        if wanted := _names_of_splits(folders, options, notes, together=top is not outer):
             for name in folders.keys() - set(wanted):
                 left_out.add(Reason.OTHER_SPLIT, os.path.join(above, name), folders[name].count())
             _place_strays(top, folders[wanted[0]], options, left_out)
@@ -223,7 +223,7 @@ def _by_split(top: Folder, options: SourceOptions, left_out: LeftOut, notes: lis
         return top
     if any(folder.loose or not train <= set(splits) for folder, splits in classes):
         return top
-    notes.append("its class folders have splits, which are read as such: --split none reads them together")
+    notes.append("each of its class folders has splits")
     turned = Folder(top.name, left_out)
     turned.take(top)
     for folder, _ in classes:
@@ -256,9 +256,11 @@ def _are_strays(top: Folder, only: Folder, options: SourceOptions) -> bool:
     return bool(classes) and (options.stray is not None or few)
 
 
-def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, notes: list[str]) -> list[str]:
+def _names_of_splits(
+    folders: Mapping[str, Folder], options: SourceOptions, notes: list[str], *, together: bool
+) -> list[str]:
     """Which folders are splits: that of the training images, then tests; empty if none is."""
-    own_labels = all(folder.own_labels for folder in folders.values())
+    own_labels = together or all(folder.own_labels for folder in folders.values())
     otherwise = "together" if own_labels else "as classes"
     if options.split == "none":
         return []
@@ -287,7 +289,10 @@ def _names_of_splits(folders: Mapping[str, Folder], options: SourceOptions, note
             f"--split {train[0]} reads it as the training images"
         )
         return []
-    notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them {otherwise}")
+    if len(folders) == 1:
+        notes.append(f"{train[0]}/ is a split: --split none reads it as a class")
+    else:
+        notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them {otherwise}")
     tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(split_of(name)))
     return [*train, *tests]
 

@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from weightserver.common.installing import install_advice
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
@@ -152,7 +154,8 @@ def _open(service: str) -> Spans | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        _log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no spans: pip install '.[otel]'")
+        advice = {"advice": install_advice("otel")}
+        _log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but there are no spans: %(advice)s", advice)
         return None
     is_given = {"OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"} & os.environ.keys()
     exporter = OTLPSpanExporter(timeout=None if is_given else _SEND_SECONDS)

@@ -191,7 +191,7 @@ def test_the_rows_of_a_table_are_ids(tmp_path: Path) -> None:
     [
         ("train2017/1.jpg val2017/1.jpg", "train2017/, val2017/ are splits: --split none reads them as classes"),
         ("x-train-0.tar:0.jpg,0.cls=1 x-val-0.tar:0.jpg,0.cls=1", "train/, val/ are splits: --split none reads them"),
-        ("b/train/1.jpg b/test/1.jpg a/train/1.jpg", "its class folders have splits, which are read as such"),
+        ("b/train/1.jpg b/test/1.jpg a/train/1.jpg", "has splits | train/, test/ are splits: --split none reads"),
         ("train-0.tar:0.jpg,0.cls=1 x-0.tar:0.jpg,0.cls=1", "read together: --split train:x trains on the first"),
         ("00000/1.jpg 00000/1.json=x 00001/1.jpg 00001/1.json=x", "shards of samples: --tars classes takes each"),
         ("train.tar:a/1.jpg val.tar:a/1.jpg", "its tars are read as folders: --tars shards takes them for shards"),
