@@ -212,6 +212,8 @@ class Tracer:
             return False
         within: FrameType | None = frame
         while within is not None and within.f_code not in self._codes:
+            if "/torch/optim/" in within.f_code.co_filename:  # the encoder's step: see `TracedEncoder.step`
+                return False
             within = within.f_back
         return within is not None
 

@@ -195,7 +195,7 @@ class ClassifierHead(nn.Module):
 
     @property
     def epoch(self) -> int:
-        """Number of the session on the weight servers; 0 for dense rows, and before the first use."""
+        """Number of the session on the weight servers; 0 for dense rows, and before the table is opened."""
         return self._table.epoch
 
     def connect(self) -> WeightClient:
