@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,36 +164,51 @@ def test_every_family_is_on_a_panel_or_has_a_reason_why_not(cluster: LocalCluste
     assert set(UNSHOWN) <= exported | {"weightserver_certificate_expiry_timestamp_seconds"}, "no longer exported"
 
 
+def series_of(query: str) -> Iterator[tuple[str, int]]:
+    """Yields a series of each metric of a query, for each of two clusters, and by how much it grows in a second."""
+    groups = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+    for name, braces in re.findall(r"\b(\w+){([^}]*)}", query):
+        wanted = {label: value.split("|")[0] for label, value in re.findall(r'(\w+)=~?"([^$"]+)"', braces)}
+        labels = {label: label for label in groups} | {"shard": "0", "run": "run", "rank": "0"} | wanted
+        for cluster, growth in (("a", 1), ("b", 10)):
+            for bound, share in (("1.0", 1), ("2.0", 2), ("+Inf", 4)) if "_bucket" in name else (("", 1),):
+                own = labels | {"cluster": cluster} | ({"le": bound} if bound else {})
+                inside = ", ".join(f'{label}="{value}"' for label, value in sorted(own.items()))
+                yield f"{name}{{{inside}}}", growth * share
+
+
 @needs_promtool
 @pytest.mark.parametrize("scrape", [5, 15, 60])
 def test_rates_are_true_at_each_scrape_interval(scrape: int, tmp_path: Path) -> None:
-    """In Grafana's own window, at least four scrapes and a step's width more than one; clusters stay apart."""
+    """In Grafana's own window, $__rate_interval: at least four scrapes and a step's width more than one."""
     interval = max(scrape, 3600 / 1000)  # of a point: an hour on a thousand pixels, at least a scrape
     window = f"{round(max(interval + scrape, 4 * scrape))}s"
-    (query,) = queries("How many requests does each shard answer")
-    chosen = query.replace("$__rate_interval", window).replace("$cluster", ".*").replace("$shard", ".*")
-    rates = {("a", "0"): 10, ("a", "1"): 20, ("b", "0"): 1000}
-    case = {
-        "interval": f"{scrape}s",
-        "input_series": [
+    targets = [target for board in DASHBOARDS.values() for panel in board["panels"] for target in panel["targets"]]
+    asked = [target["expr"] for target in targets if "$__rate_interval" in target["expr"]]
+    cases = []
+    for query in asked:
+        rates = re.sub(r"\$(cluster|shard|run|rank)", ".*", query.replace("increase(", "rate("))
+        own, of_an_hour = (rates.replace("$__rate_interval", length) for length in (window, "1h"))
+        num_lines = 2 * (3 if query.startswith("sum by (cluster, le)") else 1)
+        grown = dict(series_of(query))
+        checks = {f"count(abs(({own}) / ({of_an_hour}) - 1) < 0.001)": num_lines}
+        if re.fullmatch(r"\w+ by \([^)]*\) \(rate\([^()]*\)\)", own):
+            checks[f"round(sum({own}), 0.001)"] = sum(grown.values())
+        cases.append(
             {
-                "series": f'weightserver_request_seconds_count{{cluster="{name}", shard="{shard}"}}',
-                "values": f"0+{rate * scrape}x60",
-            }
-            for (name, shard), rate in rates.items()
-        ],
-        "promql_expr_test": [
-            {
-                "expr": f"round({chosen}, 0.001)",
-                "eval_time": f"{30 * scrape}s",
-                "exp_samples": [
-                    {"labels": f'{{cluster="{name}", shard="{shard}"}}', "value": rate}
-                    for (name, shard), rate in rates.items()
+                "interval": f"{scrape}s",
+                "input_series": [
+                    {"series": series, "values": f"0+{growth * scrape}x{4000 // scrape}"}
+                    for series, growth in grown.items()
+                ],
+                "promql_expr_test": [
+                    {"expr": check, "eval_time": "1h5m3s", "exp_samples": [{"labels": "{}", "value": value}]}
+                    for check, value in checks.items()
                 ],
             }
-        ],
-    }
-    (tmp_path / "case.yml").write_text(yaml.safe_dump({"evaluation_interval": f"{scrape}s", "tests": [case]}))
+        )
+    assert len(cases) > 30
+    (tmp_path / "case.yml").write_text(yaml.safe_dump({"evaluation_interval": f"{scrape}s", "tests": cases}))
     done = promtool("test", "rules", tmp_path / "case.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 

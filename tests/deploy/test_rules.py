@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,8 @@ import pytest
 import yaml
 
 from deploy import slo
-from deploy.prometheus.local import DIRECTORY
-from tests.helpers.ports import reserved_ports
-from tests.helpers.watching import wait_until
+from deploy.prometheus.local import DIRECTORY, LocalAlertmanager
 from weightserver.common.metrics import LATE_SECONDS
-from weightserver.common.processes import end_process
 
 RULES = yaml.safe_load(slo.RULES.read_text())
 CASES = yaml.safe_load((DIRECTORY / "rules_test.yml").read_text())
@@ -171,21 +168,8 @@ def test_stages_become_more_severe() -> None:
         assert values == sorted(set(values), reverse=any(stage.is_lower for stage in stages)), name
 
 
-@pytest.fixture
-def alertmanager(tmp_path: Path) -> Iterator[str]:
-    """The URL of a real one with the configuration; what it sends finds no receiver."""
-    with reserved_ports(1) as (port,):
-        options = [f"--config.file={DIRECTORY}/alertmanager.yml", f"--storage.path={tmp_path}"]
-        options += [f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]
-        process = subprocess.Popen(["prometheus-alertmanager", *options])
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            end_process(process, seconds=30)
-
-
 @needs_alertmanager
-def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else(alertmanager: str) -> None:
+def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else() -> None:
     def alert(name: str, severity: str = "critical", **labels: str) -> dict[str, str]:
         return {"alertname": name, "severity": severity, "cluster": "a"} | labels
 
@@ -207,20 +191,12 @@ def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else(alertmana
         alert("CheckpointTooOld", "warning", run="other"),
     ]
     sent = [{"labels": labels} for labels in (down, newest, *muted, *told)]
-    wait_until(lambda: asked(f"{alertmanager}/-/ready") is not None)
-    asked(f"{alertmanager}/api/v2/alerts", sent)
-    found = asked(f"{alertmanager}/api/v2/alerts")
+    with LocalAlertmanager() as alertmanager:
+        url = f"{alertmanager.url}/api/v2/alerts"
+        post = urllib.request.Request(url, json.dumps(sent).encode(), {"Content-Type": "application/json"})
+        urllib.request.urlopen(post, timeout=30).close()
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            found = json.load(answer)
     silent = [one["labels"] for one in found if one["status"]["inhibitedBy"]]
     assert len(found) == len(sent)
     assert sorted(silent, key=str) == sorted(muted, key=str)
-
-
-def asked(url: str, data: Any = None) -> Any:
-    """What a server answers; None while it does not."""
-    request = urllib.request.Request(url, data and json.dumps(data).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            said = answer.read()
-    except OSError:
-        return None
-    return json.loads(said) if said.startswith((b"[", b"{")) else said

@@ -40,9 +40,14 @@ def page(metrics_address: str) -> str:
 
 def metric(metrics_address: str, name: str) -> float:
     """The sum of the metrics of this name that have the labels in its braces, if any, from /metrics."""
+    return metric_on(page(metrics_address), name)
+
+
+def metric_on(text: str, name: str) -> float:
+    """The same of a page that was read."""
     wanted, _, braces = name.partition("{")
     labels = set(braces.rstrip("}").split(",")) - {""}
-    samples = re.findall(r"^(\w+)(?:{(.*)})? (\S+)$", page(metrics_address), re.MULTILINE)
+    samples = re.findall(r"^(\w+)(?:{(.*)})? (\S+)$", text, re.MULTILINE)
     values = [float(value) for found, has, value in samples if found == wanted and labels <= set(has.split(","))]
     assert values, f"no metric {name}"
     return sum(values)
