@@ -450,6 +450,21 @@ def test_shards_that_exchanged_their_addresses_are_found(call: str, others: Path
 
 
 @pytest.mark.guard
+def test_three_shards_that_exchanged_their_addresses_are_found(tmp_path: Path) -> None:
+    """By what each of them says, also if only one is called."""
+    with LocalCluster(3, tmp_path) as cluster, trained(cluster, retry_seconds=60) as client:
+        before = client.fetch(ROWS, step=1)
+        for process in cluster.processes:
+            process.kill()
+            process.wait()
+        cluster._reserved_ports.append(cluster._reserved_ports.pop(0))
+        for shard in range(3):
+            cluster.restart(shard)
+        assert np.array_equal(client.fetch(ROWS[:10], step=1), before[:10])
+        assert np.array_equal(client.fetch(ROWS, step=1), before)
+
+
+@pytest.mark.guard
 def test_a_client_that_connects_while_shards_are_exchanged_keeps_them(others: Path, cluster: LocalCluster) -> None:
     with trained(cluster, retry_seconds=60) as client:
         before = client.fetch(ROWS, step=1)

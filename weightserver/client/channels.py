@@ -93,7 +93,9 @@ class Channel:
     gRPC would swallow an exception of a signal's handler where it serializes messages: it is given their bytes.
     """
 
-    def __init__(self, channel: grpc.Channel, *, is_main: bool) -> None:
+    def __init__(self, address: str, credentials: Credentials, *, is_main: bool) -> None:
+        channel = open_channel(address, credentials)
+        self.address = address
         self.is_main = is_main
         """Whether the main thread alone uses it."""
         self.is_useless = False
@@ -174,7 +176,7 @@ class Channels:
             self.require_open()
             channel = self._newest.get(is_main)
             if channel is None or channel.is_useless:
-                channel = Channel(open_channel(self.address, self._credentials), is_main=is_main)
+                channel = Channel(self.address, self._credentials, is_main=is_main)
                 self._all.add(channel)
                 self._newest[is_main] = channel
             channel.num_calls += 1

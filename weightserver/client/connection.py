@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple, TypeVar
 
@@ -88,21 +88,27 @@ class ShardConnection:
         """Identity of the client's table; empty while it knows none."""
         self.data_loss: DataLossError | None = None
         """The last one that a call raised."""
-        self.find_again: Callable[[], None] = lambda: None
-        """Called where another shard of the cluster answers at the address."""
+        self._homes: Sequence[str] = ()
+        """The addresses at which the shards were found first, in the order of shards."""
         self._channels = Channels(address, credentials)
         self.close = self._channels.close
 
-    def identify(self, shard: int, num_shards: int) -> None:
-        """The shard at the address has said which one it is; from now on every call is for that one."""
-        self._expected = f"{shard}/{num_shards}"
+    def identify(self, shard: int, homes: Sequence[str]) -> None:
+        """The shards at all addresses have said which ones they are; from now on every call is for this one."""
+        self._homes, self._expected = homes, f"{shard}/{len(homes)}"
         self._metadata.append((SHARD_KEY, self._expected))
         self.shard, self.name, self._label = shard, f"shard {shard} at {self.address}", str(shard)
         for answered in ANSWERED:  # so that the first one is an increase
             metrics.wrong_answers(self._label, self._expected, answered)
 
-    def move_to(self, address: str) -> None:
-        """From now on the shard is called there."""
+    def _move_on(self, tried: str, told: Mapping[str, int]) -> None:
+        """Calls the shard elsewhere after an attempt at an address where it did not answer, unless another thread has
+        moved on: at that of the shard which answered, as they may have exchanged theirs, otherwise at its own."""
+        if not self._homes or self.address != tried:
+            return
+        address, other = self._homes[self.shard], told.get("own_shard", self.shard)
+        if told.get("own_num_shards") == len(self._homes) and other < len(self._homes) and self._homes[other] != tried:
+            address = self._homes[other]
         self.address = self._channels.address = address
         self.name = f"shard {self.shard} at {address}"
 
@@ -320,8 +326,9 @@ class ShardConnection:
                     has_returned = True
                     failure = Failure.of(error, has_answered=self._has_answered)
                     self._has_answered |= not (failure.is_silence or failure.is_of_another)
-                    no_byte = failure.is_silence and not retries.have_rows_arrived
-                    channel.is_useless |= no_byte or failure.is_of_another
+                    if failure.is_of_another or (failure.is_silence and not retries.have_rows_arrived):
+                        channel.is_useless = True
+                        self._move_on(channel.address, failure.fields)
                 except (WeightServerError, CancelledError):
                     has_returned = True
                     raise
@@ -341,8 +348,6 @@ class ShardConnection:
                     is_delayed = True
                     raise DelayedError(call)
                 retries.pause(failure, has_answered=self._has_answered)
-                if "own_shard" in failure.fields:
-                    self.find_again()
         except BaseException as error:
             if is_delayed:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ from weightserver.client.channels import CLOSED, require_process
 from weightserver.client.connection import ShardConnection
 from weightserver.client.threads import raise_first
 from weightserver.common.version import __version__, works_with
-from weightserver.core.errors import ClusterError, DataLossError, WeightServerError
+from weightserver.core.errors import ClusterError, DataLossError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 
 Result = TypeVar("Result")
@@ -24,8 +23,6 @@ Answers = Sequence[pb.DescribeResponse]
 ONE_CLUSTER = "give the addresses of one cluster"
 _PAUSE_SECONDS = 0.5
 """Before names that lead to one shard are looked up again."""
-_FIND_SECONDS = 1.0
-"""For how long shards that have exchanged their addresses are looked for between two attempts."""
 
 
 class Shards:
@@ -104,7 +101,7 @@ class Shards:
         """Raises ValueError unless they are usable."""
         self.require_usable()
         if self._connections is None:  # not under the lock: no caller waits for another's attempts
-            self._adopt(self._connect(self._options["connect_seconds"]))
+            self._adopt(self._connect())
         return self._connections or self.connections()
 
     def close(self) -> None:
@@ -117,40 +114,30 @@ class Shards:
         self._disconnect(self._connections or [])
         WATCH.look()  # the process may end before its next look, which would tell that a shard answers again
 
-    def _connect(self, seconds: float) -> list[ShardConnection]:
-        """Connects to every address, and asks each which shard it is: for so long, also while two names lead to one."""
-        options, deadline = self._options | {"connect_seconds": seconds}, time.monotonic() + seconds
+    def _connect(self) -> list[ShardConnection]:
+        """Connects to every address, and asks each which shard it is; again while two names lead to one shard."""
+        deadline = time.monotonic() + self._options["connect_seconds"]
         while True:
-            connections = [ShardConnection(address, **options) for address in self._addresses]
+            connections = [ShardConnection(address, **self._options) for address in self._addresses]
             try:
                 answers = self._describe(connections)
                 is_doubled = len({answer.shard for answer in answers}) < len(set(self._addresses))
                 if not is_doubled or time.monotonic() >= deadline:
                     ordered = [connections[position] for position in _shard_order(answers, self._addresses)]
+                    homes = [connection.address for connection in ordered]
                     for shard, connection in enumerate(ordered):
-                        connection.identify(shard, len(ordered))
+                        connection.identify(shard, homes)
                     return ordered
             except BaseException:
                 self._disconnect(connections)
                 raise
             self._disconnect(connections)
-            time.sleep(min(_PAUSE_SECONDS, seconds))
-
-    def _find_again(self) -> None:
-        """Calls each shard at the address that answers as it now, which may be that of another one. Changes nothing
-        unless each is at one of them."""
-        with contextlib.suppress(WeightServerError):
-            found = self._connect(_FIND_SECONDS)
-            self._disconnect(found)
-            for connection, there in zip(self.connections(), found, strict=True):
-                connection.move_to(there.address)
+            time.sleep(_PAUSE_SECONDS)
 
     def _adopt(self, connections: list[ShardConnection]) -> None:
         """Keeps these connections, unless another thread connected first."""
         with self._lock:
             if self._connections is None and not self._closed:
-                for connection in connections:
-                    connection.find_again = self._find_again
                 self._connections = connections
                 return
         self._disconnect(connections)
