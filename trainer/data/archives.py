@@ -175,22 +175,24 @@ def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> t
 
 def are_shards(tars: Sequence[Path]) -> bool:
     """Whether tars hold samples: the first one has other files beside images, or they are numbered 0000, 0001, …"""
+    numbered = [_NUMBERED.fullmatch(path.stem) for path in tars]
     kinds: dict[str, set[bool]] = {}
-    folders, has_classes = set[str](), False
+    are_samples, has_pairs = any(numbered), False
     try:
         with tarfile.open(tars[0], "r:") as tar:
             for member in tar:  # the labels may come last
-                key, _ = _key(member.name)
+                key, _ = _key(_plain(member.name))
                 if member.isfile() and not posixpath.basename(key).startswith("."):
-                    kinds.setdefault(key, set()).add(is_image(member.name))
-                    if is_image(member.name):
-                        folders.add(posixpath.dirname(posixpath.normpath(member.name)))
-                    has_classes = has_classes or member.name.endswith(".cls")
+                    kind = kinds.setdefault(key, set())
+                    kind.add(is_image(member.name))
+                    has_pairs = has_pairs or len(kind) == 2
+                    # what lies beside the images of folders, as .txt or .xml, makes no samples
+                    in_no_folder = is_image(member.name) and key.startswith("/")
+                    are_samples = are_samples or in_no_folder or member.name.endswith(".cls")
+                    if has_pairs and are_samples:
+                        return True
     except (tarfile.TarError, OSError):
         return False  # it is named when it is read
-    numbered = [_NUMBERED.fullmatch(path.stem) for path in tars]
-    if any(len(kind) == 2 for kind in kinds.values()) and (has_classes or any(numbered) or "" in folders):
-        return True  # otherwise what lies beside the images of folders, as .txt or .xml, makes no samples
     numbers: dict[str, list[int]] = {}
     for found in filter(None, numbered):
         numbers.setdefault(found[1], []).append(int(found[2]))
