@@ -201,7 +201,7 @@ def test_a_state_that_cannot_be_looked_at(make_head: MakeHead, client: WeightCli
     client.release(client.checkpoints()[0].name)
     late = make_head()
     late.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"do not hold checkpoint .* of this state, only \[\]: give the servers"):
+    with pytest.raises(ValueError, match=r"do not hold checkpoint .* of this state, only \[\]: load another state"):
         late.predict(QUERIES)
     head(INPUTS[:4, :DIM].requires_grad_(), [1, 2, 3, 4]).backward()
     head.step(0.1)

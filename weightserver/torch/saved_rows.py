@@ -92,7 +92,9 @@ class SavedRows:
         if not may_be_released:
             names = [one.name for one in kept]
             found = "another of that name" if self.name in names else f"only {names}"
-            raise ValueError(f"the weight servers do not hold {what} of this state, {found}: {advice}")
+            raise ValueError(
+                f"the weight servers do not hold {what} of this state, {found}: load another state, {advice}"
+            )
 
 
 def to_tensor(saved: SavedRows, recent: Visited) -> Tensor:
