@@ -28,6 +28,7 @@ from weightserver.operations.verify import verify_directory
 from weightserver.server.config import ServerConfig
 from weightserver.shard.shard import Shard
 from weightserver.storage import directory as owner_files
+from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
     State,
@@ -164,6 +165,22 @@ def test_damage_found_while_serving_ends_writes_but_not_reads(tmp_path: Path) ->
     with storage.read() as txn:
         assert get(txn, 0) is not None
     storage.close()
+
+
+@pytest.mark.parametrize("key", [bytes(8) + b"w" * 8, b"identity"], ids=["of blocks", "of meta"])
+def test_an_entry_of_another_database_is_no_version(key: bytes, tmp_path: Path) -> None:
+    """As where an older page lies in the place of a lost one. Whatever meets it, the shard takes no more writes."""
+    calls: list[Callable[[Transaction], object]] = [lambda txn: list(txn.versions()), lambda txn: get(txn, 0)]
+    for number, call in enumerate(calls):
+        storage = LmdbStorage(tmp_path / f"shard-{number}")
+        with storage.write() as txn:
+            txn.put("versions", key, b"x" * 500)
+        with pytest.raises(StorageError, match="another database's pages lie in its versions"), storage.read() as txn:
+            call(txn)
+        assert "another database's pages" in storage.problem()
+        with pytest.raises(StorageError, match="another database's pages"), storage.write():
+            pass
+        storage.close()
 
 
 # ---- stored data other than blocks

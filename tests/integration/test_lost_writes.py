@@ -356,7 +356,6 @@ def test_a_shard_that_goes_on_after_a_loss_hides_nothing(pattern: str, checkpoin
         answered = outcome.keys() - errors.keys() - {"problem", "verify"}
         wrong = [name for name in answered if outcome[name] != whole[name]]
         assert not wrong or errors.keys() >= {"checkpoint", "backup"}, (pages, outcome)
-        assert not wrong or pattern != "a few", (pages, outcome, "another database's pages pass for versions")
         assert FAILURE not in errors.values() or outcome["problem"], (pages, outcome)
         assert outcome == whole or outcome["verify"], (pages, outcome)
         seen |= set(errors.values())
