@@ -19,7 +19,7 @@ from trainer.data.archives import are_shards
 from trainer.data.bucket_sources import local_source, numbered
 from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
-from trainer.data.left_out import LeftOut, Reason, is_table
+from trainer.data.left_out import LeftOut, Reason, is_table, quoted
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
 from trainer.data.tree import Folder, Walk, add_archive, path_in
@@ -179,14 +179,7 @@ def _found_in(source: Path, options: SourceOptions, left_out: LeftOut, notes: li
     for table in walk.tables:
         left_out.add(Reason.TABLE, table)
     notes += walk.notes
-    if walk.num_numbered:
-        notes.append("its numbered folders are shards of samples: --tars classes takes each for a class")
-    if walk.num_shards:
-        notes.append("its tars are shards of samples: --tars classes takes each for a class")
-        return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)"
-    if walk.num_tars:
-        notes.append("its tars are read as folders: --tars shards takes them for shards of samples")
-    return top, ""
+    return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)" if walk.num_shards else ""
 
 
 def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[dict[str, Folder], str]:
@@ -324,7 +317,9 @@ def _listed(
         one = next((text for text in names if numbers[text] is not None), None)
         other = next((text for text in names if numbers[text] is None), None)
         if not by_folder and one and other:
-            notes.append(f"labels are names, because {other!r} is no number: {one!r} is the name of a class too")
+            notes.append(
+                f"labels are names, because {quoted(other)!r} is no number: {one!r} is the name of a class too"
+            )
         classes = tuple(names)
         numbers = {text: number for number, text in enumerate(classes)}
     else:
@@ -336,7 +331,7 @@ def _listed(
 def _note_of_none(texts: Set[str]) -> Iterator[str]:
     """A line if other texts than the usual ones say that an image has no label."""
     if unusual := sorted(texts - {"", "-1"}):
-        yield f"labels that are missing or negative are none: {', '.join(unusual[:_NAMED])}"
+        yield f"labels that are missing or negative are none: {', '.join(map(quoted, unusual[:_NAMED]))}"
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
@@ -367,6 +362,6 @@ def _labels(split: Split) -> str:
     if number == 1:
         return "all of one class, which is no label"
     names = [name for label, name in enumerate(split.classes) if label in split.counts]
-    shown = f" ({', '.join(names[:_NAMED])}{', …' * (number > _NAMED)})" if names else ""
+    shown = f" ({', '.join(map(quoted, names[:_NAMED]))}{', …' * (number > _NAMED)})" if names else ""
     without = f", {split.counts[NO_LABEL]:,} without a label" if split.counts[NO_LABEL] else ""
     return f"{number:,} classes{shown}{without}"

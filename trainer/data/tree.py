@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.data.archives import are_shards, images_in, members, prefix_of, samples_in
 from trainer.data.config import TRAINING, SourceOptions, split_of
-from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
+from trainer.data.left_out import LeftOut, Reason, is_image, quoted, reason_against
 
 _NUMBER = re.compile(r"\d{4,}")
 """Name of a folder that may be a shard; 001 may be a class."""
@@ -114,12 +114,11 @@ class Walk:
         self._real_roots = {os.path.realpath(root)}
         status = root.stat()
         self._walked = {(status.st_dev, status.st_ino)}
-        self.num_shards = self.num_tars = 0
+        self.num_shards = 0
         self.tables: list[str] = []
         """Paths of the tables (Parquet or Arrow), relative to the source; they are read if there are no images."""
-        self.num_numbered = 0
-        """Number of folders that are shards of samples."""
         self.notes: list[str] = []
+        """Lines that say what was decided, some of them several times."""
 
     def folder(self, path: str = "", name: str = "") -> Folder:
         """The images at and below a folder; without a path, of the source."""
@@ -152,21 +151,23 @@ class Walk:
         if self._options.tars != "classes" and here.loose and _NUMBER.fullmatch(name):
             texts = {child.name.rpartition(".")[0] for child in shown if child.name.endswith((".json", ".txt"))}
             here.own = all(child.name.rpartition(".")[0] in texts for child in shown if is_image(child.name))
-            self.num_numbered += here.own
+            if here.own:
+                self.notes.append("its numbered folders are shards of samples: --tars classes takes each for a class")
         return here
 
     def _splits_of(self, shards: list[os.DirEntry[str]]) -> Mapping[str, str]:
         """The split of each shard by its name: a word in all of them, or the prefixes that --split names."""
         prefixes = {shard.name: prefix_of(shard.name) for shard in shards}
         words = {shard: split_of(prefix) for shard, prefix in prefixes.items()}
-        if set((self._options.split or "").split(":")) & set(prefixes.values()):
+        names = list(dict.fromkeys(prefixes.values()))
+        if self._options.split and not set(names).isdisjoint(self._options.split.split(":")):
             return prefixes
-        if len(names := list(dict.fromkeys(prefixes.values()))) > 1 and any(words.values()):
-            if all(words.values()):
-                return words
+        if len(names) > 1 and all(words.values()):
+            return words
+        if len(names) > 1 and any(words.values()) and all(names):
             train, test, *_ = sorted(names, key=lambda name: split_of(name) not in TRAINING)
             self.notes.append(
-                f"shards {', '.join(names)} are read together: --split {train}:{test} trains on the first"
+                f"shards {quoted(', '.join(names))} are read together: --split {train}:{test} trains on the first"
             )
         return {}
 
@@ -176,8 +177,12 @@ class Walk:
         return self._options.tars == "shards"
 
     def _add_tar(self, here: Folder, child: os.DirEntry[str], *, shard: bool, tree: bool) -> None:
-        self.num_tars += not shard
         self.num_shards += shard
+        self.notes.append(
+            "its tars are shards of samples: --tars classes takes each for a class"
+            if shard
+            else "its tars are read as folders: --tars shards takes them for shards of samples"
+        )
         if not shard and not tree:
             here = here.folder(child.name.removesuffix(".tar"))
         kept = self._options if shard else None

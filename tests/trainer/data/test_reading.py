@@ -473,6 +473,9 @@ def test_a_message_quotes_no_long_line(content: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=name) as raised:
             read_source(tmp_path / name)
         assert len(str(raised.value)) < 400 + len(str(tmp_path))
+    (tmp_path / "a.jpg").write_bytes(jpeg(1))
+    (tmp_path / "list.txt").write_text(f"a.jpg\t{'x' * 200_000}\nb.jpg\t1\nc.jpg\t{'y' * 200_000}\n")
+    assert max(map(len, read_source(tmp_path / "list.txt").lines())) < 500
 
 
 @pytest.mark.parametrize(
