@@ -40,12 +40,12 @@ _QUIET_SECONDS = {False: 780.0, True: 20.0}
 """How long no alert may fire that must not, in a whole day and in the short form: some wait ten minutes."""
 _COMMAND_SECONDS = _READY_SECONDS = 30.0
 _SEND_SECONDS = 90.0
-PANELS: dict[str, str] = {
-    panel["title"]: panel["targets"][0]["expr"]
+PANELS: dict[str, list[str]] = {
+    panel["title"]: [target["expr"] for target in panel["targets"]]
     for board in (ROOT / "deploy/grafana/dashboards").glob("*.json")
     for panel in json.loads(board.read_text())["panels"]
 }
-"""The dashboards' panels, and the first query of each."""
+"""The dashboards' panels, and their queries."""
 
 
 def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_short: bool) -> list[Outcome]:
@@ -156,19 +156,20 @@ def _receive(senders: dict[str, LocalAlertmanager], outcomes: dict[str, Outcome]
 
 
 def _look_at_panels(outcome: Outcome, broken: Place, servers: dict[str, LocalPrometheus]) -> None:
-    """Asks each panel's first query as Grafana does, with the cluster chosen."""
+    """Asks the panels' queries as Grafana does, with the cluster chosen."""
     address = broken.cluster.metrics_addresses[BROKEN]
     for scrape, server in servers.items():
-        for panel, extreme in outcome.fault.panels.items():
-            query = PANELS[panel].replace("$cluster", outcome.name)
+        for panel in outcome.fault.panels:
+            query = PANELS[panel.title][panel.query].replace("$cluster", outcome.name)
             query = query.replace("$__rate_interval", f"{4 * seconds_of(scrape):g}s")
             values = [
                 (value, labels)
                 for labels, value in server.query(re.sub(r"\$\w+", ".*", query))
                 if not math.isnan(value)
             ]
-            _, labels = extreme(values, key=lambda each: each[0], default=(0.0, {}))
-            outcome.panels[scrape, panel] = labels.get("shard") == str(BROKEN) or labels.get("instance") == address
+            _, labels = panel.extreme(values, key=lambda each: each[0], default=(0.0, {}))
+            is_named = labels.get("shard") == str(BROKEN) or labels.get("instance") == address
+            outcome.panels[scrape, panel.title] = is_named
 
 
 def _readiness(broken: Place, wanted: str) -> str:

@@ -6,16 +6,24 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from deploy.game_day.place import BROKEN, Place, client
 from weightserver.operations.certificates import write_certificates
 
 Break = Callable[[Place, threading.Event, ExitStack], None]
 """Breaks a place, until the event is set or for good; what it starts ends with the stack."""
+
+
+class Panel(NamedTuple):
+    """A panel of the dashboards, which names a shard by the largest or smallest value of one of its queries."""
+
+    title: str
+    extreme: Callable[..., Any]
+    query: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class Fault:
     """Pattern of what /readyz of the broken shard says at the end."""
     names_shard: bool = True
     """Whether the alert must name the shard that breaks: it is not both."""
-    panels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Dashboards' panels whose first query names the broken shard, by its largest or smallest value."""
+    panels: tuple[Panel, ...] = ()
+    """Panels that name the broken shard."""
     muted: frozenset[str] = frozenset()
     """Alerts that another one mutes in the end."""
     is_short: bool = False
@@ -118,7 +126,7 @@ FAULTS = {
         {"ShardRestarts": (300, 480)},
         also=_STANDS_STILL,
         ready=".*",
-        panels={"Does any shard restart, or does not serve?": max},
+        panels=(Panel("Does any shard restart, or does not serve?", max),),
     ),
     "frozen": Fault(
         "a shard's process is stopped (SIGSTOP)",
@@ -127,7 +135,7 @@ FAULTS = {
         {"FetchStuck": (120, 240), "ShardDown": (180, 300)},
         also=_STANDS_STILL,
         ready="no answer",
-        panels={"Is every shard up?": min, "Which shard do clients wait for now?": max},
+        panels=(Panel("Is every shard up?", min), Panel("Which shard do clients wait for now?", max)),
         muted=frozenset({"FetchStuck"}),
         is_short=True,
     ),
@@ -138,14 +146,14 @@ FAULTS = {
         {"DiskFull": (120, 240)},
         also=frozenset({"CallsFail"}),  # if a write needs new pages
         ready="NOT_READY: .*(nearly full|No space left)",
-        panels={"How much space is left, now and in four hours?": min},
+        panels=(Panel("How much space is left, now and in four hours?", min),),
     ),
     "slow": Fault(
         "each sync of a shard's disk takes two seconds",
         "slow",
         _slow_down,
         {"CommitsSlow": (780, 900)},
-        panels={"How long until a write is on disk?": max},
+        panels=(Panel("How long until a write is on disk?", max, query=1),),
     ),
     "expired": Fault(
         "a certificate expires",
@@ -163,7 +171,7 @@ FAULTS = {
         _put_back,
         {"CallsFail": (180, 300)},
         also=frozenset({"FetchSlow", "WritesUnavailable"}),  # each call fails
-        panels={"Does any shard fail calls for good?": max},
+        panels=(Panel("Does any shard fail calls for good?", max),),
         is_short=True,
     ),
     "token": Fault(
@@ -181,6 +189,6 @@ FAULTS = {
         {"ShardDown": (240, 360)},
         also=_STANDS_STILL,
         ready="no answer",
-        panels={"Which shard do clients wait for now?": max},
+        panels=(Panel("Which shard do clients wait for now?", max),),
     ),
 }

@@ -135,7 +135,7 @@ def page(outcomes: list[Outcome], scrapes: list[str]) -> str:
         sent = "<br>".join(
             "/".join(sorted({to for _, to, name in outcome.sent if name == alert})) or "muted" for alert in alerts
         )
-        panels = "<br>".join(f"*{panel}*" for panel in outcome.fault.panels)
+        panels = "<br>".join(f"*{panel.title}*" for panel in outcome.fault.panels)
         slowest = max((done.seconds for done in outcome.commands), default=0)
         commands = f"{len(outcome.commands)}, {slowest:.1f} s" if outcome.commands else ""
         ready = re.sub(r"\S*/(?=\S)|\d[\d.-]*", "…", outcome.ready.partition(";")[0])[:100]
