@@ -259,8 +259,12 @@ def after_fetches(one: Watched, moment: Moment) -> dict[str, dict[str, Any]]:
             "", lambda s: pytest.approx(anonymous[s] / usable_memory(), rel=0.1)
         )
         | each(" in an hour", lambda s: pytest.approx(in_an_hour[s].expected / usable_memory(), rel=1e-3)),
-        "How many cores does each shard use?": each(
-            "", lambda s: pytest.approx(spent[s] / moment.window, rel=0.3, abs=0.02)
+        "Which threads use the processor?": each(
+            " in all", lambda s: pytest.approx(spent[s] / moment.window, rel=0.3, abs=0.02)
+        )
+        | each(
+            " MainThread; Thread; committer; grpc; metrics; other; parent; stalls; sweeper",
+            lambda s: Between(0, 1.3 * spent[s] / moment.window + 0.02),
         ),
         "How long do all fetches take?": {str(bound): Between(0, 1.15 * total) for bound in SECONDS}
         | {"+Inf": pytest.approx(total, rel=0.15)},

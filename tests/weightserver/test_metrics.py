@@ -100,12 +100,20 @@ def test_a_shard_reports_its_work(client: WeightClient, cluster: LocalCluster) -
     assert sample("commit_queue_writes") == 0
 
 
-def test_a_process_shows_its_memory(cluster: LocalCluster) -> None:
+def test_a_process_shows_its_memory_and_its_threads_time(cluster: LocalCluster, client: WeightClient) -> None:
     address = cluster.metrics_addresses[0]
-    names = ('memory_bytes{kind="anonymous"}', 'memory_bytes{kind="file"}')
-    anonymous, of_files = (metric(address, f"weightserver_{name}") for name in names)
+    names = ('memory_bytes{kind="anonymous"}', 'memory_bytes{kind="file"}', "thread_cpu_seconds_total")
+    anonymous, of_files, seconds = (metric(address, f"weightserver_{name}") for name in names)
     assert anonymous + of_files == pytest.approx(metric(address, "process_resident_memory_bytes"), rel=0.2)
     assert anonymous > 1 << 20
+    assert seconds <= metric(address, "process_cpu_seconds_total") + 0.1
+    client.create_table(TableSpec(num_rows=40_000, dim=128))
+    of_calls = 'weightserver_thread_cpu_seconds_total{thread="grpc"}'
+    metric(address, of_calls)
+    before = metric(address, of_calls)
+    for _ in range(5):
+        client.fetch(np.arange(40_000), step=0)
+    assert metric(address, of_calls) > before, "the threads that answer calls"
 
 
 def test_every_metric_says_what_it_is(cluster: LocalCluster) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightserver.common.processes import usable_memory
@@ -42,8 +45,8 @@ def publish_shard(registry: CollectorRegistry, shard: Shard) -> None:
 
 
 def publish_load(registry: CollectorRegistry, memory: RequestMemory, stalls: StallWatch, committer: Committer) -> None:
-    """Publishes what requests hold and how many wait, and the memory that the process takes."""
-    registry.register(_MemoryCollector())
+    """Publishes what requests hold and how many wait, and what the process takes."""
+    registry.register(_ProcessCollector())
     calls = f"Calls that have a thread; further ones wait while there are {MAX_THREADS}."
     gauges: Gauges = {
         "request_memory_bytes": ("Memory reserved by requests in progress.", lambda: memory.used_bytes),
@@ -101,10 +104,16 @@ class _DiskCollector(Collector):
         )
 
 
-class _MemoryCollector(Collector):
-    """Publishes the process's memory by kind, as Linux counts it."""
+class _ProcessCollector(Collector):
+    """Publishes the process's memory by kind, and its processor time by threads, as Linux counts them."""
 
     _KINDS = (("RssAnon", "anonymous"), ("RssFile", "file"), ("VmSwap", "swap"))
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._seen: dict[str, float] = {}
+        """Seconds of each thread that are in the sums."""
+        self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
         memory = GaugeMetricFamily(
@@ -117,3 +126,24 @@ class _MemoryCollector(Collector):
             if found := re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE):
                 memory.add_metric([kind], 1024 * int(found[1]))
         yield memory
+        threads = CounterMetricFamily(
+            "weightserver_thread_cpu_seconds",
+            "Processor time by the names of threads, without numbers; others are gRPC's own.",
+            labels=["thread"],
+        )
+        for name, seconds in self._read().items():
+            threads.add_metric([name], seconds)
+        yield threads
+
+    def _read(self) -> dict[str, float]:
+        """Seconds by name, of threads that have ended too."""
+        names = {str(thread.native_id): re.sub(r"[-_ ]*\d.*", "", thread.name) for thread in threading.enumerate()}
+        with self._lock:
+            before, self._seen = self._seen, {}
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    self._seen[task.name] = seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+                    spent = seconds - before.get(task.name, 0.0)
+                    # a later thread may have the number of one that has ended
+                    self._seconds[names.get(task.name, "other")] += spent if spent >= 0 else seconds
+            return dict(self._seconds)

@@ -39,7 +39,7 @@ class ShardMetrics:
         self.cut_off = counter(
             "weightserver_cut_off_calls", "Calls cancelled because their caller neither sent nor received a message."
         )
-        self.damaged = counter("weightserver_damaged_reads", "Calls that met a stored block with changed bytes.")
+        self.damaged = counter("weightserver_damaged_reads", "Calls that met a stored record with changed bytes.")
         self._duplicates = counter("weightserver_duplicate_writes", "Repeated writes that were already applied.")
         # A rate misses the step from a missing series to 1, so these exist from the start; and labels() takes longer
         # than observe() and inc().
