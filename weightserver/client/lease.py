@@ -10,6 +10,7 @@ import time
 import weakref
 from _thread import start_new_thread
 
+from weightserver.client import threads
 from weightserver.client.connection import ShardConnection
 from weightserver.client.writer import Session
 from weightserver.common import processes
@@ -40,7 +41,7 @@ class HeldLease:
         """Held while it is renewed, so that no renewal follows the end."""
         _held.add(self)
         _end_all_at_exit()
-        self.renew()
+        threads.outcomes(self.renew, [()], not_main=True)  # an interrupt there could leave a lock taken
         start_new_thread(_renew, (weakref.ref(self), self._running))
 
     def holds(self, session: Session) -> bool:
@@ -67,6 +68,9 @@ class HeldLease:
             self._running.release()
         except RuntimeError:  # it has ended before
             return
+        threads.outcomes(self._leave, [()], not_main=True)
+
+    def _leave(self) -> None:
         if self.lost is None and self._turn.acquire(timeout=_CLOSE_SECONDS):
             self._turn.release()
             self._shard.tell("OpenSession", self._request(leave=True), _CLOSE_SECONDS)
