@@ -39,14 +39,15 @@ def on_ray(
     """
     ray = _ray()
     try:
+        address = ray._private.services.get_ray_address_from_environment(address, None)
         if address and re.fullmatch(r"[^/:]+:\d+", address):
-            _connect(address)  # Ray itself tries for minutes
+            _connect(address)  # Ray itself tries for minutes, also where a cluster was that is gone
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"no Ray cluster answers at {address or 'RAY_ADDRESS'} ({reason}): start one by 'ray start --head', or "
-            "omit --address for one on this machine"
+            "omit --address for one on this machine, after 'ray stop', which forgets one that is gone"
         ) from None
     try:
         gpus = min(1, ray.cluster_resources().get("GPU", 0)) if gpu else 0

@@ -168,17 +168,23 @@ def test_features_are_computed_in_parts(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_where_there_is_no_cluster(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", [[], ["--address", "auto"], ["--address"]])
+def test_where_there_is_no_cluster(address: list[str], folder: Path, tmp_path: Path) -> None:
+    """At an address that is given, or where Ray remembers one; nothing waits for Ray's own attempts of minutes."""
     tree = plain_tree(tmp_path / "tree", 3)
     command = [sys.executable, "-m", "trainer.data", "pack", str(tree), str(tmp_path / "packed"), "--engine", "ray"]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{closed.getsockname()[1]}"
+        (folder / "ray").mkdir()
+        (folder / "ray/ray_current_cluster").write_text(place)
         done = subprocess.run(
-            [*command, "--address", f"127.0.0.1:{closed.getsockname()[1]}"],
+            [*command, *address, *([place] if address == ["--address"] else [])],
             cwd=ROOT,
+            env=os.environ | {"RAY_TMPDIR": str(folder)},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=100,
         )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
