@@ -13,8 +13,9 @@ from types import FrameType
 from typing import NoReturn
 
 from weightserver import WeightServerError
-from weightserver.common.interrupts import interruption
+from weightserver.common.interrupts import interruptible, interruption
 from weightserver.common.logs import print_error
+from weightserver.common.object_store import end_soon
 
 _SAME_SIGNAL_SECONDS = 1.0
 """torchrun, which a terminal's Ctrl-C reaches too, sends it to its ranks once more, usually within this time."""
@@ -30,7 +31,8 @@ class Interrupted(Exception):
 
 @contextmanager
 def stop_signals(on_first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual.
+    """Collects SIGTERM and SIGINT in the list that it yields; a second signal ends the process as usual. From the first
+    one on, object stores have to answer within a few seconds.
 
     `on_first` is called in the handler of the first one. Signals within a second count as one, and so does the first
     repetition on a rank of torchrun's.
@@ -46,6 +48,7 @@ def stop_signals(on_first: Callable[[], None] = lambda: None) -> Iterator[list[i
         if not received:
             received.append(number)
             first = time.monotonic()
+            end_soon()
             on_first()
         elif repetitions:
             repetitions -= 1
@@ -70,7 +73,8 @@ def exit_on_error(command: str, *, status: int = 1, after_interrupt: str = "") -
         after_interrupt: what the user can do after Ctrl-C, for the message.
     """
     try:
-        yield
+        with interruptible():
+            yield
     except Interrupted as stopped:
         if os.environ.get("RANK", "0") == "0":
             print_error(f"{command}: {stopped}")

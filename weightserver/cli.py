@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from weightserver.common.command_line import CommandParser, Parser
-from weightserver.common.interrupts import interruption
+from weightserver.common.interrupts import interruptible, interruption
 from weightserver.common.logs import asked_format, log_events, print_error
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.common.version import __version__
@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         arguments = _parser(COMMANDS.keys() & argv).parse_args(argv)
         name = f"weightserver {arguments.command}"
         keep_large_buffers()
-        arguments.run(arguments)
+        with interruptible():
+            arguments.run(arguments)
     except (WeightServerError, ValueError, OSError) as error:
         print_error(f"{name}: {error}")
         sys.exit(1)

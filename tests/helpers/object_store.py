@@ -53,7 +53,7 @@ class Proxy:
 
     def __init__(self, upstream: int) -> None:
         self.requests: list[Request] = []
-        self.faults: deque[Fault] = deque()
+        self.faults: deque[Fault | None] = deque()
         """Of the coming GETs, one each."""
         self.always: Fault | None = None
         """Of all requests."""

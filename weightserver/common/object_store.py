@@ -7,29 +7,46 @@ endpoint are those of the environment (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOI
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import socket
+import threading
+import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.installing import install_advice
 
+Answer = TypeVar("Answer")
 SCHEME = "s3:"
 PART_BYTES = 1 << 24
 """Most that is sent or asked for in one request."""
 _REQUEST_SECONDS = 30
 _RETRY_SECONDS = 90
 """How long a request that met a busy server, a cut connection or a slow answer is tried again."""
-
-
+_ENDING_SECONDS = 5
+"""How long a request may take while the process ends."""
+_LOOK_SECONDS = 0.2
 _LISTS = 3
 """How often a list is asked for until it is complete."""
+_ROLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+"""What stands for an access key in the environment."""
+_METADATA = "http://169.254.169.254"
+"""Where machines ask for their own role."""
+_METADATA_SECONDS = 2
 
 
 class Reason(Enum):
@@ -38,10 +55,14 @@ class Reason(Enum):
     MISSING = "no such object, or no such bucket: check its name"
     DENIED = "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rights of their role"
     CUT_OFF = "it is shorter than it was: upload it again"
-    NO_ANSWER = (
-        f"cannot be reached, in up to {_REQUEST_SECONDS + _RETRY_SECONDS} s: check the network, AWS_ENDPOINT_URL, and "
-        "that there are credentials"
+    NO_CREDENTIALS = (
+        "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role "
+        "(files in ~/.aws are not read)"
     )
+    NO_ANSWER = (
+        f"cannot be reached, in up to {_REQUEST_SECONDS + _RETRY_SECONDS} s: check the network and AWS_ENDPOINT_URL"
+    )
+    ENDING = f"no answer in {_ENDING_SECONDS} s after the process was told to end"
 
 
 class ObjectStoreError(ValueError):
@@ -96,31 +117,22 @@ def shown(path: Path) -> str:
 
 def read(path: Path) -> bytes:
     """The content of a small object. Raises ObjectStoreError."""
-    with _asking(path) as (store, key):
-        return bytes(_obstore().get(store, key).bytes())
+    return _answer(path, lambda store, key: bytes(_obstore().get(store, key).bytes()))
 
 
 def read_range(path: Path, start: int, stop: int) -> memoryview:
     """Bytes start … stop−1 of an object, fewer at its end. Raises ObjectStoreError."""
-    with _asking(path) as (store, key):
-        return memoryview(_obstore().get_range(store, key, start=start, end=stop))
+    return _answer(path, lambda store, key: memoryview(_obstore().get_range(store, key, start=start, end=stop)))
 
 
 def find(path: Path) -> Found | None:
     """An object, or None if there is none. Raises ObjectStoreError."""
-    try:
-        with _asking(path) as (store, key):
-            return _found(path, _obstore().head(store, key))
-    except ObjectStoreError as error:
-        if error.reason is Reason.MISSING:
-            return None
-        raise
+    return unless_missing(lambda: _answer(path, lambda store, key: _found(path, _obstore().head(store, key))))
 
 
 def write(path: Path, content: bytes) -> None:
     """Makes or replaces an object. Raises ObjectStoreError."""
-    with _asking(path) as (store, key):
-        _obstore().put(store, key, content, chunk_size=PART_BYTES)
+    _answer(path, lambda store, key: _obstore().put(store, key, content, chunk_size=PART_BYTES))
 
 
 def upload(path: Path, target: Path, *, sha256: str = "") -> None:
@@ -129,19 +141,16 @@ def upload(path: Path, target: Path, *, sha256: str = "") -> None:
     Args:
         sha256: of the content, for `digest_of`.
     """
-    with _asking(target) as (store, key):
-        _obstore().put(store, key, path, chunk_size=PART_BYTES, attributes={"sha256": sha256} if sha256 else None)
+    notes = {"sha256": sha256} if sha256 else None
+    _answer(target, lambda store, key: _obstore().put(store, key, path, chunk_size=PART_BYTES, attributes=notes))
 
 
 def digest_of(path: Path) -> str:
     """The SHA-256 with which an object was uploaded; empty if there is none. Raises ObjectStoreError."""
-    try:
-        with _asking(path) as (store, key):
-            return str(_obstore().get(store, key, options={"head": True}).attributes.get("sha256", ""))
-    except ObjectStoreError as error:
-        if error.reason is Reason.MISSING:
-            return ""
-        raise
+    found = unless_missing(
+        lambda: _answer(path, lambda store, key: _obstore().get(store, key, options={"head": True}).attributes)
+    )
+    return str((found or {}).get("sha256", ""))
 
 
 def below(path: Path) -> list[Path]:
@@ -168,8 +177,8 @@ def folders(path: Path) -> list[str]:
 def remove(paths: Sequence[Path]) -> None:
     """Removes objects of one bucket; those that are missing already are no error. Raises ObjectStoreError."""
     if paths:
-        with _asking(paths[0]) as (store, _):
-            _obstore().delete(store, ["/".join(path.parts[2:]) for path in paths])
+        keys = ["/".join(path.parts[2:]) for path in paths]
+        _answer(paths[0], lambda store, _: _obstore().delete(store, keys))
 
 
 def copy_range(source: Path, start: int, stop: int, target: BinaryIO) -> None:
@@ -182,13 +191,47 @@ def copy_range(source: Path, start: int, stop: int, target: BinaryIO) -> None:
         target.write(content)
 
 
-@contextmanager
-def _asking(path: Path) -> Iterator[tuple[Any, str]]:
-    """The bucket and the key of a path. Errors are told by their type alone."""
-    errors = _obstore().exceptions
-    _, bucket, *parts = (*path.parts, "")
+def unless_missing(ask: Callable[[], Answer]) -> Answer | None:
+    """What `ask` returns; None if it raises ObjectStoreError because the object or the bucket is missing."""
     try:
-        yield _bucket(bucket), "/".join(filter(None, parts))
+        return ask()
+    except ObjectStoreError as error:
+        if error.reason is not Reason.MISSING:
+            raise
+        return None
+
+
+def end_soon() -> None:
+    """Gives all requests of this process, the coming ones too, a few seconds: it was told to end."""
+    global _told_to_end
+    _told_to_end = time.monotonic()
+
+
+_told_to_end = math.inf
+
+
+def _answer(path: Path, ask: Callable[[Any, str], Answer]) -> Answer:
+    """What `ask` says of the bucket and the key of a path. Errors are told by their type alone.
+
+    obstore waits where no signal interrupts it: a thread of its own asks, which the end of the process leaves behind.
+    """
+    errors, future = _obstore().exceptions, Future[Answer]()
+    _, bucket, *parts = (*path.parts, "")
+    store, key = _bucket(bucket), "/".join(filter(None, parts))
+
+    def run() -> None:
+        try:
+            future.set_result(ask(store, key))
+        except Exception as error:  # noqa: BLE001 — raised below
+            future.set_exception(error)
+
+    began = time.monotonic()
+    threading.Thread(target=run, daemon=True, name="asking an object store").start()
+    while not wait([future], _LOOK_SECONDS).done:
+        if time.monotonic() > max(began, _told_to_end) + _ENDING_SECONDS:
+            raise ObjectStoreError(path, Reason.ENDING)
+    try:
+        return future.result()
     except FileNotFoundError:
         raise ObjectStoreError(path, Reason.MISSING) from None
     except (errors.PermissionDeniedError, errors.UnauthenticatedError):
@@ -202,8 +245,7 @@ def _listed(path: Path, ask: Callable[[Any, str | None], Any]) -> Any:
     missing, and does not repeat a list that was cut off."""
     for _ in range(_LISTS):
         try:
-            with _asking(path) as (store, key):
-                return ask(store, f"{key}/" if key else None)
+            return _answer(path, lambda store, key: ask(store, f"{key}/" if key else None))
         except ObjectStoreError as error:
             if error.reason is not Reason.NO_ANSWER:
                 raise
@@ -216,6 +258,8 @@ def _bucket(name: str) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
         raise ValueError(f"AWS_ENDPOINT_URL is {endpoint}: begin it with https:// or http://")
+    if not _has_credentials():  # obstore would ask for the machine's role for minutes
+        raise ObjectStoreError(Path(SCHEME, name), Reason.NO_CREDENTIALS)
     return _obstore().store.S3Store(
         name,
         client_options={
@@ -224,6 +268,20 @@ def _bucket(name: str) -> Any:
         },
         retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
     )
+
+
+def _has_credentials() -> bool:
+    given = os.environ.get
+    if given("AWS_ACCESS_KEY_ID"):
+        return bool(given("AWS_SECRET_ACCESS_KEY"))
+    if any(map(given, _ROLES)):
+        return True
+    metadata = urlsplit(given("AWS_METADATA_ENDPOINT", _METADATA))
+    try:
+        socket.create_connection((metadata.hostname or "", metadata.port or 80), _METADATA_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _obstore() -> Any:

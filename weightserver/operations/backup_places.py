@@ -111,12 +111,7 @@ class BucketFolder:
         return object_store.folders(self.path.parent)
 
     def read(self, file: str) -> bytes | None:
-        try:
-            return object_store.read(self.path / file)
-        except object_store.ObjectStoreError as error:
-            if error.reason is object_store.Reason.MISSING:
-                return None
-            raise
+        return object_store.unless_missing(lambda: object_store.read(self.path / file))
 
     @contextlib.contextmanager
     def new(self) -> Iterator[Write]:

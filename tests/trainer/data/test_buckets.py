@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -21,6 +23,7 @@ import pytest
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import KEY, SECRET, Fault, Proxy, credentials, object_store
 from tests.helpers.small_run import losses, small_run
+from tests.helpers.watching import wait_until
 from trainer.__main__ import main as start
 from trainer.arguments import parse_config
 from trainer.data import cache, load_dataset, pack_files
@@ -38,7 +41,9 @@ from weightserver.common import object_store as objects
 from weightserver.common.object_store import ObjectStoreError, Reason
 
 NUM_IMAGES = 120
+ROOT = Path(__file__).parents[3]
 PACK = Path("s3://images/packed")
+SOURCE = Path("s3://images/source/{00000..00002}.tar")
 SEGMENT_BYTES = 10_000
 READ_ALL = """
 import sys
@@ -313,6 +318,55 @@ def test_a_store_that_refuses_ends_the_run_in_one_line(
         assert ended.value.reason is reason
 
 
+def test_missing_credentials_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line; but those of a role, which a machine's metadata service or a file has, are left to obstore."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as metadata:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{metadata.getsockname()[1]}")
+        assert objects._has_credentials()
+    for given in ({}, {"AWS_ACCESS_KEY_ID": KEY}):
+        with monkeypatch.context() as partly:
+            for name, value in given.items():
+                partly.setenv(name, value)
+            objects._bucket.cache_clear()
+            with pytest.raises(ObjectStoreError) as ended:
+                objects.read(PACK)
+            assert str(ended.value) == f"s3://images: {Reason.NO_CREDENTIALS.value}"
+            assert KEY not in str(ended.value)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/token")
+    assert objects._has_credentials()
+
+
+@pytest.mark.parametrize(
+    ("command", "answered"), [(["pack", "tree", "s3://images/new"], 0), (["inspect", str(SOURCE)], 1)]
+)
+def test_ctrl_c_ends_commands_that_wait_for_a_silent_store(
+    bucket: Proxy, shards: Path, tmp_path: Path, command: list[str], answered: int
+) -> None:
+    """They wait in the main thread, or in several that copy a source, long before the store is given up."""
+    plain_tree(tmp_path / "tree", 3)
+    bucket.heal()
+    bucket.faults.extend([None] * answered + [Fault.SILENT] * 1_000)
+    bucket.always = None if answered else Fault.SILENT
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.data", *command, "--cache-dir", "cache"],
+        env=os.environ | credentials(bucket) | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(bucket.requests) > answered)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "interrupted" in errors
+    assert len(errors.splitlines()) == 1
+
+
 def test_bad_arguments_and_disks_are_one_line(
     bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,7 +447,6 @@ def shards(bucket: Proxy, tmp_path: Path) -> Path:
 
 
 _SHARD_BYTES = 20 * tarfile.RECORDSIZE
-SOURCE = Path("s3://images/source/{00000..00002}.tar")
 
 
 def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tmp_path: Path) -> None:
