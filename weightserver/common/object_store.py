@@ -135,6 +135,21 @@ def write(path: Path, content: bytes) -> None:
     _answer(path, lambda store, key: _obstore().put(store, key, content, chunk_size=PART_BYTES))
 
 
+def create(path: Path, content: bytes) -> bytes:
+    """Makes a small object unless there is one; returns its content, which is another than `content` if another caller
+    was first. Raises ObjectStoreError."""
+    errors = _obstore().exceptions
+
+    def put(store: Any, key: str) -> bytes:
+        try:
+            _obstore().put(store, key, content, mode="create", use_multipart=False)
+        except errors.AlreadyExistsError:  # made by another caller, or by a request that was repeated
+            return bytes(_obstore().get(store, key).bytes())
+        return content
+
+    return _answer(path, put)
+
+
 def upload(path: Path, target: Path, *, sha256: str = "") -> None:
     """Makes or replaces an object by a file, in several requests at a time. Raises ObjectStoreError.
 

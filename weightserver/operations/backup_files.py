@@ -170,6 +170,7 @@ def _blocks_in(content: bytes, path: str, codec: BlockCodec) -> Iterator[tuple[V
         blocks = list(zip(*named, columns["content"], strict=True))
     except (SafetensorError, KeyError, ValueError) as error:
         raise StorageError(f"{path} is damaged ({error}): use another backup") from None
+    del content, columns  # only the blocks stay in memory
     for number, write_id, values in blocks:
         block = values.tobytes()
         if problem := codec.problem(number, write_id, block):

@@ -92,8 +92,8 @@ class Folder:
 @dataclass(frozen=True)
 class BucketFolder:
     """What is below s3://BUCKET/NAME: as `Folder`, but its methods raise ObjectStoreError. What a killed backup left
-    there goes when its command is repeated. Buckets have no locks: of several commands at once, each writes files of
-    its own, and one that lost some to another fails."""
+    there goes when a backup of this name is complete. Buckets have no locks: of several commands at once, each writes
+    files of its own, and that one wins which makes the manifest."""
 
     path: Path
 
@@ -115,21 +115,19 @@ class BucketFolder:
 
     @contextlib.contextmanager
     def new(self) -> Iterator[Write]:
-        written = object_store.below(self.path)
-        if not all(_FILE.fullmatch(str(path.relative_to(self.path))) for path in written):
+        if not all(_FILE.fullmatch(str(path.relative_to(self.path))) for path in object_store.below(self.path)):
             raise ValueError(f"{self} is not empty: give another folder")
 
-        object_store.remove(written)
-        written.clear()
+        written = list[Path]()
         attempt = os.urandom(4).hex()
 
         def write(file: str, content: bytes) -> str:
             if file == MANIFEST:
-                self._require_alone(written)
+                self._complete(content, written)
             else:
                 file = f"{file.removesuffix('.safetensors')}-{attempt}.safetensors"
-            written.append(self.path / file)
-            object_store.write(self.path / file, content)
+                written.append(self.path / file)
+                object_store.write(self.path / file, content)
             return file
 
         try:
@@ -139,15 +137,22 @@ class BucketFolder:
                 object_store.remove(written)
             raise
 
-    def _require_alone(self, written: list[Path]) -> None:
-        """Raises ValueError if another command has completed a backup here, or removed what this one has written."""
+    def _complete(self, manifest: bytes, written: list[Path]) -> None:
+        """Makes the manifest, and removes what killed commands have left. Raises ValueError if another command was
+        first, or has removed what this one has written."""
+        path = self.path / MANIFEST
+        is_first = object_store.create(path, manifest) == manifest
+        if is_first:
+            written.append(path)
         found = set(object_store.below(self.path))
-        if self.path / MANIFEST in found or not found.issuperset(written):
+        if not is_first or not found.issuperset(written):
             raise ValueError(f"another command wrote to {self} meanwhile: give another folder")
+        object_store.remove(list(found.difference(written)))
 
     def remove(self) -> None:
+        found = object_store.below(self.path)  # what is written from now on is another backup's
         object_store.remove([self.path / MANIFEST])
-        object_store.remove(object_store.below(self.path))
+        object_store.remove(found)
 
     def remove_killed(self) -> None:
         """Does nothing: without locks, what was killed cannot be told from what is being written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from weightserver.common.atomic_files import to_path
@@ -41,12 +42,16 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
     with ShardBuilder(data_dir, shard=shard, num_shards=len(made.shards), origin={"backup": made.digest}) as builder:
         if builder.finished:
             raise ValueError(f"{data_dir} was already restored from {place}: serve it, or give another directory")
-        codec, named, num_rows = BlockCodec(made.spec), list[tuple[int, int]](), 0
-        for version, content in reader.blocks(shard):
-            builder.add(version, content)
-            named.append((version.block, version.write_id))
-            num_rows += codec.num_written(content)
-        if digest(named).hex() != made.shards[shard].get("digest"):
+        codec, num_rows = BlockCodec(made.spec), 0
+
+        def added() -> Iterator[tuple[int, int]]:
+            nonlocal num_rows
+            for version, content in reader.blocks(shard):
+                builder.add(version, content)
+                num_rows += codec.num_written(content)
+                yield version.block, version.write_id
+
+        if digest(added()).hex() != made.shards[shard].get("digest"):
             raise StorageError(f"{place} has other blocks of shard {shard} than it had: use another backup")
         builder.finish(_table_state(made, shard, reader.learning_rates(shard)), rows_stored=num_rows)
     return made, num_rows

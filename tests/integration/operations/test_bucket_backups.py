@@ -23,6 +23,7 @@ from tests.helpers.operations import (
 from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
 from weightserver.operations import backup as backups
+from weightserver.operations.backup_places import place_at
 
 BACKUPS = Path("s3://backups/a run")
 
@@ -94,16 +95,16 @@ def test_a_chain_in_a_bucket_is_restored(
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_of_two_commands_to_one_name_one_fails(
-    is_killed: bool,
+@pytest.mark.parametrize("another_one", ["is killed", "is first", "is removed again"])
+def test_of_two_commands_to_one_name_one_succeeds(
+    another_one: str,
     weightserver: Weightserver,
     cluster: LocalCluster,
     client: WeightClient,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second takes the files of the first for those of a killed one, and has another checkpoint."""
+    """The second has another checkpoint, and removes the files of the first once it is complete."""
     url = "s3://backups/a run/mon"
     make_table(client)
     copy_shards = backups._copy_shards
@@ -111,23 +112,30 @@ def test_of_two_commands_to_one_name_one_fails(
     def begin_another(*arguments: Any) -> Any:
         copied = copy_shards(*arguments)
         monkeypatch.setattr(backups, "_copy_shards", copy_shards)
-        if is_killed:
+        if another_one == "is killed":
             dies("weightserver.common.object_store:write", 3, "backup", *cluster.addresses, "--output", url)
-        else:
-            with WeightClient(cluster.addresses) as another:
-                backups.backup(another, BACKUPS / "mon", checkpoint="one")
+            return copied
+        with WeightClient(cluster.addresses) as another:
+            backups.backup(another, BACKUPS / "mon", checkpoint="one")
+        if another_one == "is removed again":
+            place_at(BACKUPS / "mon").remove()
         return copied
 
     monkeypatch.setattr(backups, "_copy_shards", begin_another)
     outcome = weightserver("backup", *cluster.addresses, "--output", url)
-    assert outcome[0] == 1
-    assert outcome[2].endswith(f"another command wrote to {url} meanwhile: give another folder\n")
+    if another_one == "is killed":
+        assert outcome[0] == 0, outcome[2]
+    else:
+        assert outcome[0] == 1
+        assert outcome[2].endswith(f"another command wrote to {url} meanwhile: give another folder\n")
     for shard in range(2):
         restoring = weightserver("restore", url, "--data-dir", tmp_path / f"{shard}", "--shard", shard)
-        if is_killed:
+        if another_one == "is removed again":
             assert_one_line(restoring, f"{url} holds no backup")
         else:
-            assert "checkpoint one (step 2)" in restoring[1]
+            checkpoint = "two" if another_one == "is killed" else "one (step 2)"
+            assert f"checkpoint {checkpoint}" in restoring[1]
+    assert len({name.split("-")[-1] for name in stored() if "shard-" in name}) == (another_one != "is removed again")
 
 
 @pytest.mark.guard
