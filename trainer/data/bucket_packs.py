@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, shards_path, tar_path
-from weightserver.common.object_store import digest_of, directly_below, remove, shown, upload, write
+from trainer.data.pack_files import SEGMENT_BYTES
+from weightserver.common.atomic_files import atomic_write, directory_lock
+from weightserver.common.object_store import (
+    ObjectStoreError,
+    create,
+    digest_of,
+    directly_below,
+    remove,
+    shown,
+    upload,
+)
 
 _TESTS = "test"
 
 
-def staging(target: Path, options: SourceOptions) -> Path:
-    """Where a pack for a bucket is packed before it is uploaded.
+@contextmanager
+def staging(target: Path, options: SourceOptions) -> Iterator[Path]:
+    """Yields where a pack for a bucket is packed before it is uploaded. Meanwhile no other command packs to `target`;
+    after one that was killed, only that one again.
 
     Raises:
-        ValueError: no --cache-dir, or a bucket that cannot be written.
+        ValueError: no --cache-dir, a bucket that cannot be written, or another command that packs to `target`.
+        OSError: another process that packs to `target` from this --cache-dir.
     """
     place = options.in_cache("packs", *target.parts[1:])
-    trial = target / ".writable"  # before hours of packing
-    write(trial, b"")
-    remove([trial])
     if is_packed(target) and not is_packed(place):
         raise ValueError(
             f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
         )
-    return place
+    claim, folder = target / ".claim", place.with_name(f".{place.name}.claim")
+    token = folder / "token"
+    with directory_lock(folder):
+        if not token.exists():
+            atomic_write(token, lambda path: path.write_bytes(os.urandom(16).hex().encode()))
+        mine = token.read_bytes()
+        if create(claim, mine) != mine:
+            token.unlink()
+            raise ValueError(
+                f"another command packs to {shown(target)}, or was killed: wait for it or repeat it where it ran, or "
+                f"remove {shown(claim)} if it is given up"
+            )
+        try:
+            yield place
+        finally:
+            with suppress(ObjectStoreError):
+                remove([claim])
+                token.unlink()
 
 
 def upload_pack(directory: Path, target: Path) -> None:
@@ -55,9 +85,11 @@ def _upload(here: Path, there: Path) -> None:
             tar = tar_path(here, shard.first)
             is_there = lengths.get(tar.name) == shard.bytes
             if not is_there or (is_new and digest_of(there / tar.name) != shard.sha256):
-                upload(tar, there / tar.name, sha256=shard.sha256)
-        for path in (index_path(here, part.first), listing_path(here, part.first), shards_path(here, part.first)):
+                upload(tar, there / tar.name, sha256=shard.sha256, segment_bytes=SEGMENT_BYTES)
+        index = index_path(here, part.first)
+        for path in (index, listing_path(here, part.first), shards_path(here, part.first)):
             if is_new or lengths.get(path.name) != path.stat().st_size:
-                upload(path, there / path.name)
+                digest = part.index_digest if path == index else ""
+                upload(path, there / path.name, sha256=digest, segment_bytes=SEGMENT_BYTES)
     if before != manifest:
         upload(here / "manifest.json", there / "manifest.json")

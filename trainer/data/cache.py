@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from trainer.data.config import SourceOptions
-from weightserver.common.object_store import copy_range
+from weightserver.common.object_store import ObjectStoreError, Reason, copy_range
 
 _THREADS = 16
 _LOCKS = 256
@@ -62,6 +62,7 @@ class Cache:
         self.directory, self.limit = directory, limit
         self._pieces, self._locks = directory / "pieces", directory / "locks"
         self._seen: dict[Piece, float] = {}
+        self._versions: dict[Path, str] = {}
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -123,7 +124,9 @@ class Cache:
         self._reserve(partial, piece.stop - piece.start)
         try:
             with partial.open("r+b") as file:
-                copy_range(piece.source, piece.start, piece.stop, file)
+                version = copy_range(piece.source, piece.start, piece.stop, file, sha256=piece.version)
+                if self._versions.setdefault(piece.source, version) != version:
+                    raise ObjectStoreError(piece.source, Reason.REPLACED)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

@@ -41,10 +41,18 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 def _pack(options: argparse.Namespace) -> list[str]:
     check_part_arguments(options)
     target = options.output
-    if is_remote(target):
-        if options.part:
-            raise ValueError("--part packs into a directory: give one on a disk")
-        options.output = staging(target, source_options(options))
+    if not is_remote(target):
+        return _pack_on_disk(options)
+    if options.part:
+        raise ValueError("--part packs into a directory: give one on a disk")
+    with staging(target, source_options(options)) as options.output:
+        lines = _pack_on_disk(options)
+        with stage(f"uploading to {shown_path(target)}"):
+            upload_pack(options.output, target)
+    return [*lines, f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it"]
+
+
+def _pack_on_disk(options: argparse.Namespace) -> list[str]:
     of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
     how = PackOptions(
         order_seed=options.order_seed,
@@ -61,12 +69,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
-    lines = [_packed(options.output, manifest)]
-    if is_remote(target):
-        with stage(f"uploading to {shown_path(target)}"):
-            upload_pack(options.output, target)
-        lines.append(f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it")
-    return lines
+    return [_packed(options.output, manifest)]
 
 
 def _packed(output: Path, manifest: Manifest) -> str:

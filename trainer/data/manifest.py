@@ -14,6 +14,7 @@ adds a line leaves an incomplete line, which is ignored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,11 @@ class Range:
     @property
     def rows_packed(self) -> int:
         return self.shards[-1].first + self.shards[-1].count - self.first if self.shards else 0
+
+    @property
+    def index_digest(self) -> str:
+        """Identifies the content of the index of a complete range."""
+        return hashlib.sha256("".join(shard.index_sha256 for shard in self.shards).encode()).hexdigest()
 
     @property
     def num_tars(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from pathlib import Path
 
@@ -132,9 +131,7 @@ class PackedImages:
 
     def _index_of(self, number: int) -> File:
         part = self.manifest.ranges[number]
-        digest = hashlib.sha256("".join(shard.index_sha256 for shard in part.shards).encode())
-        path = index_path(self.directory, part.first)
-        return File(path, part.count * INDEX.itemsize, digest.hexdigest())
+        return File(index_path(self.directory, part.first), part.count * INDEX.itemsize, part.index_digest)
 
     def _tar(self, row: int) -> File:
         """The tar that contains a row."""

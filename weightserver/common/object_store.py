@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from datetime import datetime, timedelta
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+from zlib import crc32
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.installing import install_advice
@@ -35,6 +36,8 @@ _RETRY_SECONDS = 90
 _ENDING_SECONDS = 5
 """How long a request may take while the process ends."""
 _LOOK_SECONDS = 0.2
+_MOST_CHECKSUMS = 200
+"""Stores keep 2 KB of notes about an object."""
 _LISTS = 3
 """How often a list is asked for until it is complete."""
 _ROLES = (
@@ -55,6 +58,8 @@ class Reason(Enum):
     MISSING = "no such object, or no such bucket: check its name"
     DENIED = "access is denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rights of their role"
     CUT_OFF = "it is shorter than it was: upload it again"
+    DAMAGED = "it does not match its checksum: remove it and upload it again"
+    REPLACED = "it is another object than it was: give the place of the earlier one, or start again with this one"
     NO_CREDENTIALS = (
         "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role "
         "(files in ~/.aws are not read)"
@@ -120,11 +125,6 @@ def read(path: Path) -> bytes:
     return _answer(path, lambda store, key: bytes(_obstore().get(store, key).bytes()))
 
 
-def read_range(path: Path, start: int, stop: int) -> memoryview:
-    """Bytes start … stop−1 of an object, fewer at its end. Raises ObjectStoreError."""
-    return _answer(path, lambda store, key: memoryview(_obstore().get_range(store, key, start=start, end=stop)))
-
-
 def find(path: Path) -> Found | None:
     """An object, or None if there is none. Raises ObjectStoreError."""
     return unless_missing(lambda: _answer(path, lambda store, key: _found(path, _obstore().head(store, key))))
@@ -150,13 +150,18 @@ def create(path: Path, content: bytes) -> bytes:
     return _answer(path, put)
 
 
-def upload(path: Path, target: Path, *, sha256: str = "") -> None:
+def upload(path: Path, target: Path, *, sha256: str = "", segment_bytes: int = 0) -> None:
     """Makes or replaces an object by a file, in several requests at a time. Raises ObjectStoreError.
 
     Args:
-        sha256: of the content, for `digest_of`.
+        sha256: of the content, for `digest_of` and `copy_range`.
+        segment_bytes: size of the segments whose checksums `copy_range` will compare, those of most files; 0: none.
     """
-    notes = {"sha256": sha256} if sha256 else None
+    notes = {"sha256": sha256} if sha256 else {}
+    if segment_bytes and (size := path.stat().st_size) <= segment_bytes * _MOST_CHECKSUMS:
+        with path.open("rb") as file:
+            checksums = [f"{crc32(part):08x}" for part in iter(lambda: file.read(segment_bytes), b"")]
+        notes["crc32"] = " ".join([str(segment_bytes), str(size), *checksums])
     _answer(target, lambda store, key: _obstore().put(store, key, path, chunk_size=PART_BYTES, attributes=notes))
 
 
@@ -196,14 +201,43 @@ def remove(paths: Sequence[Path]) -> None:
         _answer(paths[0], lambda store, _: _obstore().delete(store, keys))
 
 
-def copy_range(source: Path, start: int, stop: int, target: BinaryIO) -> None:
-    """Writes bytes start … stop−1 of an object to a file. Raises ObjectStoreError."""
+def copy_range(source: Path, start: int, stop: int, target: BinaryIO, *, sha256: str = "") -> str:
+    """Writes bytes start … stop−1 of an object to a file; returns what identifies the content of the object.
+
+    Args:
+        sha256: of the whole object, if that is known.
+
+    Raises:
+        ObjectStoreError: also if the object is replaced meanwhile or has another SHA-256, and if a segment does not
+            match its checksum, as far as `upload` noted these.
+    """
+    version = ""
     for first in range(start, stop, PART_BYTES):
         last = min(first + PART_BYTES, stop)
-        content = read_range(source, first, last)
+        found, notes, content = _answer(source, partial(_get_range, source, first, last))
+        before, version = version, notes.get("sha256") or found.version
+        if before not in ("", version) or ("sha256" in notes and sha256 not in ("", version)):
+            raise ObjectStoreError(source, Reason.REPLACED)
         if len(content) != last - first:
             raise ObjectStoreError(source, Reason.CUT_OFF)
+        if not _matches(content, first, notes.get("crc32", "")):
+            raise ObjectStoreError(source, Reason.DAMAGED)
         target.write(content)
+    return version
+
+
+def _get_range(path: Path, start: int, stop: int, store: Any, key: str) -> tuple[Found, dict[str, str], memoryview]:
+    """An object, what `upload` noted of it, and bytes start … stop−1, fewer at its end."""
+    answer = _obstore().get(store, key, options={"range": (start, stop)})
+    return _found(path, answer.meta), answer.attributes, memoryview(answer.bytes())
+
+
+def _matches(content: memoryview, start: int, noted: str) -> bool:
+    """Whether bytes of an object, from `start` on, match the note of `_checksums` if they are one of its segments."""
+    size, num_bytes, *checksums = noted.split() or ("1", "0")
+    number, offset = divmod(start, int(size))
+    is_segment = not offset and start + len(content) == min(start + int(size), int(num_bytes))
+    return not is_segment or f"{crc32(content):08x}" == checksums[number]
 
 
 def unless_missing(ask: Callable[[], Answer]) -> Answer | None:

@@ -26,7 +26,7 @@ from tests.helpers.small_run import losses, small_run
 from tests.helpers.watching import wait_until
 from trainer.__main__ import main as start
 from trainer.arguments import parse_config
-from trainer.data import cache, load_dataset, pack_files
+from trainer.data import bucket_packs, cache, load_dataset, pack_files
 from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
@@ -57,6 +57,15 @@ pack_files.SEGMENT_BYTES = int(sys.argv[2])
 images = PackedImages(Path("s3://images/packed"), SourceOptions(cache_dir=Path(sys.argv[1]), cache_gib=0.01))
 print(sum(len(images.read(image)) for image in range(len(images))))
 """
+KILLED = """
+import os, sys
+from pathlib import Path
+from trainer.data.bucket_packs import staging
+from trainer.data.config import SourceOptions
+
+with staging(Path("s3://images/two"), SourceOptions(cache_dir=Path(sys.argv[1]))):
+    os._exit(0)
+"""
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
 
@@ -85,15 +94,27 @@ def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def upload(path: Path, target: Path) -> None:
+    put(target, path.read_bytes())
+
+
+def put(target: Path, content: bytes, attributes: Any = None) -> None:
     import obstore
 
-    obstore.put(objects._bucket(target.parts[1]), "/".join(target.parts[2:]), path)
+    obstore.put(objects._bucket(target.parts[1]), "/".join(target.parts[2:]), content, attributes=attributes)
+
+
+def attributes_of(path: Path) -> dict[str, str]:
+    import obstore
+
+    found = obstore.get(objects._bucket(path.parts[1]), "/".join(path.parts[2:])).attributes
+    return {key: str(found[key]) for key in ("sha256", "crc32") if key in found}
 
 
 @pytest.fixture
 def bucket(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The same without requests so far, for packs of many segments."""
     monkeypatch.setattr(pack_files, "SEGMENT_BYTES", SEGMENT_BYTES)
+    monkeypatch.setattr(bucket_packs, "SEGMENT_BYTES", SEGMENT_BYTES)
     server.heal()
     yield server
     server.heal()
@@ -253,6 +274,41 @@ def test_a_silent_server_is_asked_again(bucket: Proxy, tmp_path: Path, monkeypat
     bucket.faults.extend([Fault.SILENT, Fault.BUSY, Fault.CUT])
     assert images.read_row(0)
     assert not bucket.faults
+
+
+@pytest.mark.parametrize("file", ["rows-000000000000.tar", "index-000000000000.bin"])
+@pytest.mark.parametrize("reason", [Reason.DAMAGED, Reason.REPLACED])
+def test_a_file_of_a_pack_that_is_damaged_or_replaced_ends_the_run(
+    bucket: Proxy, directory: Path, tmp_path: Path, file: str, reason: Reason
+) -> None:
+    """By content of the same length, before or while it is read; no other image is taken for the pack's. What was
+    fetched before, such as the whole index, stays as it was."""
+    target = Path("s3://images", tmp_path.name)
+    bucket_packs.upload_pack(directory, target)
+    images = PackedImages(target, options(tmp_path))
+    assert images.read_row(0) == PackedImages(directory).read_row(0)
+    noted, content = attributes_of(target / file), bytearray(objects.read(target / file))
+    content[-2_000 if file.startswith("rows") else -20] ^= 1
+    put(target / file, bytes(content), noted | ({"sha256": "of another"} if reason is Reason.REPLACED else {}))
+    fresh = PackedImages(target, options(tmp_path / "another"))
+    for read in (images, fresh) if file.startswith("rows") else (fresh,):
+        with pytest.raises(ObjectStoreError) as ended:
+            assert contents(read) == contents(PackedImages(directory))
+        assert str(ended.value) == f"{objects.shown(target / file)}: {reason.value}"
+
+
+def test_a_file_without_checksums_that_is_replaced_while_it_is_read_ends_the_run(
+    bucket: Proxy, directory: Path, tmp_path: Path
+) -> None:
+    """As other programs upload it."""
+    target, file = Path("s3://images/by-hand"), "rows-000000000000.tar"
+    for path in (path for path in directory.rglob("*") if path.is_file()):
+        upload(path, target / path.relative_to(directory))
+    images = PackedImages(target, options(tmp_path))
+    images.read_row(0)
+    put(target / file, bytes((directory / file).stat().st_size))
+    with pytest.raises(ObjectStoreError, match="tar: it is another object than it was"):
+        contents(images)
 
 
 def deny(monkeypatch: pytest.MonkeyPatch, bucket: Proxy) -> None:
@@ -508,7 +564,7 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     assert not is_packed(target)
     bucket.heal()
     assert call(*command) == 0
-    sent = [one.path for one in bucket.requests if one.method in ("PUT", "POST")]
+    sent = [one.path for one in bucket.requests if one.method == "PUT"]
     assert sent[-1] == "/images/made/manifest.json"
     assert not [path for path in sent if path.startswith("/images/made/test/rows-")], "they were sent before"
     assert stored(target) == {path.relative_to(place): path.read_bytes() for path in place.rglob("*-*.*")} | {
@@ -524,13 +580,37 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     assert Manifest.load(target).sizes == (30, 6)
     bucket.heal()
     assert call(*command) == 0
-    assert {one.path for one in bucket.requests if one.method == "PUT"} == {"/images/made/.writable"}
+    assert {one.path for one in bucket.requests if one.method == "PUT"} == {"/images/made/.claim"}
     whole = stored(target)
     tar, index = target / "rows-000000000000.tar", target / "test/index-000000000000.bin"
     objects.remove([tar])
     objects.write(index, objects.read(index)[:-1])
     assert call(*command) == 0
     assert stored(target) == whole, "what is missing or too short is sent again"
+
+
+def test_of_two_commands_that_pack_to_one_place_one_is_refused(
+    bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after the first was killed, which may be repeated, or given up."""
+    tree, target = str(plain_tree(tmp_path / "tree", 3)), Path("s3://images/two")
+
+    def refused(folder: str) -> str:
+        assert call("pack", tree, "s3://images/two", "--cache-dir", str(tmp_path / folder)) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    another = "another command packs to s3://images/two, or was killed: wait for it or repeat it where it ran, or"
+    with bucket_packs.staging(target, options(tmp_path)):
+        assert f"{another} remove s3://images/two/.claim" in refused("other")
+        assert "is being written by another process" in refused("cache")
+    assert not objects.below(target)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "cache")], cwd=ROOT, check=True, timeout=60)
+    assert another in refused("other")
+    assert call("pack", tree, "s3://images/two", "--cache-dir", str(tmp_path / "cache")) == 0
+    assert is_packed(target)
+    assert target / ".claim" not in objects.below(target)
+    assert not list((tmp_path / "cache").rglob("token"))
 
 
 def stored(target: Path) -> dict[Path, bytes]:
