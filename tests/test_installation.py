@@ -198,7 +198,7 @@ def test_what_is_imported_is_declared() -> None:
     optional = {name for extra in ("faiss", "otel", "torch") for name in names(extras[extra])}
     assert imported("weightserver") <= server | optional
     assert imported("trainer") <= server | {
-        name for extra in ("ray", "trainer", "wandb") for name in names(extras[extra])
+        name for extra in ("heic", "ray", "trainer", "wandb") for name in names(extras[extra])
     }
     assert names([providers()[name][0] for name in NEEDED]) <= names(extras["trainer"])
 

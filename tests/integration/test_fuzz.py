@@ -347,7 +347,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
     with LocalCluster(1, directory, serve_options=options) as cluster, WeightClient(cluster.addresses) as client:
         client.create_table(SPEC)
         client.extend_schedule(0, np.full(HORIZON, 0.5))
-        client.open_session("owner")
+        client.open_session("owner", hold=False)
         client.push_gradients(np.arange(40), np.ones((40, 2), np.float32), step=1)
         client.checkpoint("kept", step=2)
         with raw_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
