@@ -53,12 +53,14 @@ class Proxy:
 
     def __init__(self, upstream: int) -> None:
         self.requests: list[Request] = []
-        self.faults: deque[Fault | None] = deque()
+        self.faults: deque[Fault] = deque()
         """Of the coming GETs, one each."""
         self.always: Fault | None = None
         """Of all requests."""
         self.refused = ""
         """Writes of objects whose path begins so are answered with 403."""
+        self.silent = "?"
+        """Requests of objects whose path begins so meet no answer."""
         self._closing = threading.Event()
         proxy = self
 
@@ -100,7 +102,7 @@ class Proxy:
 
     def heal(self) -> None:
         self.faults.clear()
-        self.always, self.refused = None, ""
+        self.always, self.refused, self.silent = None, "", "?"
         self.requests.clear()
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ class Proxy:
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return
-        if fault is Fault.SILENT:
+        if fault is Fault.SILENT or path.startswith(self.silent):
             self._wait_for_the_caller(handler)
             return
         connection = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)

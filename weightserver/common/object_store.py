@@ -251,12 +251,14 @@ def unless_missing(ask: Callable[[], Answer]) -> Answer | None:
 
 
 def end_soon() -> None:
-    """Gives all requests of this process, the coming ones too, a few seconds: it was told to end."""
+    """Gives each request of this process, the coming ones too, a few seconds, and none after one that took longer: the
+    process was told to end."""
     global _told_to_end
     _told_to_end = time.monotonic()
 
 
 _told_to_end = math.inf
+_has_ended = threading.Event()
 
 
 def _answer(path: Path, ask: Callable[[Any, str], Answer]) -> Answer:
@@ -276,8 +278,9 @@ def _answer(path: Path, ask: Callable[[Any, str], Answer]) -> Answer:
 
     began = time.monotonic()
     threading.Thread(target=run, daemon=True, name="asking an object store").start()
-    while not wait([future], _LOOK_SECONDS).done:
-        if time.monotonic() > max(began, _told_to_end) + _ENDING_SECONDS:
+    while not wait([future], 0 if _has_ended.is_set() else _LOOK_SECONDS).done:
+        if _has_ended.is_set() or time.monotonic() > max(began, _told_to_end) + _ENDING_SECONDS:
+            _has_ended.set()
             raise ObjectStoreError(path, Reason.ENDING)
     try:
         return future.result()

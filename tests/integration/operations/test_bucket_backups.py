@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
+from tests.helpers.watching import wait_until
 from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
 from weightserver.operations import backup as backups
@@ -136,6 +141,27 @@ def test_of_two_commands_to_one_name_one_succeeds(
             checkpoint = "two" if another_one == "is killed" else "one (step 2)"
             assert f"checkpoint {checkpoint}" in restoring[1]
     assert len({name.split("-")[-1] for name in stored() if "shard-" in name}) == (another_one != "is removed again")
+
+
+@pytest.mark.guard
+def test_ctrl_c_ends_a_backup_that_waits_for_a_silent_store(
+    cluster: LocalCluster, client: WeightClient, server: Proxy
+) -> None:
+    """Its threads wait, one for each shard."""
+    make_table(client)
+    server.silent = "/backups/a%20run/mon/shard-"
+    command = ["backup", *cluster.addresses, "--output", "s3://backups/a run/mon"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weightserver", *command], env=os.environ | credentials(server), stderr=subprocess.PIPE
+    )
+    try:
+        wait_until(lambda: any(one.path.startswith(server.silent) for one in server.requests))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.decode().endswith("weightserver backup: interrupted\n")
 
 
 @pytest.mark.guard

@@ -57,6 +57,16 @@ pack_files.SEGMENT_BYTES = int(sys.argv[2])
 images = PackedImages(Path("s3://images/packed"), SourceOptions(cache_dir=Path(sys.argv[1]), cache_gib=0.01))
 print(sum(len(images.read(image)) for image in range(len(images))))
 """
+TRAIN = """
+from pathlib import Path
+from tests.helpers.small_run import small_run
+from trainer.loop import train
+from trainer.stopping import exit_on_error
+
+with exit_on_error("trainer"):
+    settings = {"dataset": "packed", "num_images": None, "rows": "dense", "steps": 6, "cache_dir": Path("cache")}
+    train(small_run(Path("run"), data_dir=Path("s3://images/packed"), cache_gib=0.01, **settings))
+"""
 KILLED = """
 import os, sys
 from pathlib import Path
@@ -395,32 +405,35 @@ def test_missing_credentials_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("command", "answered"), [(["pack", "tree", "s3://images/new"], 0), (["inspect", str(SOURCE)], 1)]
+    ("command", "number", "silent", "status", "message"),
+    [
+        (["-m", "trainer.data", "pack", "tree", "s3://images/new"], signal.SIGINT, "/", 130, "interrupted"),
+        (["-m", "trainer.data", "inspect", str(SOURCE)], signal.SIGINT, "/images/source/0", 130, "interrupted"),
+        (["-c", TRAIN], signal.SIGTERM, "/images/packed/rows-", 1, Reason.ENDING.value),
+    ],
 )
-def test_ctrl_c_ends_commands_that_wait_for_a_silent_store(
-    bucket: Proxy, shards: Path, tmp_path: Path, command: list[str], answered: int
+def test_signals_end_commands_that_wait_for_a_silent_store(
+    bucket: Proxy, shards: Path, tmp_path: Path, command: list[str], number: int, silent: str, status: int, message: str
 ) -> None:
-    """They wait in the main thread, or in several that copy a source, long before the store is given up."""
+    """They wait in the main thread, or in several others, long before the store is given up."""
     plain_tree(tmp_path / "tree", 3)
     bucket.heal()
-    bucket.faults.extend([None] * answered + [Fault.SILENT] * 1_000)
-    bucket.always = None if answered else Fault.SILENT
+    bucket.silent = silent
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.data", *command, "--cache-dir", "cache"],
+        [sys.executable, *command, "--cache-dir", "cache"],
         env=os.environ | credentials(bucket) | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        wait_until(lambda: len(bucket.requests) > answered)
-        process.send_signal(signal.SIGINT)
+        wait_until(lambda: any(one.path.startswith(silent) for one in bucket.requests))
+        process.send_signal(number)
         _, errors = process.communicate(timeout=objects._REQUEST_SECONDS)
     finally:
         process.kill()
-    assert process.returncode == 128 + signal.SIGINT
-    assert "interrupted" in errors
-    assert len(errors.splitlines()) == 1
+    assert process.returncode == status, errors
+    assert message in errors.splitlines()[-1]
 
 
 def test_bad_arguments_and_disks_are_one_line(
