@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from tests.helpers.operations import (
     push,
     targets_in,
 )
-from weightserver import ClusterError, LocalCluster, RowState, StorageError, WeightClient
+from weightserver import ClusterError, LocalCluster, RowState, StorageError, TableSpec, WeightClient
 from weightserver.common.atomic_files import LOCK, directory_lock
 from weightserver.operations import backup as operation
 from weightserver.operations.backup import backup
-from weightserver.operations.backup_files import Backup, read_backup
+from weightserver.operations.backup_files import Backup, BackupReader, read_backup
 from weightserver.operations.backup_places import Folder
 from weightserver.operations.restore import restore
 
@@ -306,3 +307,25 @@ def test_the_newest_backups_are_kept_with_what_they_need(
     assert (backups / "other/manifest.json").exists()
     message = "--keep 0 would remove this backup too: give at least 1"
     assert_one_line(weightserver("backup", "localhost:1", "--output", backups / "x", "--keep", 0), message)
+
+
+def test_one_copy_of_a_backups_file_stays_in_memory(tmp_path: Path) -> None:
+    """While its blocks are read, of each backup of a chain."""
+    spec = TableSpec(num_rows=12_600, dim=128)
+    rows = np.arange(spec.num_rows)
+    values = np.zeros((spec.num_rows, spec.dim), np.float32)
+    with LocalCluster(1, tmp_path / "cluster") as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(spec)
+        client.open_session("run")
+        client.write_state(rows, values, values, 0)
+        client.checkpoint("one", step=0)
+        made = backup(client, tmp_path / "full")
+    reader = BackupReader.of(Folder(tmp_path / "full"))
+    tracemalloc.start()
+    try:
+        blocks = reader.blocks(0)
+        next(blocks)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert made.num_bytes / 2 < kept < made.num_bytes * 1.5
