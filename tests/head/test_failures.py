@@ -160,9 +160,10 @@ def test_what_was_forgotten_is_said_first(make_head: MakeHead, announces: bool) 
         with pytest.raises(ValueError, match=r"^step\(\) of the batch before was not called: a batch of the classes"):
             begins()
     head.step(0.3)
-    with head.step_of(ids):
+    with head.step_of(ids) as number:
         head(encoder.module(batch), ids).backward()
         head.step(0.3)
+    assert number == 1
     with pytest.raises(ValueError, match=r"a step needs at least one batch: call step_of"), head.step_of():
         pass
     assert head.num_steps == 2

@@ -223,6 +223,20 @@ def one_class_does_not_exist(rank: int) -> None:
     dense().evaluate(torch.ones(2, DIM), [0, 99 if rank else 1])
 
 
+def one_predicts(rank: int) -> None:
+    if rank:
+        dense().predict(torch.ones(1, DIM), 2)
+    dense().evaluate(torch.ones(1, DIM), [0])
+
+
+def one_saves(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
+        passed(head, [rank]).step(0.1)
+        if rank:
+            head.checkpoint("a")
+        head.predict(torch.ones(1, DIM))
+
+
 def other_numbers_of_predictions(rank: int) -> None:
     dense().predict(torch.ones(1, DIM), 2 + rank)
 
@@ -272,8 +286,18 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         "the learning rate of step 0 is not known: give step(learning_rate=...)",
     ],
     one_class_does_not_exist: [
-        f"{A_RANK_FAILED} evaluates, predicts or saves before step 0",
+        f"{A_RANK_FAILED} evaluates before step 0",
         "class 99 does not exist: the head has classes 0..39",
+    ],
+    one_predicts: [
+        "this rank evaluates before step 0 after 0 failed attempts, another one predicts before step 0 after 0 failed "
+        "attempts: all ranks make the same calls in the same order",
+        "this rank predicts before step 0 after 0 failed attempts, another one evaluates before step 0 after 0 failed "
+        "attempts: all ranks make the same calls in the same order",
+    ],
+    one_saves: [
+        "this rank predicts before step 1 after 0 failed attempts, another one takes a checkpoint before step 1 after ",
+        "this rank takes a checkpoint before step 1 after 0 failed attempts, another one predicts before step 1 after ",
     ],
     other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,
     other_classes_to_compare: ["the classes to compare must be the same on every rank"] * 2,

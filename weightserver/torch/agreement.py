@@ -24,10 +24,21 @@ class Doing(IntEnum):
     PASSES = 2
     ENDS = 3
     SKIPS = 4
-    LOOKS = 5
+    EVALUATES = 5
+    PREDICTS = 6
+    SAVES = 7
 
 
-_WORDS = ("announces", "has no batch for", "gives a batch of", "ends", "skips", "evaluates, predicts or saves before")
+_WORDS = (
+    "announces",
+    "has no batch for",
+    "gives a batch of",
+    "ends",
+    "skips",
+    "evaluates before",
+    "predicts before",
+    "takes a checkpoint before",
+)
 
 
 class Agreement:
@@ -108,10 +119,10 @@ def _disagreement(here: _Place, *extremes: _Place) -> ValueError:
             "DistributedSampler)"
         )
     there = next(other for other in extremes if other != here)
-    return ValueError(
-        f"this rank {here.phrase}, another one {there.phrase}: a step that fails on one rank must be repeated, skipped "
-        "or left out on all of them"
-    )
+    told = "a step that fails on one rank must be repeated, skipped or left out on all of them"
+    if max(here.doing, there.doing) >= Doing.EVALUATES:
+        told = "all ranks make the same calls in the same order"
+    return ValueError(f"this rank {here.phrase}, another one {there.phrase}: {told}")
 
 
 def ids_of_all_ranks(batches: list[Int64Array], ranks: Ranks, *, step: int, attempt: int) -> Int64Array:

@@ -398,11 +398,14 @@ class ClassifierHead(nn.Module):
         return loss
 
     @contextmanager
-    def step_of(self, *batches: Any) -> Iterator[Step]:
+    def step_of(self, *batches: Any) -> Iterator[int]:
         """Begins the step of these classes, those of `forward` for each of its batches; all its passes and its `step()`
         are made inside. If an exception leaves the block before `step()`, or nothing was done in it, the gradients are
         dropped and the rows are as before: give the same batch again, or (if it was not announced) another one, or
         `skip()`. The batches of a step that was announced may have a block each: if one fails, all begin anew.
+
+        Yields:
+            The number of the step, that of the updates before it.
 
         Raises:
             ValueError: as `announce` and `forward` do, or the step before has not ended; at the end of a block with
@@ -410,7 +413,7 @@ class ClassifierHead(nn.Module):
         """
         step = self._enter(batches)
         try:
-            yield step
+            yield step.number
         except BaseException:
             self._abort(step.number)
             raise
@@ -588,7 +591,7 @@ class ClassifierHead(nn.Module):
             ValueError: shapes, devices or classes that do not fit.
         """
         table, read = self._table, self._reader()
-        with self._agreement(Doing.LOOKS) as agreement:
+        with self._agreement(Doing.EVALUATES) as agreement:
             checked = checked_ids(ids, self.spec.num_rows, may_be_none=table.ranks.world_size > 1)
             check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
             check_finite(embeddings)
@@ -614,7 +617,7 @@ class ClassifierHead(nn.Module):
             ValueError: shapes or devices that do not fit, or fewer than `k` classes.
         """
         table, read = self._table, self._reader()
-        with self._agreement(Doing.LOOKS) as agreement:
+        with self._agreement(Doing.PREDICTS) as agreement:
             check_embeddings(embeddings, len(embeddings), self.spec.dim, self.device)
             check_finite(embeddings)
             among = self._among(classes, np.zeros(0, np.int64), agreement)
@@ -696,7 +699,7 @@ class ClassifierHead(nn.Module):
             InvalidRequestError: the name was used for another state.
         """
         table, step = self._open(), self._steps.current
-        with self._agreement(Doing.LOOKS):
+        with self._agreement(Doing.SAVES):
             if step is not None and step.weight is not None and table.is_rounded:
                 raise ValueError(
                     "rows of bfloat16 are saved between steps: call checkpoint() and state_dict() after step(), or "
