@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers.schedules import naming
 from tests.helpers.stored import decoded, get, put, stored, version_of
+from tests.helpers.watching import wait_until
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import (
     DataLossError,
@@ -634,6 +635,19 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
                 chunks = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
                 assert np.array_equal(decoded(chunks, SPEC).weight, rows_of[known.name])
     assert num_swept, "nothing was ever deleted"
+
+
+def test_a_volume_that_cannot_be_asked_stops_no_sweep(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweeper looks at readers too, each time before it sweeps."""
+
+    def statvfs(path: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    monkeypatch.setattr(sweeper, "_IDLE_SECONDS", 0.01)
+    with closing(served.sweeper):
+        served.sweeper.start()
+        wait_until(lambda: served.sweeper.is_done)
 
 
 def test_a_failed_sweep_is_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,9 +303,9 @@ class LmdbStorage:
 
     def look_at_readers(self) -> None:
         """See `Storage.look_at_readers`."""
-        with self.read():
+        with self.read() as txn:
             self._env.reader_check()
-        self.disk_usage()
+            self._readers.oldest(self._free_bytes(txn.disk_bytes()), self._written_bytes)
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""
@@ -315,7 +315,7 @@ class LmdbStorage:
         volume = os.statvfs(self.directory)
         with self.read() as txn:  # which keeps the environment open
             used = txn.disk_bytes()
-            free = max(0, _used_bytes(self._env) - sum(used.values()))
+            free = self._free_bytes(used)
             return DiskUsage(
                 used,
                 free=free,
@@ -323,6 +323,9 @@ class LmdbStorage:
                 volume_free=volume.f_bavail * volume.f_frsize,
                 map_size=self._env.info()["map_size"],
             )
+
+    def _free_bytes(self, used: dict[str, int]) -> int:
+        return max(0, _used_bytes(self._env) - sum(used.values()))
 
     def close(self) -> None:
         """Waits for running reads, whose memory closing unmaps. Later reads are refused."""
