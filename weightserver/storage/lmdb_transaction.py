@@ -125,8 +125,6 @@ class LmdbTransaction:
         """See `Transaction.check_contents`."""
         contents = self._contents or Contents(bytes(self._txn.get(CONTENTS) or b""))
         lost = [name for name in COUNTED if not contents.agrees(name, self.items(name))]
-        if not lost and self.num_entries("versions") != self.num_entries("blocks"):
-            lost = ["blocks"]
         if lost:
             raise self._damaged(f"its {' and '.join(lost)} are not what transaction {contents.transaction} left")
 
