@@ -96,10 +96,18 @@ def read_backup(place: Place) -> Backup:
         fields = stored["backup"]
         made = Backup(**fields | {"spec": TableSpec(**fields["spec"]), "shards": tuple(fields["shards"])})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{place}/{MANIFEST} is damaged ({error}): use another backup") from None
+        raise _damaged(place, error) from None
     if made.digest != stored["sha256"]:
-        raise ValueError(f"{place}/{MANIFEST} is damaged (checksum): use another backup")
+        raise _damaged(place, "checksum")
     return made
+
+
+def _damaged(place: Place, problem: object) -> ValueError:
+    """Its fields may change until the format is released."""
+    return ValueError(
+        f"{place}/{MANIFEST} is damaged ({problem}), or was made by another commit before the release of {FORMAT}.0: "
+        "use another backup"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -205,6 +206,15 @@ def test_restore_rejects_invalid_arguments_and_damaged_backups(
         "manifest.json is damaged (checksum)",
         source=damaged("manifest.json", lambda content: content.replace(b'"epoch": ', b'"epoch": 9')),
     )
+
+    def earlier(content: bytes) -> bytes:
+        """As a commit before increments wrote it."""
+        stored = json.loads(content)
+        del stored["backup"]["base"], stored["backup"]["base_sha256"]
+        fields = json.dumps(stored["backup"], sort_keys=True).encode()
+        return json.dumps(stored | {"sha256": hashlib.sha256(fields).hexdigest()}).encode()
+
+    fails("or was made by another commit before the release of 0.3.0", source=damaged("manifest.json", earlier))
     foreign = damaged("*.json", lambda content: content.replace(b'"format": "0.3"', b'"format": 2', 1))
     fails("has format 2, weightserver 0.3.0 reads 0.3 only: use the version that wrote it", source=foreign)
     assert not (tmp_path / "new").exists()
