@@ -26,7 +26,7 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import WeightServerError
 from weightserver.core.spec import TableSpec
 from weightserver.shard import writing
-from weightserver.shard.reading import StoredRows
+from weightserver.shard.reading import SnapshotRows
 from weightserver.shard.shard import Shard
 from weightserver.shard.transaction import WriteHeader
 
@@ -184,7 +184,7 @@ def test_usual_calls_are_left_to_the_kernel(
 ) -> None:
     """Rows that were and were not written, at one step and at several, corrected or not."""
     monkeypatch.delattr(writing, "_changed_by_numpy")
-    monkeypatch.delattr(StoredRows, "_by_numpy")
+    monkeypatch.delattr(SnapshotRows, "_by_numpy")
     for correction in ("exact", "paper", "none"):
         spec = TableSpec(num_rows=100, dim=5, rows_per_block=7, correction=correction, dtype=dtype)
         with computing_with(compiled):

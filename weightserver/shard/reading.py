@@ -33,7 +33,7 @@ def places(codec: BlockCodec, touched: TouchedBlocks, blocks: Blocks) -> kernel.
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class SnapshotRows:
     """Rows in a snapshot's own memory; valid as long as the snapshot."""
 
     touched: TouchedBlocks
@@ -111,7 +111,7 @@ def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:
     return touched_blocks(rows, spec.rows_per_block, max(1, CHUNK_BYTES // (spec.value_bytes * spec.dim)))
 
 
-def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: int) -> StoredRows:
+def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: int) -> SnapshotRows:
     """Reads the rows of one chunk.
 
     Args:
@@ -127,14 +127,14 @@ def read_rows(txn: Transaction, table: Table, touched: TouchedBlocks, *, up_to: 
             if block is not None:
                 codec.check(run.block, made_by, block, run.slots)
                 last_step[run.part] = codec.views(block).last_step[run.slots]
-        return StoredRows(touched, blocks, last_step)
+        return SnapshotRows(touched, blocks, last_step)
     bad = compiled.look(places(codec, touched, blocks), True, last_step)
     if bad >= 0:
         block, number, made_by = blocks.contents[bad], int(touched.blocks[bad]), int(blocks.write_ids[bad])
         assert block is not None
         codec.check(number, made_by, block, touched.slots[touched.starts[bad] : touched.starts[bad + 1]])
         raise DamagedBlockError(f"{codec.name(number)} changed while it was read")
-    return StoredRows(touched, blocks, last_step)
+    return SnapshotRows(touched, blocks, last_step)
 
 
 def _require_unseen(step: int, rows: Int64Array, last_step: Int64Array) -> None:
