@@ -24,16 +24,11 @@ from weightserver.common.logs import print_error
 _OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
 
 
-def parse_config(
-    arguments: Sequence[str] | None = None,
-    *,
-    default: TrainConfig | None = None,
-    command: str = "trainer",
-) -> TrainConfig:
+def parse_config(arguments: Sequence[str] | None = None, *, default: TrainConfig | None = None) -> TrainConfig:
     """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid.
 
     With --resume, all settings that are not given are those of the run in --output, and the preset may be omitted.
-    `default` replaces the preset's settings; the line that says what is invalid begins with `command`.
+    `default` replaces the preset's settings.
     """
     for settings in (*(type(part) for _, part in TrainConfig().parts()), EncoderConfig, AugmentationConfig):
         set_help_texts(settings)
@@ -45,7 +40,7 @@ def parse_config(
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if not preset and (not arguments[:1] or not arguments[0].startswith("-") or "--resume" not in given):
         _refuse_preset(arguments)
-    parse = partial(_parsed, preset, arguments[bool(preset) :], command)
+    parse = partial(_parsed, preset, arguments[bool(preset) :])
     config = parse(default or (PRESETS[preset][1] if preset else TrainConfig()))
     if preset and config.data.num_images and default is None:
         config = parse(_for_fewer_images(PRESETS[preset][1], config.data.num_images))
@@ -56,7 +51,7 @@ def parse_config(
     return config
 
 
-def _parsed(preset: str, options: Sequence[str], command: str, default: TrainConfig) -> TrainConfig:
+def _parsed(preset: str, options: Sequence[str], default: TrainConfig) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
 
     def parse(options: list[str]) -> TrainConfig:
@@ -69,7 +64,7 @@ def _parsed(preset: str, options: Sequence[str], command: str, default: TrainCon
             config=(tyro.conf.AvoidSubcommands,),
         )
 
-    return parsed_or_exit(parse, options, SETTINGS, command=command)
+    return parsed_or_exit(parse, options, SETTINGS, command="trainer")
 
 
 def _for_fewer_images(preset: TrainConfig, num_images: int) -> TrainConfig:

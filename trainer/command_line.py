@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.settings import flag
 from weightserver.common.atomic_files import to_path
-from weightserver.common.logs import asked_format, log_events, print_error
+from weightserver.common.logs import asked_format, log_events, logs_json, print_error
 from weightserver.common.object_store import to_location
 
 Parsed = TypeVar("Parsed")
@@ -33,7 +31,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def parsed_or_exit(
     parse: Callable[[list[str]], Parsed], arguments: Sequence[str], settings: Iterable[Field[Any]], *, command: str
 ) -> Parsed:
-    """Parses by tyro, which draws a box around what it refuses; ends the process with that in one line and status 2.
+    """Parses by tyro, which prints what it refuses and ends the process with status 2; a JSON log gets an event too.
     Its --help lists every option, as the --help-all of other commands.
 
     Values of the `settings` that are paths are refused as by `to_path`, that of --data-dir as by `to_location`.
@@ -48,16 +46,12 @@ def parsed_or_exit(
             except argparse.ArgumentTypeError as error:
                 print_error(f"{command}: {name}: {error}")
                 sys.exit(2)
-    box = io.StringIO()
     try:
-        with redirect_stderr(box):
-            return parse(["--help" if argument == "--help-all" else argument for argument in arguments])
+        return parse(["--help" if argument == "--help-all" else argument for argument in arguments])
     except SystemExit as ended:
-        if not ended.code:  # --help
-            raise
-    inside = [line.strip(" │─") for line in box.getvalue().splitlines() if line[:1] not in ("╭", "╰")]
-    print_error(f"{command}: {' '.join(' '.join(inside).partition('For full helptext')[0].split())}")
-    sys.exit(2)
+        if ended.code and logs_json():
+            print_error(f"{command}: exit status {ended.code}: the reason is above")
+        raise
 
 
 def pic() -> str:

@@ -63,10 +63,13 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
         return left
     try:
         preset, settings = _read(path)
-        parse_config([preset, *settings], command=f"trainer: --config {path}")
+        parse_config([preset, *settings])
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
+    except SystemExit:  # of the parser, which said what it refuses
+        print_error(f"trainer: --config {path}: the reason is above")
+        raise
     except (ValueError, OSError) as error:
         print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
         sys.exit(2)

@@ -73,7 +73,6 @@ def test_what_is_chosen_for_ones_own_images_is_written_and_read_back(
         ('preset = "demo"\n[encoder]\nwith = 2', "encoder.with is no setting of a run: did you mean encoder.width?"),
         ('preset = "demo"\nresume = true', "resume is no setting of a run"),
         ('preset = "demo"\nepochs = = 2', "(at line 2, column 10)"),
-        ('preset = "demo"\nrows = "sparse"', "invalid choice 'sparse' for argument '--rows'"),
         ('preset = "imagenet-1k"', "its preset is imagenet-1k: omit demo, or give another file"),
         (None, "No such file or directory"),
     ],
@@ -90,3 +89,16 @@ def test_a_bad_file_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer: --config {file}: ")
     assert said in line
+
+
+def test_a_value_that_the_parser_refuses_is_said_to_be_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "demo"\nrows = "sparse"')
+    with pytest.raises(SystemExit) as ended:
+        with_config_file(["demo", "--config", str(file)])
+    assert ended.value.code == 2
+    *box, last = capsys.readouterr().err.splitlines()
+    assert "invalid choice 'sparse' for argument '--rows'" in "\n".join(box)
+    assert last == f"trainer: --config {file}: the reason is above"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.helpers.sizes import resident_rows
 from trainer.arguments import parse_config
 from trainer.presets import PRESETS
 from trainer.run.run_images import RunImages
+from weightserver.common.logs import LogFormat, log_events
 
 NUM_IMAGES = 1_281_167
 """N of ImageNet-1K."""
@@ -122,9 +124,6 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["imagenet-1k", "--window-sise", "3"], "--window-size"),
-        (["imagenet-1k", "--encoder.nam", "vit"], "--encoder.name"),
-        (["imagenet-1k", "--rows", "residnt"], "'resident'"),
         (["imagenet1k"], "unknown preset 'imagenet1k': did you mean imagenet-1k?"),
         (["imagnet-1k", "--seed", "1"], "unknown preset 'imagnet-1k': did you mean imagenet-1k?"),
         (["reprot", "runs/a"], "did you mean report?"),
@@ -132,17 +131,11 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
             ["mnist-of-letters"],
             "give a folder that exists, or one of fashion-mnist, demo, cifar-10, imagenet-1k",
         ),
-        (["synthetic", "--encoder.blocks", "0"], "Error parsing model.encoder: blocks is (0,)"),
-        (
-            ["synthetic", "--augmentation.min-scale", "2"],
-            "Error parsing views.augmentation: min_scale and max",
-        ),
-        (["imagenet-1k", "--batch-size", "many"], "--batch-size"),
         (["imagenet-1k", "--output", "", "--resume"], "trainer: --output: the path is empty: is a variable not set?"),
         (["synthetic", "--data_dir="], "trainer: --data-dir: the path is empty"),
     ],
 )
-def test_a_wrong_option_suggests_the_nearest_one(
+def test_a_wrong_preset_or_path_is_refused_in_one_line(
     arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -150,3 +143,37 @@ def test_a_wrong_option_suggests_the_nearest_one(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert hint in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["imagenet-1k", "--window-sise", "3"], "--window-size"),
+        (["imagenet-1k", "--encoder.nam", "vit"], "--encoder.name"),
+        (["imagenet-1k", "--rows", "residnt"], "'resident'"),
+        (["synthetic", "--encoder.blocks", "0"], "Error parsing model.encoder: blocks is (0,)"),
+        (["synthetic", "--augmentation.min-scale", "2"], "Error parsing views.augmentation: min_scale and max"),
+        (["imagenet-1k", "--batch-size", "many"], "--batch-size"),
+        (["synthetic", "--window-size", "│For full helptext│ x"], "'│For full helptext│ x'"),
+    ],
+)
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_wrong_option_suggests_the_nearest_one(
+    arguments: list[str],
+    hint: str,
+    log_format: LogFormat,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the parser's own words; a JSON log has an event that says where they are."""
+    monkeypatch.setenv("COLUMNS", "200")  # no line is wrapped
+    log_events(log_format)
+    with pytest.raises(SystemExit) as ended:
+        parse_config(arguments)
+    assert ended.value.code == 2
+    *box, last = capsys.readouterr().err.splitlines()
+    assert hint in "\n".join(box)
+    if log_format == "json":
+        assert json.loads(last)["event"] == "trainer: exit status 2: the reason is above"
+    else:
+        assert "exit status" not in last
