@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.watching import wait_until
+from tests.helpers.watching import metric, wait_until
 from weightserver import FencedError, LocalCluster, SessionInUseError, TableSpec, WeightClient
 from weightserver.client import lease
 from weightserver.client.connection import ShardConnection
@@ -71,6 +71,17 @@ def test_a_run_that_was_taken_over_is_told(make_client: MakeClient) -> None:
     first.close()  # ends no lease of another run
     with pytest.raises(SessionInUseError, match="'second'"):
         make_client().open_session("third")
+
+
+def test_a_client_that_opens_its_next_session_is_refused_nothing(
+    cluster: LocalCluster, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the lease of the one before, which is superseded by then."""
+    monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 60.0)
+    client = make_client()
+    client.open_session("first")
+    client.open_session("second", take_over=True)  # by a process with an id of its own, as this fixture has it
+    assert metric(cluster.metrics_addresses[0], "weightserver_fenced_writes_total") == 0
 
 
 def test_a_run_is_resumed_although_it_seems_alive(make_client: MakeClient) -> None:

@@ -49,7 +49,7 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
             for one in (client, late):
                 one.extend_schedule(0, np.full(300, 0.1, np.float32))
             epoch = client.open_session("first")
-            late.open_session("first", join=epoch)
+            late.open_session("first", join=epoch, hold=False)  # no refused renewal
             for step in range(100):
                 client.push_gradients(np.arange(20), np.ones((20, 4), np.float32), step=step)
                 client.fetch(np.arange(100), step=step + 1)
@@ -158,7 +158,7 @@ def test_a_flood_of_refusals_is_a_line_a_second(tmp_path: Path) -> None:
             client.create_table(TableSpec(num_rows=100, dim=4))
             for one in (client, late):
                 one.extend_schedule(0, np.full(10, 0.1, np.float32))
-            late.open_session("first")
+            late.open_session("first", hold=False)  # no refused renewal
             client.open_session("second")
             started = time.monotonic()
             for _ in range(100):

@@ -111,7 +111,9 @@ class WeightServerService:
         if request.session_id or not request.join:  # joining an epoch that nobody opened needs no id
             require_id(request.session_id, "session_id")
         self._shard.require_table()
-        if request.join:
+        if request.leave:  # nothing to do if the session was superseded meanwhile
+            self._shard.lease.release(request.session_id, request.holder.id)
+        elif request.join:
             check_epoch(self._shard.state, request.epoch, request.session_id)
             self._note_lease(request)
         else:
@@ -132,9 +134,7 @@ class WeightServerService:
         return pb.OpenSessionResponse()
 
     def _note_lease(self, request: pb.OpenSessionRequest) -> None:
-        if request.leave:
-            self._shard.lease.release(request.session_id, request.holder.id)
-        elif request.HasField("holder"):
+        if request.HasField("holder"):
             holder = request.holder
             is_name = holder.name.isprintable() and 0 < len(holder.name) <= MAX_NAME_CHARACTERS
             require(is_name, f"holder must have a printable name of at most {MAX_NAME_CHARACTERS} characters")
