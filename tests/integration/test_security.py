@@ -232,6 +232,7 @@ def test_a_token_is_replaced_without_a_restart(renewed: tuple[Served, Path]) -> 
         client.describe()
     assert unauthenticated(shard) == before + 1
     assert metric(shard.metrics_address, 'weightserver_unauthenticated_calls_total{reason="missing"}') == 0
+    assert metric(shard.metrics_address, 'weightserver_requests_total{method="Describe",status="UNAUTHENTICATED"}') == 1
     wait_until(lambda: re.search(r"Describe refused for ipv[46]:\S+: wrong token", shard.log.read_text()) is not None)
 
 

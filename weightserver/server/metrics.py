@@ -35,7 +35,7 @@ class ShardMetrics:
         self.fenced = counter("weightserver_fenced_writes", "Writes refused because a newer session exists.")
         text = "Calls refused because their token is missing or wrong."
         refused = counter("weightserver_unauthenticated_calls", text, ["reason"])
-        self.unauthenticated = {reason: refused.labels(reason) for reason in ("missing", "wrong")}
+        self._unauthenticated = {reason: refused.labels(reason) for reason in ("missing", "wrong")}
         self.cut_off = counter(
             "weightserver_cut_off_calls", "Calls cancelled because their caller neither sent nor received a message."
         )
@@ -90,6 +90,13 @@ class ShardMetrics:
         outcome = outcome_of(status)
         self._seconds(method, size_class, outcome).observe(seconds)
         self._number(method, status.name, outcome).inc()
+
+    def refused_token(self, method: str, reason: str) -> None:
+        """Counts a call, also of a method that does not exist, whose token is "missing" or "wrong"."""
+        self._unauthenticated[reason].inc()
+        if method in _METHODS:
+            status = grpc.StatusCode.UNAUTHENTICATED
+            self._number(method, status.name, outcome_of(status)).inc()
 
     def fetched(self, wanted: int, rows: int, num_bytes: int) -> None:
         """Counts a fetch, and what of it was answered."""

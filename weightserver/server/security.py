@@ -110,7 +110,7 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         """Answers any call with UNAUTHENTICATED; as a handler of a stream it does not wait for a message."""
 
         def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
-            self._metrics.unauthenticated[reason].inc()
+            self._metrics.refused_token(method, reason)
             if self._may_log(reason):
                 fields = {"method": method, "peer": context.peer(), "reason": reason}
                 _log.warning("%(method)s refused for %(peer)s: %(reason)s token", fields)
