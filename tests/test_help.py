@@ -21,6 +21,7 @@ import trainer.export.__main__
 import weightserver.cli
 from trainer.evaluate.protocols import PROTOCOLS
 from trainer.presets import PRESETS
+from weightserver.common.command_line import Parser
 
 COLUMNS = 80
 Main = Callable[[list[str]], object]
@@ -85,6 +86,50 @@ def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
     assert wrapped_twice(
         "│ --seed INT    Seed of all" + 51 * " " + "│\n│               random numbers" + 48 * " " + "│"
     )
+
+
+MISTYPED: list[tuple[Main, str, str]] = [
+    (weightserver.cli.main, "serve --lissten", "weightserver serve: unknown option --lissten: did you mean --listen?"),
+    (weightserver.cli.main, "serve --zz", "weightserver serve: unknown option --zz: see --help"),
+    (weightserver.cli.main, "--verson", "weightserver: unknown option --verson: did you mean --version?"),
+    (
+        weightserver.cli.main,
+        "insepct",
+        "weightserver: argument COMMAND: invalid choice 'insepct': did you mean inspect?",
+    ),
+    (
+        weightserver.cli.main,
+        "inspect d --log-format jsn",
+        "weightserver inspect: argument --log-format: invalid choice 'jsn': did you mean json?",
+    ),
+    (trainer.embed.main, "--otput x", "pic embed: unknown option --otput: did you mean --output?"),
+    (trainer.data.__main__.main, "pack --extnd", "pic pack: unknown option --extnd: did you mean --extend?"),
+    (
+        trainer.data.__main__.main,
+        "inspect --labelkey=a",
+        "pic inspect: unknown option --labelkey: did you mean --label-key?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("main", "arguments", "said"), [pytest.param(*one, id=one[1]) for one in MISTYPED])
+def test_a_mistyped_option_or_command_is_answered_with_the_nearest(
+    main: Main, arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, although arguments that are required are missing."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_what_argparse_takes_is_no_mistyped_option() -> None:
+    """An option cut short, a value with a space, and what follows "--"."""
+    parser = Parser(prog="a")
+    parser.add_argument("--output")
+    parser.add_argument("files", nargs="*")
+    parsed = parser.parse_args(["--out", "--a b", "--", "--otput"])
+    assert (parsed.output, parsed.files) == ("--a b", ["--otput"])
 
 
 @pytest.mark.guard

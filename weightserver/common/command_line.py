@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from weightserver.common.logs import LOG_FORMATS, logs_json, print_error
+from weightserver.common.logs import LOG_FORMATS, print_error
 
 
 class _Help(argparse.Action):
@@ -23,18 +26,40 @@ class _Help(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one event what is wrong with the arguments, if the log is JSON."""
+    """Says in one line what is wrong with the arguments, in one event if the log is JSON. A mistyped option, command or
+    choice is answered with the nearest one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, add_help=False)
         self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help message and exit")
         self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
 
+    def parse_known_args(  # type: ignore[override]  # one signature for its four overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As `ArgumentParser` does, which tells of a missing argument first; an option that is unknown may be it."""
+        given = sys.argv[1:] if args is None else list(args)
+        known = [option for action in self._actions for option in action.option_strings]
+        for argument in itertools.takewhile(self._is_own, given):
+            name, is_text = argument.partition("=")[0], " " in argument  # to ArgumentParser too
+            if name.startswith("--") and not is_text and not any(option.startswith(name) for option in known):
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"unknown option {name}: {f'did you mean {near[0]}?' if near else 'see --help'}")
+        return super().parse_known_args(given, namespace)
+
+    def _is_own(self, argument: str) -> bool:
+        """Whether it comes before a command, which parses what follows, and before "--", which ends the options."""
+        return argument != "--" and (self._subparsers is None or argument.startswith("-"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = list(map(str, action.choices or ()))
+        if str(value) not in choices and (near := difflib.get_close_matches(str(value), choices, n=1)):
+            raise argparse.ArgumentError(action, f"invalid choice {value!r}: did you mean {near[0]}?")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
-        if logs_json():
-            print_error(f"{self.prog}: {message}")
-            sys.exit(2)
-        super().error(message)
+        print_error(f"{self.prog}: {message}")
+        sys.exit(2)
 
 
 class CommandParser(Parser):
