@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +33,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def parsed_or_exit(
     parse: Callable[[list[str]], Parsed], arguments: Sequence[str], settings: Iterable[Field[Any]], *, command: str
 ) -> Parsed:
-    """Parses by tyro, which prints what it refuses and ends the process with status 2; a JSON log gets an event too.
+    """Parses by tyro, which prints what it refuses, in a JSON log as one event, and ends the process with status 2.
     Its --help lists every option, as the --help-all of other commands.
 
     Values of the `settings` that are paths are refused as by `to_path`, that of --data-dir as by `to_location`.
@@ -46,11 +48,13 @@ def parsed_or_exit(
             except argparse.ArgumentTypeError as error:
                 print_error(f"{command}: {name}: {error}")
                 sys.exit(2)
+    said = io.StringIO()
     try:
-        return parse(["--help" if argument == "--help-all" else argument for argument in arguments])
-    except SystemExit as ended:
-        if ended.code and logs_json():
-            print_error(f"{command}: exit status {ended.code}: the reason is above")
+        with redirect_stderr(said) if logs_json() else nullcontext():
+            return parse(["--help" if argument == "--help-all" else argument for argument in arguments])
+    except SystemExit:
+        if said.getvalue():
+            print_error(f"{command}: {said.getvalue()}")
         raise
 
 
