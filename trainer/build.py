@@ -59,8 +59,7 @@ class Run:
     encoder: nn.Module
     """The model; with several ranks wrapped, so that its gradients are averaged over them."""
     optimizer: torch.optim.Optimizer
-    """SGD of the encoder and its projection; the head applies an SGD of its own to the rows, with the same settings
-    except --row-momentum."""
+    """Of the encoder and its projection; the head applies an SGD of its own to the rows."""
     head: ClassifierHead
     rates: Float32Array
     """The learning rate of each update."""
@@ -99,7 +98,7 @@ def build_run(config: TrainConfig, dataset: Dataset, ranks: Ranks, stack: ExitSt
     sampler = _sampler(config, classes, head)
     model = model_of(config, ranks)
     encoder = averaged_over_ranks(model, ranks)
-    optimizer = config.optimization.optimizer(model, ranks.device)
+    optimizer = config.optimization.optimizer_of(model, ranks.device)
 
     claim = stack.enter_context(DirectoryClaim(config, num_images, is_first=ranks.is_first))
     recorder = Recorder(config, num_images, ranks, stack)

@@ -98,7 +98,7 @@ def _train_rank(
 
 
 def _update(run: Run, step: int, classes: Announced) -> Update:
-    """One SGD update of the encoder and the active rows; returns the batch's loss and what else is observed of it.
+    """One update of the encoder and the active rows; returns the batch's loss and what else is observed of it.
 
     On one rank b is B / A, the images in one part of the batch; several ranks share these images and the K rows.
     """
@@ -124,7 +124,9 @@ def _update(run: Run, step: int, classes: Announced) -> Update:
         embedded.append(embeddings.detach())
 
     weight, labels = run.head.active_rows().detach(), run.head.labels  # (K, D); (B,), own class among the K
-    run.optimizer.param_groups[0]["lr"] = rate = float(run.rates[step])
+    rate = float(run.rates[step])
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
     with stage("rows"):
         run.head.step(rate)  # by the gradient (K, D) of the active rows
     with stage("optimizer"):

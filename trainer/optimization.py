@@ -1,10 +1,10 @@
-"""The SGD of encoder and head, the length of a run, and its learning rates. The rows have the same SGD of their own."""
+"""The optimizer of encoder and projection head, the length of a run, and its learning rates. The rows have SGD."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive
 from weightserver.core.correction import MAX_STEPS
@@ -17,7 +17,10 @@ _DEFAULT_WARMUP_FRACTION = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig(Settings):
-    """Batches, the length of the run, and one SGD for encoder, head and rows."""
+    """Batches, the length of the run, and the optimizer of encoder and projection head.
+
+    The rows always have SGD, in closed form, so that idle ones cost nothing; its settings are here and in `RowsConfig`.
+    """
 
     epochs: float = 6.0
     """Length of the run: visits to each image, on average."""
@@ -28,6 +31,9 @@ class OptimizationConfig(Settings):
     accumulate: int = 1
     """Number of equal parts of a batch whose gradients are accumulated before the update: less memory for the same B.
     BatchNorm sees one part at a time."""
+    optimizer: Literal["sgd", "adamw", "lars", "lamb"] = "sgd"
+    """Optimizer of the encoder and its projection head: sgd or adamw of PyTorch, lars or lamb of timm. The rows keep
+    SGD. Another optimizer than sgd wants other --learning-rate and --row-learning-rate."""
     learning_rate: float = 0.1
     """Base learning rate η, reached after the warm-up; then a cosine to 0, step by step."""
     warmup_epochs: float | None = None
@@ -36,9 +42,10 @@ class OptimizationConfig(Settings):
     warmup_fraction: float | None = None
     """The warm-up as a fraction of the run; overrides --warmup-epochs. Without both it is 0.1."""
     momentum: float = 0.9
-    """m; that of the rows unless --row-momentum is given."""
+    """m of sgd and lars; adamw and lamb do not use it. With every optimizer that of the rows, unless --row-momentum is
+    given."""
     weight_decay: float = 1e-4
-    """λ, on all parameters, as in the paper."""
+    """λ, on all parameters and on the rows, as in the paper; adamw's is decoupled from its gradients."""
 
     def check(self) -> None:
         check_at_least(self, 1, "batch_size", "accumulate", "steps")
@@ -100,13 +107,22 @@ class OptimizationConfig(Settings):
             )
         return round(steps)
 
-    def optimizer(self, model: torch.nn.Module, device: torch.device) -> torch.optim.SGD:
-        """SGD for the encoder and the head's first layer; its learning rate is set before each update."""
+    def optimizer_of(self, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+        """The --optimizer of a model's parameters, one group; its learning rate is set before each update."""
         import torch
 
-        return torch.optim.SGD(
-            model.parameters(),
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            fused=device.type == "cuda",
-        )
+        from trainer.torchvision_schemas import import_module
+
+        parameters, decay = model.parameters(), self.weight_decay
+        match self.optimizer:
+            case "sgd":
+                fused = device.type == "cuda"
+                return torch.optim.SGD(parameters, momentum=self.momentum, weight_decay=decay, fused=fused)
+            case "adamw":
+                return torch.optim.AdamW(parameters, weight_decay=decay)
+            case "lars":
+                optimizer = import_module("timm.optim").Lars(parameters, momentum=self.momentum, weight_decay=decay)
+            case "lamb":
+                optimizer = import_module("timm.optim").Lamb(parameters, weight_decay=decay)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer

@@ -94,7 +94,7 @@ def _build(
         method = build(
             model, Task(dataset, batch_size=config.optimization.batch_size, dim=config.model.dim), **settings
         )
-    optimizer = config.optimization.optimizer(method, ranks.device)
+    optimizer = config.optimization.optimizer_of(method, ranks.device)
     num_steps, rates = schedule(config, num_images, method.num_views)
     checkpoints = Checkpoints(config.run.output / "checkpoints")
     start_step = checkpoints.restore(method, optimizer) if config.run.resume else 0

@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
 from trainer.arguments import parse_config
+from trainer.build import model_of
 from trainer.classes import RunClasses
 from trainer.config import TrainConfig
 from trainer.data.augment import AugmentationConfig
@@ -23,6 +24,7 @@ from trainer.presets import PRESETS
 from trainer.run.checkpoint_file import saved_steps
 from trainer.run.opening import head_of
 from trainer.settings import SettingError
+from trainer.torchvision_schemas import import_module
 from weightserver.torch import RangesOrder, Ranks
 
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
@@ -82,8 +84,49 @@ def test_rows_have_momentum_and_learning_rates_of_their_own(tmp_path: Path) -> N
     with head_of(config, RunClasses(order, order), Ranks()) as head:
         assert (head.spec.momentum, head.spec.weight_decay) == (0.4, 1e-2)
         assert head._table._rows.learning_rates([0.05]) == pytest.approx([0.15])
-    (group,) = config.optimization.optimizer(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
+    (group,) = config.optimization.optimizer_of(torch.nn.Linear(1, 1), torch.device("cpu")).param_groups
     assert group["momentum"] == 0.8
+
+
+OF_LIBRARIES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.8, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.03, weight_decay=0.01),
+    "lars": lambda p: import_module("timm.optim").Lars(p, lr=0.03, momentum=0.8, weight_decay=0.01),
+    "lamb": lambda p: import_module("timm.optim").Lamb(p, lr=0.03, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_the_encoder_has_the_optimizer_of_its_library(name: Any, tmp_path: Path) -> None:
+    config = small_run(tmp_path, optimizer=name, momentum=0.8, weight_decay=0.01)
+    config.check()
+    ours, theirs = (torch.nn.Linear(3, 2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [config.optimization.optimizer_of(ours, torch.device("cpu")), OF_LIBRARIES[name](theirs.parameters())]
+    for group in optimizers[0].param_groups:
+        group["lr"] = 0.03
+    for step in range(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model.weight.grad, model.bias.grad = model.weight.detach() - step, model.bias.detach() + step
+            optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
+
+
+def test_an_optimizer_has_the_learning_rates_of_the_run(tmp_path: Path) -> None:
+    """The first update of AdamW moves each weight by the learning rate, wherever its gradient is not nearly 0."""
+    settings = {"optimizer": "adamw", "learning_rate": 0.004, "weight_decay": 0.0, "steps": 1, "warmup_fraction": 0.0}
+    config = small_run(tmp_path / "run", rows="dense", **settings)
+    before = model_of(config, Ranks()).head.state_dict()
+    after = train(config).model.head.state_dict()
+    moved = torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
+    assert moved.max().item() == pytest.approx(0.004, rel=1e-4)
+
+
+def test_rows_keep_their_sgd_with_any_optimizer(tmp_path: Path) -> None:
+    config, order = small_run(tmp_path, rows="dense", optimizer="adamw"), RangesOrder([NUM_IMAGES], 0)
+    with head_of(config, RunClasses(order, order), Ranks()) as head:
+        assert (head.spec.momentum, head.spec.weight_decay) == (0.9, 1e-4)
 
 
 @pytest.mark.guard
@@ -219,6 +262,7 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"accumulate": 0}, "--accumulate must be at least 1, got 0"),
         ({"views": 0}, "--views must be at least 1, got 0"),
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
+        ({"optimizer": "adam"}, "--optimizer must be sgd, adamw, lars or lamb, got adam"),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
         ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
         ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 import trainer.run.checkpoint
 from tests.helpers.dying_run import POINTS
@@ -28,7 +29,7 @@ from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, losses, small_r
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.run.checkpoint import Checkpoints
-from trainer.run.checkpoint_file import saved_steps
+from trainer.run.checkpoint_file import HEAD, checkpoint_name, saved_steps
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
@@ -198,6 +199,22 @@ def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     assert losses(run.run.output) == before
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
+def test_an_optimizer_is_resumed_exactly(optimizer: str, tmp_path: Path) -> None:
+    """Four steps and four more are eight: each loss, weight and value of the optimizer."""
+    settings = {"optimizer": optimizer, "learning_rate": 0.02, "steps": 8, "checkpoint_every": 4, "num_shards": 1}
+    output = tmp_path / "run"
+    train(run := small_run(output, **settings))
+    ended, before = output / "checkpoints" / f"{checkpoint_name(8)}.safetensors", losses(output)
+    assert len(set(before)) == 8, "something moves"
+    expected = load_file(ended)
+    train(run.with_settings(resume=True, resume_step=4))
+    found = load_file(ended)
+    assert losses(output) == before
+    assert found.keys() == expected.keys()
+    assert [name for name in found if name != HEAD and not torch.equal(found[name], expected[name])] == []
+
+
 @pytest.mark.guard  # seconds
 def test_a_resumed_run_has_not_ended(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed before its first step, and resumed to the same end."""
@@ -219,6 +236,15 @@ def test_a_resumed_run_updates_its_paths(tmp_path: Path, undisturbed: Path) -> N
     train(small_run(output, resume=True, log_every=20))
     before, after = read_settings(undisturbed), read_settings(output)
     assert after == before | {"output": str(output), "log_every": 20}
+
+
+def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path, undisturbed: Path) -> None:
+    output = shutil.copytree(undisturbed, tmp_path / "run")
+    settings = read_settings(output)
+    assert settings.pop("optimizer") == "sgd"
+    (output / "config.json").write_text(json.dumps(settings))
+    train(small_run(output, resume=True))
+    assert losses(output) == losses(undisturbed)
 
 
 def test_the_umask_decides_who_may_read_files(undisturbed: Path) -> None:
@@ -323,6 +349,7 @@ def test_a_checkpoint_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.
 BAD_RESUMES = {
     "nothing there": ({}, False, r"holds no run to resume: omit --resume"),
     "other settings": ({"temperature": 0.3}, True, r"whose --temperature is 0\.2, not 0\.3: give the same settings"),
+    "another optimizer": ({"optimizer": "lamb"}, True, r"whose --optimizer is sgd, not lamb: give the same settings"),
     "fewer steps": (
         {"steps": 39},
         True,

@@ -1,4 +1,4 @@
-"""The trainer's checkpoint files: encoder, momentum, and the head's state, which names a checkpoint of the rows.
+"""The trainer's checkpoint files: encoder, optimizer, and the head's state, which names a checkpoint of the rows.
 
 checkpoints/step-NNNNNNNNNNNN.safetensors      a complete file
 checkpoints/step-….begun.partial               a checkpoint was started, its file is not complete yet
@@ -32,8 +32,9 @@ _log = logging.getLogger(__name__)
 FORMAT = "pic-checkpoint-2"
 IMAGES, RESUME_STEP = "images", "resume_step"
 """Keys of a file's metadata: the run's `RunImages`, and the --resume-step that the run was last resumed from."""
-MODEL, MOMENTUM, HEAD = "model.", "momentum.", "head._extra_state"
-"""Prefixes of the tensors' names, and the name of the head's state.""" ""
+MODEL, MOMENTUM, STATE, GROUP, HEAD = "model.", "momentum.", "optimizer.", "optimizer_group.", "head._extra_state"
+"""Prefixes of the tensors' names, and the name of the head's state. Of a parameter NAME: momentum.NAME, otherwise
+optimizer.exp_avg.NAME; of the optimizer's first group: optimizer_group.0.step."""
 _ENCODER = MODEL + "encoder."
 STEM = re.compile(r"step-(\d{12})")
 _PARTIAL = re.compile(STEM.pattern + r"\..*\.partial")
@@ -86,23 +87,37 @@ def load(directory: Path, step: int, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and momentum under their names in the file, copied to the host."""
+    """Weights and the optimizer's state under their names in the file, copied to the host."""
     tensors = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        if (momentum_buffer := optimizer.state[parameter].get("momentum_buffer")) is not None:
-            tensors[MOMENTUM + name] = momentum_buffer.detach()
+        for key, value in optimizer.state[parameter].items():
+            if value is not None:
+                tensors[_prefix(key) + name] = value.detach()
+    for number, group in enumerate(optimizer.param_groups):
+        tensors |= {f"{GROUP}{number}.{key}": value for key, value in group.items() if isinstance(value, Tensor)}
     copies = HostCopy(list(tensors.values())).wait()
     return {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
+
+
+def _prefix(key: str) -> str:
+    """What stands before a parameter's name for the value `key` of its optimizer's state."""
+    return MOMENTUM if key == "momentum_buffer" else f"{STATE}{key}."
 
 
 def give_state(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Gives model and optimizer what `tensors_to_save` found. Raises RuntimeError for the state of another model."""
     model.load_state_dict(_named(tensors, MODEL))
-    momentum = _named(tensors, MOMENTUM)
-    for name, parameter in model.named_parameters():
-        if name in momentum:
+    keys = {name.split(".")[1] for name in tensors if name.startswith(STATE)} | {"momentum_buffer"}
+    for key in keys:
+        for name, value in _named(tensors, _prefix(key)).items():
+            parameter = model.get_parameter(name)
             # Copied into the strides of the weights: files do not store strides, and CUDA's fused SGD requires them.
-            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter.detach()).copy_(momentum[name])
+            # A number of steps stays on the host.
+            state = value if key == "step" else torch.empty_like(parameter.detach()).copy_(value)
+            optimizer.state[parameter][key] = state
+    for name, value in _named(tensors, GROUP).items():
+        number, _, key = name.partition(".")
+        optimizer.param_groups[int(number)][key] = value
 
 
 def restore(tensors: Mapping[str, Tensor], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -62,8 +62,9 @@ def check_same_run(config: TrainConfig, num_images: int) -> None:
     if not config.servers.servers and num_local not in (0, config.servers.num_shards):
         raise ValueError(f"{config.run.output / 'servers'} holds {num_local} shards: give --num-shards {num_local}")
     wanted = json.loads(config.to_json())
-    stored = read_settings(config.run.output)
-    _check_length(config, run_settings(config.run.output), num_images)
+    run = run_settings(config.run.output)
+    stored = json.loads(run.to_json())  # with the defaults of settings that were added since
+    _check_length(config, run, num_images)
     free = RESUMABLE | LENGTH | config.unused_settings()
     had, given = ({name: settings[name] for name in wanted.keys() - free} for settings in (stored, wanted))
     had, given = flat(had), flat(given)
