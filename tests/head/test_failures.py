@@ -47,17 +47,24 @@ from weightserver.torch import ClassifierHead
 STORES = ["dense", "resident", "remote"]
 OF_RANKS: list[tuple[str, Attempt, Then]] = [
     ("dense", with_zero_grad, "repeated"),
+    ("dense", with_zero_grad, "announced, repeated"),
     ("dense", with_step, "left out"),
-    ("dense", with_scaler, "skipped"),
+    ("dense", with_scaler, "announced, skipped"),
     ("resident", with_step, "repeated"),
-    ("remote", with_step, "skipped"),
+    ("remote", with_step, "announced, skipped"),
 ]
 EVERY_STORE = pytest.mark.parametrize("rows", STORES)
 
 
 @pytest.mark.parametrize(
     ("attempt", "then"),
-    [(with_zero_grad, "repeated"), (with_step, "left out"), (with_step, "skipped"), (with_scaler, "repeated")],
+    [
+        (with_zero_grad, "repeated"),
+        (with_zero_grad, "announced, repeated"),
+        (with_step, "left out"),
+        (with_step, "announced, skipped"),
+        (with_scaler, "repeated"),
+    ],
 )
 def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Then) -> None:
     """Those of the encoder's two passes included."""
@@ -76,7 +83,7 @@ def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Th
         for attempt, then, guards in (
             (with_zero_grad, "repeated", "remote"),
             (with_step, "left out", "resident"),
-            (with_step, "skipped", "dense"),
+            (with_step, "announced, skipped", "dense"),
             (with_scaler, "repeated", "dense"),
         )
         for rows in ("dense", "resident", "remote")

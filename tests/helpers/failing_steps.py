@@ -20,8 +20,8 @@ RATE, FAILING, MAX_NORM = 0.3, 2, 4.5
 """The learning rate of all steps, the number of the batch that fails at first, and a norm that some steps exceed."""
 
 BATCHES = shuffled(11, 5)
-Then = Literal["repeated", "left out", "skipped"]
-"""What is done with the batch that failed; those that are skipped were announced."""
+Then = Literal["repeated", "announced, repeated", "left out", "announced, skipped"]
+"""What is done with the batch that failed, and whether the batches were announced."""
 Point = tuple[str, int]
 """A file, and the number of a line."""
 
@@ -221,7 +221,7 @@ class Tracer:
 def run(head: Head, batches: Any, attempt: Attempt, then: Then, tracer: Tracer | None = None) -> Result:
     """Trains with all batches, one of which fails at first, and then is repeated, left out or skipped."""
     encoder, result = TracedEncoder(None if isinstance(head, DenseHead) else 256.0), Result()
-    for number, (ids, batch) in enumerate(head.announced(batches) if then == "skipped" else batches):
+    for number, (ids, batch) in enumerate(head.announced(batches) if then.startswith("announced") else batches):
         for _ in range(2):
             before = head.num_steps
             try:
@@ -236,7 +236,7 @@ def run(head: Head, batches: Any, attempt: Attempt, then: Then, tracer: Tracer |
                     tracer.made = head.num_steps > before
                 if head.num_steps > before or then == "left out":
                     break
-                if then == "skipped":
+                if then == "announced, skipped":
                     head.skip(RATE)
                     break
     result.encoder = encoder.weight()
