@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers.comparing import same
+from tests.helpers.fake_context import FakeContext
 from tests.helpers.operations import Weightserver
 from tests.helpers.stored import put
 from weightserver import (
@@ -31,7 +34,14 @@ from weightserver.client import metrics
 from weightserver.client.connection import ShardConnection
 from weightserver.operations.export import export_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import rows_to_proto
+from weightserver.server.metrics import ShardMetrics
+from weightserver.server.request_memory import RequestMemory
+from weightserver.server.service import WeightServerService
+from weightserver.shard.group_commit import Committer
+from weightserver.shard.shard import Shard
 from weightserver.storage import lmdb_storage
+from weightserver.storage.lmdb_transaction import LmdbTransaction
 
 SPEC = TableSpec(num_rows=1_000, dim=16, rows_per_block=7)
 ROWS = np.arange(SPEC.num_rows)
@@ -174,6 +184,95 @@ def test_a_rollback_refused_by_every_shard_stops_no_writer(
     with pytest.raises(NoTableError, match="there is no checkpoint 'gone'"):
         writer.rollback("gone")
     push(writer, 1)
+
+
+class Looking:
+    """A shard whose look for lost writes, before a checkpoint, lasts until `go`."""
+
+    def __init__(self, shard: Shard, committer: Committer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shard, self.began, self.go, self.num_looks = shard, threading.Event(), threading.Event(), 0
+        self.service = WeightServerService(
+            shard, committer, ShardMetrics(shard=0, num_shards=1, version="0"), RequestMemory(64 << 20)
+        )
+        committer.submit(lambda batch: batch.create_table(SPEC)).result(60)
+        committer.submit(lambda batch: batch.open_session("run", 1, b"o" * 16)).result(60)
+        look = LmdbTransaction.check_contents
+
+        def slowly(txn: LmdbTransaction) -> None:
+            self.num_looks += 1
+            self.began.set()
+            assert self.go.wait(60)
+            look(txn)
+
+        monkeypatch.setattr(LmdbTransaction, "check_contents", slowly)
+
+    def header(self, writer: bytes, step: int) -> pb.WriteHeader:
+        rates = pb.Rates(learning_rates=RATES[:5].tobytes())
+        return pb.WriteHeader(
+            epoch=1, session_id=b"o" * 16, writer=writer, sequence=1, step=step, num_rows=2, num_blocks=1, rates=rates
+        )
+
+    def push(self) -> bool:
+        header, rows = self.header(b"p" * 16, 0), rows_to_proto(np.arange(2))
+        message = pb.PushGradientsRequest(header=header, rows=rows, gradients=bytes(2 * 4 * SPEC.dim))
+        return not self.service.PushGradients(iter([message]), FakeContext()).duplicate
+
+    def checkpoint(self, context: FakeContext) -> bool:
+        header = self.header(b"c" * 16, 1)
+        header.ClearField("num_rows")
+        header.ClearField("num_blocks")
+        request = pb.CheckpointRequest(header=header, name="kept", identity=b"i" * 16)
+        return not self.service.Checkpoint(request, context).duplicate
+
+
+@pytest.fixture
+def looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Looking]:
+    with closing(lmdb_storage.LmdbStorage(tmp_path)) as storage:
+        shard = Shard(storage, shard=0, num_shards=1)
+        with closing(Committer(shard.batch)) as committer:
+            yield Looking(shard, committer, monkeypatch)
+
+
+def test_writes_go_on_while_a_checkpoint_looks_for_lost_ones(looking: Looking) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        checkpoint = pool.submit(looking.checkpoint, FakeContext())
+        assert looking.began.wait(60)
+        assert looking.push()
+        assert looking.shard.state.rows_stored == 2, "and is acknowledged"
+        assert not looking.shard.state.checkpoints
+        looking.go.set()
+        assert checkpoint.result(60)
+    assert looking.shard.state.checkpoints[0].rows_stored == 2
+
+
+def test_a_checkpoint_that_is_repeated_meanwhile_looks_no_further(
+    looking: Looking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first call's deadline passed during the look: otherwise none of them would ever be in time."""
+    arrived, lock = threading.Semaphore(0), threading.Lock()
+
+    class Noticed:
+        def __enter__(self) -> None:
+            arrived.release()
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(looking.shard, "_checking", Noticed())
+    gone = FakeContext(is_gone=True)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(looking.checkpoint, gone)
+        assert looking.began.wait(60)
+        second = pool.submit(looking.checkpoint, FakeContext())
+        for _ in range(2):
+            assert arrived.acquire(timeout=60)
+        looking.go.set()
+        with pytest.raises(CancelledError):
+            first.result(60)
+        assert second.result(60)
+    assert looking.num_looks == 1
+    assert [kept.name for kept in looking.shard.state.checkpoints] == ["kept"]
 
 
 def test_a_killed_reader_holds_no_space(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class Trained:
             batch.push_gradients(self.header(step), rows, gradients)
 
     def checkpoint(self, name: str) -> None:
+        self.shard.check_contents()
         with self.shard.batch() as batch:
             batch.checkpoint(self.header(self.shard.state.clock), name)
 

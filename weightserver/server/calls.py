@@ -177,11 +177,17 @@ class Calls:
         stages = {f"{stage}_seconds": round(spent, 4) for stage, spent in clock.seconds.items() if spent >= 0.0001}
         _log.warning("slow request", extra={"method": method, "status": status, "seconds": round(seconds, 3)} | stages)
 
-    def commit(self, context: grpc.ServicerContext, operation: Callable[[ShardChange], Result]) -> Result:
-        """Runs `operation` in a transaction; returns its result once it is durable."""
+    def commit(
+        self,
+        context: grpc.ServicerContext,
+        operation: Callable[[ShardChange], Result],
+        first: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Runs `first`, then `operation` in a transaction; returns its result once it is durable."""
         clock = call_clock()
         stage = clock.start("commit")
         try:
+            first()
             future = self._committer.submit(operation)
             if not context.add_callback(future.cancel):  # called too when the deadline passes
                 future.cancel()

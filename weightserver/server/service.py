@@ -231,7 +231,7 @@ class WeightServerService:
         def take(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
             return batch.checkpoint(header, name, checkpoint_id, self._peers(request.peers))
 
-        answer = self._on_checkpoint("Checkpoint", take, request, context)
+        answer = self._on_checkpoint("Checkpoint", take, request, context, self._shard.check_contents)
         kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
         answer.identity = kept[0].checkpoint_id if kept else b""  # empty if released meanwhile
         return answer
@@ -288,13 +288,14 @@ class WeightServerService:
         change: Callable[[ShardChange, WriteHeader, str, bytes], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
+        first: Callable[[], None] = lambda: None,
     ) -> pb.WriteResponse:
         header, name, checkpoint_id = write_header(request.header), request.name, request.identity
         self._shard.require_table(request.header.table)
         check_name(name)
         require(header.step >= 0, "step must not be negative")
         require_id(checkpoint_id, "identity", optional=True)
-        applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id))
+        applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id), first)
         if applied:
             _log.info(_EVENTS[method], extra={"checkpoint": name})
         return pb.WriteResponse(duplicate=not applied)

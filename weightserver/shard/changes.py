@@ -175,14 +175,13 @@ class ShardChange(WriteTransaction):
         """Keeps the rows as they are before update `header.step` under `name`; returns False for a duplicate.
 
         Taking the same checkpoint again only changes its id, which ties the shards' checkpoints together; shard 0 keeps
-        its own. It reads the index of all versions: none is taken of rows that the disk has lost.
+        its own. Call `Shard.check_contents` before: none is to be taken of rows that the disk has lost.
 
         Args:
             peers: marks of all shards; rows that were written since this shard's own are not those that are meant.
         """
         if not writing.admit(self, header):
             return False
-        self.txn.check_contents()
         step = header.step
         table = writing.use_rates(self, header.rates, step)
         self.peers = peers or self.peers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -77,6 +78,9 @@ class Shard:
         self._peers: Sequence[str] = []
         self.lease = Lease()
         self._incarnation = os.urandom(8).hex()
+        self._checking = threading.Lock()
+        self._num_checks = 0
+        """How often `check_contents` found nothing lost."""
         with storage.write() as txn:
             identity = ShardIdentity(shard, num_shards)
             stored = read_identity(txn)
@@ -154,6 +158,22 @@ class Shard:
                 "changed; put the newest directory back, or take all shards to one checkpoint or backup "
                 "(docs/operations.md)"
             )
+
+    def check_contents(self) -> None:
+        """Checks that the disk has lost no record and no version of a block. Writes go on meanwhile.
+
+        It reads all of them, in one snapshot, 1 µs each. A call that waits for another one takes its result: a caller
+        whose deadline has passed may repeat its request.
+
+        Raises:
+            DamagedFileError: it has lost some.
+        """
+        before = self._num_checks
+        with self._checking:
+            if self._num_checks == before:
+                with self.storage.read() as txn:
+                    txn.check_contents()
+                self._num_checks += 1
 
     def check_rows(self, rows: Int64Array) -> None:
         """Raises InvalidRequestError unless `rows` (int64 [n]) increase strictly and all live here."""
