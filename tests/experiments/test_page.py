@@ -42,7 +42,7 @@ FIRST, SECOND = Cell(name="first"), Cell(name="second", settings={"epochs": 5.0}
 LIST = Table(
     name="list",
     title="A list",
-    source="Table 9",
+    source="Table 6",
     text="What corresponds to what.",
     cells=(FIRST, SECOND),
     measures={LINEAR: "linear", KNN: "kNN"},
@@ -64,7 +64,7 @@ LIST_RUNS = {
 
 def test_a_table_has_a_line_for_each_cell_and_the_papers_number() -> None:
     text = text_of([LIST], LIST_RUNS)
-    assert "## A list (Table 9 of the paper)\n\nWhat corresponds to what.\n\n" in text
+    assert "## A list (Table 6 of the paper)\n\nWhat corresponds to what.\n\n" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
     assert "- The first is better: not judged yet\n" in text
@@ -80,7 +80,7 @@ def test_a_run_of_two_tables_is_counted_once_and_tables_without_runs_are_listed(
     )
     text = text_of([LIST, other, later], LIST_RUNS)
     assert "3 runs took at least 1.5 hours" in text
-    assert "## Not run yet\n\n- Later (Table 9 of the paper)\n" in text
+    assert "## Not run yet\n\n- Later (Table 6 of the paper)\n" in text
 
 
 def test_tables_on_fashion_mnist_are_an_appendix_without_plots() -> None:

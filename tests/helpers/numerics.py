@@ -130,7 +130,7 @@ def softmax_loss(
     margin: Margin = NO_MARGIN,
     label_smoothing: float = 0.0,
 ) -> RoundedLoss:
-    """Equation 1 of the paper and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
+    """The loss of Equation 1 and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
 
     exp is taken of logits less the largest size that one can have, so that the bound holds whatever is subtracted.
     """
@@ -186,7 +186,7 @@ def _with_margin(cosines: Rounded, margin: Margin, norms: Rounded) -> tuple[Roun
 
 
 def _with_adaptive_margin(cosines: Rounded, size: float, norms: Rounded) -> tuple[Rounded, Rounded]:
-    """As `_with_margin`: Equation 15 of AdaFace, with the mean and deviation of the batch."""
+    """As `_with_margin`, for AdaFace (Kim et al., Equation 15) with the mean and deviation of the batch."""
     one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
     number, constant = len(norms.value), partial(_constant, unit=cosines.unit)
     quality = Rounded(np.zeros_like(norms.value), np.zeros_like(norms.value), cosines.unit)
