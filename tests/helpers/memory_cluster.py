@@ -484,7 +484,6 @@ class MemoryCluster:
                 lambda address, _: _Channel(self, int(address.split(":")[1])),
             ),
             (weightserver.client.calls, "time", clock),
-            (weightserver.client.connection, "time", clock),
             (weightserver.client.retries, "time", clock),
             (weightserver.client.retries, "random", chance),
             (weightserver.client.transfer, "time", clock),

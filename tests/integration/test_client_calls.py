@@ -101,12 +101,48 @@ print(prometheus_client.generate_latest().decode())
         assert f"weightserver_client_wrong_answers_total{{{answered}}} 0.0" in shown
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_of_several_slow_shards_is_told_its_own_time(first: int, tmp_path: Path) -> None:
+    """Of one fetch of a few rows: `first` answers before the other, and both are called from the beginning."""
+
+    def of(name: str, shard: int) -> float:
+        return value(name, shard=str(shard), method="Fetch")
+
+    def spent(shard: int) -> float:
+        return value("call_seconds_sum", shard=str(shard), method="Fetch", size_class="2048", outcome="ok")
+
+    second = 1 - first
+    with LocalCluster(2, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        fill(client)
+        client.fetch(ROWS, step=1)
+        before = [spent(shard) for shard in (0, 1)]
+        with ExitStack() as until_second_continues:
+            until_second_continues.enter_context(frozen(cluster, second))
+            with frozen(cluster, first):
+                began = time.monotonic()
+                fetch = threading.Thread(target=lambda: client.fetch(ROWS, step=1))
+                fetch.start()
+                wait_until(lambda: min(of("oldest_call_seconds", shard) for shard in (0, 1)) > 0.3)
+                ages = [of("oldest_call_seconds", shard) for shard in (0, 1)]
+                assert max(ages) <= time.monotonic() - began
+            wait_until(lambda: of("waiting_calls", first) == 0)
+            at_most = time.monotonic() - began
+            assert of("waiting_calls", second) == 1
+            age = of("oldest_call_seconds", second)
+            wait_until(lambda: of("oldest_call_seconds", second) > age + 0.5)
+            at_least = of("oldest_call_seconds", second)
+        fetch.join(60)
+        after = [spent(shard) for shard in (0, 1)]
+    assert ages[first] <= after[first] - before[first] <= at_most
+    assert after[second] - before[second] >= at_least
+
+
 @pytest.mark.guard
 @pytest.mark.parametrize("timeout_seconds", [3, 30])
 def test_each_shard_that_is_frozen_is_the_only_one_that_is_named(
     timeout_seconds: float, tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    """Others have answered, and wait to be read: until after the deadline, or until it answers too."""
+    """Until after the deadline of its call, or until it answers."""
     rows = ROWS[::10]
     names = ("late_calls_total", "errors_total", "retries_total", "call_seconds_sum")
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,7 +22,7 @@ from weightserver.client.fetched_rows import FetchedRows
 from weightserver.client.rates import CarriedRates
 from weightserver.client.retries import ANSWERED, AnswerInDoubtError, AnswerOfAnotherError, Failure, Retries
 from weightserver.client.threads import require_caller
-from weightserver.common.logs import REQUEST_ID, new_request_id
+from weightserver.common.logs import REQUEST_ID
 from weightserver.common.tracing import CLIENT, spans
 from weightserver.common.version import __version__
 from weightserver.core.errors import ClusterError, DataLossError, InvalidRequestError, WeightServerError
@@ -41,19 +40,9 @@ from weightserver.protocol.status import is_of_shard, mark_of, mark_of_refusal
 
 _MOST_LACKING = 4
 """Attempts that a shard may refuse for missing learning rates before the next one waits."""
-_DROP_SECONDS = 1.0
-"""For how long answers are read that nobody wants."""
 
 Result = TypeVar("Result")
 Attempt = Callable[[Channel, dict[str, Any]], Result]
-
-
-class DelayedError(Exception):
-    """The first attempt of a fetch has failed, and `call` goes on: see `ShardConnection.fetch`."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call.target)
-        self.call = call
 
 
 class ShardConnection:
@@ -173,54 +162,15 @@ class ShardConnection:
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
 
-    def begin_fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> BegunFetch:
-        """Sends the first request of a fetch, whose answer `fetch` receives: so one thread calls several shards at a
-        time. It ends with `end_fetch`."""
-        started, request_id, has_returned = time.monotonic(), new_request_id(), False
-        options, channel = self._options(request_id), self._channels.take()
-        try:
-            answer = channel.fetch(self._next_request(like, rates, rows, options), options)
-            has_returned = True
-            return BegunFetch(started, request_id, answer, options, channel)
-        except ValueError:
-            self._channels.require_open()
-            raise
-        finally:
-            if not has_returned:
-                self._channels.leave(channel, has_returned=False)
-
-    def end_fetch(self, begun: BegunFetch) -> None:
-        """Cancels a fetch that has begun, unless its answer has been read."""
-        begun.answer.cancel()
-        self._channels.leave(begun.channel, has_returned=True)
-
-    def fetch(
-        self,
-        like: pb.FetchRequest,
-        rates: CarriedRates | None,
-        rows: FetchedRows,
-        begun: BegunFetch | None = None,
-        delayed: Call | None = None,
-        *,
-        once: bool = False,
-    ) -> None:
-        """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived.
-
-        With `once`, the first attempt alone, which may have begun: if it fails and others may succeed, this raises
-        DelayedError, and a fetch with that call goes on. Its failure does not count if its deadline had passed while
-        the caller waited for other shards.
-        """
+    def fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> None:
+        """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
 
         def attempt(channel: Channel, options: dict[str, Any]) -> None:
-            nonlocal begun
-            if begun is not None:
-                first, begun = begun, None
-                self._receive(first.answer, first.answer, first.options, rows)
-                # It may have been there before its turn: then it took what the shard says.
-                call.started = max(first.started, call.started - (rows.shard_seconds or 0.0))
-                return
-            request = self._next_request(like, rates, rows, options)
+            request = rows.request(like)
+            if rates is not None:
+                request.rates.CopyFrom(rates.message(self.shard))
             if rows.fit_one_message:
+                options["metadata"].append((ONE_MESSAGE_KEY, "1"))
                 message, one = channel.call("Fetch", request, options)
                 self._receive([message] if message is not None else [], one, options, rows)
                 return
@@ -231,30 +181,7 @@ class ShardConnection:
                 answer.cancel()
 
         while rows.num_arrived < rows.num_rows:
-            call, delayed = delayed or self._new_call("Fetch", rows.num_rows, rows), None
-            is_timely = True
-            if begun:
-                call.request_id = begun.request_id
-                is_timely = call.started - begun.started < begun.options["timeout"]
-            self._attempts(call, attempt, rates, once=once, is_timely=is_timely)
-
-    def drop(self, begun: BegunFetch) -> None:
-        """Reads the answer to its end, and of it takes the shard's mark only."""
-        with contextlib.suppress(grpc.RpcError, AnswerOfAnotherError, DataLossError):
-            for _ in begun.answer:
-                pass
-            self._note_mark(begun.answer, begun.options)
-
-    def _next_request(
-        self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows, options: dict[str, Any]
-    ) -> pb.FetchRequest:
-        """The request of an attempt; adds to its metadata."""
-        request = rows.request(like)
-        if rates is not None:
-            request.rates.CopyFrom(rates.message(self.shard))
-        if rows.fit_one_message:
-            options["metadata"].append((ONE_MESSAGE_KEY, "1"))
-        return request
+            self._attempts(self._new_call("Fetch", rows.num_rows, rows), attempt, rates)
 
     def _receive(self, messages: Iterable[bytes], call: Any, options: dict[str, Any], rows: FetchedRows) -> None:
         messages = iter(messages)
@@ -300,14 +227,11 @@ class ShardConnection:
         attempt: Attempt[Result],
         rates: CarriedRates | None = None,
         acknowledged: str = "",
-        *,
-        once: bool = False,
-        is_timely: bool = True,
     ) -> Result:
         """Makes attempts until one succeeds, or the budget is spent. When rows of a fetch arrive the budget restarts. A
         shard that lacks some of the learning rates that a request names gets them in the next one.
         """
-        retries, num_lacking, is_delayed = Retries(call), 0, False
+        retries, num_lacking = Retries(call), 0
         try:
             WATCH.began(call)
             while True:
@@ -341,16 +265,9 @@ class ShardConnection:
                     if num_lacking < _MOST_LACKING:
                         continue
                 call.budget_seconds = self._budget_seconds
-                if is_timely or not failure.is_retried:
-                    retries.count(failure)
-                is_timely = True
-                if once:
-                    is_delayed = True
-                    raise DelayedError(call)
+                retries.count(failure)
                 retries.pause(failure, has_answered=self._has_answered)
         except BaseException as error:
-            if is_delayed:
-                raise
             call.gave_up(error)
             if isinstance(error, ValueError):
                 self._channels.require_open()
@@ -358,9 +275,8 @@ class ShardConnection:
                 self.data_loss = error
             raise
         finally:
-            if not is_delayed:
-                WATCH.waiting.pop(call, None)  # before any Python code, where an interrupt could leave it there
-                WATCH.ended(call)
+            WATCH.waiting.pop(call, None)  # before any Python code, where an interrupt could leave it there
+            WATCH.ended(call)
 
     def _note_mark(self, call: Any, options: dict[str, Any]) -> bool:
         """Remembers the shard's mark, with which the answer ends.
@@ -397,29 +313,6 @@ def _sent_mark(options: dict[str, Any]) -> str:
     """The mark that an attempt sends; empty if it sends none."""
     mark: str = dict(options["metadata"]).get(ACKNOWLEDGED_KEY, "")
     return mark
-
-
-class BegunFetch(NamedTuple):
-    """A fetch whose first request was sent."""
-
-    started: float
-    request_id: str
-    answer: Any
-    options: dict[str, Any]
-    channel: Channel
-
-
-def drop_answers(begun: Sequence[tuple[ShardConnection, BegunFetch]]) -> None:
-    """Reads the answers to their end, since gRPC keeps for ever what nobody has read; cancels what takes longer than
-    `_DROP_SECONDS` in all, as that of a shard that stands still."""
-    late = threading.Timer(_DROP_SECONDS, lambda: [one.answer.cancel() for _, one in begun])
-    late.daemon = True
-    late.start()
-    try:
-        for connection, one in begun:
-            connection.drop(one)
-    finally:
-        late.cancel()
 
 
 def _own_seconds(call: Any) -> float | None:

@@ -11,18 +11,21 @@ An interrupt of the caller leaves the other calls running. They make no further 
 from __future__ import annotations
 
 import threading
+import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from contextvars import ContextVar
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from weightserver.core.errors import ShardUnavailableError, WeightServerError
 
 Answers = SimpleQueue[tuple[int, Any]]
 """Numbers of calls, and what they returned or raised."""
+_MORE_SECONDS = 1.0
+"""For so long the calls of other shards go on after a refusal, so that their marks are remembered."""
 
 
 @dataclass
@@ -35,7 +38,13 @@ class _Caller:
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
-def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, not_main: bool = False) -> list[Any]:
+def outcomes(
+    call: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    *,
+    not_main: bool = False,
+    until_refused: bool = False,
+) -> list[Any]:
     """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
     they raised. Any other error of a call is raised here.
 
@@ -43,10 +52,16 @@ def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, 
         not_main: whether the main thread makes no call itself, since it is the only one that signals interrupt. Needed
             for calls that other threads also wait for: gRPC reads a stream that is sent in a thread of its own, which
             ends the process if the call is interrupted, and who closes a channel takes locks that its calls need.
+        until_refused: whether the error of a shard that has answered is raised although others do not answer within
+            `_MORE_SECONDS`. The caller makes none of several calls itself then, as its own shard may be such a one.
     """
-    first = int(not not_main or threading.current_thread() is not threading.main_thread())
     caller, answers, every = _Caller(), Answers(), list(arguments)
+    first = int(not not_main or threading.current_thread() is not threading.main_thread())
+    if until_refused and len(every) > 1:
+        first = 0
     found: dict[int, Any] = {}
+    refused: WeightServerError | None = None
+    deadline = 0.0
     try:
         for number in range(first, len(every)):
             try:
@@ -56,10 +71,17 @@ def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, 
         if every and first:
             found[0] = _outcome(call, every[0])
         while len(found) < len(every):
-            number, outcome = answers.get()
+            try:
+                number, outcome = answers.get(timeout=max(0.0, deadline - time.monotonic()) if refused else None)
+            except Empty:
+                assert refused is not None
+                raise refused from None
             if isinstance(outcome, BaseException) and not isinstance(outcome, WeightServerError):
                 raise outcome
             found[number] = outcome
+            is_refusal = isinstance(outcome, WeightServerError) and not isinstance(outcome, ShardUnavailableError)
+            if until_refused and is_refusal and refused is None:
+                refused, deadline = outcome, time.monotonic() + _MORE_SECONDS
     except BaseException:
         caller.has_left = True
         raise

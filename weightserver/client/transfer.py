@@ -14,8 +14,7 @@ from google.protobuf.message import Message
 
 from weightserver.client import metrics, threads
 from weightserver.client.arguments import is_strictly_increasing
-from weightserver.client.calls import WATCH, Call
-from weightserver.client.connection import BegunFetch, DelayedError, ShardConnection, drop_answers
+from weightserver.client.calls import WATCH
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
@@ -23,7 +22,6 @@ from weightserver.client.table import KnownTable
 from weightserver.client.writer import Writer
 from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
-from weightserver.core.errors import WeightServerError
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
 
@@ -38,8 +36,8 @@ def fetch_rows(
 ) -> None:
     """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]).
 
-    One thread fetches a few rows from several shards: it sends all requests before it receives the first answer. What
-    has failed then is repeated by a thread for each shard.
+    A thread calls each of several shards, so that the time of its call ends when its answer is there. Where one refuses
+    the request, shards that do not answer are not waited for.
     """
     connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
     if not (in_order := is_strictly_increasing(rows)):
@@ -52,29 +50,13 @@ def fetch_rows(
             (connections[shard], FetchedRows(distinct, positions, fetched, table.precision, borrowed))
             for shard, positions in table.sharding.positions_by_shard(distinct).items()
         ]
-        if len(parts) > 1 and sum(array.nbytes for array in out if array is not None) > CHUNK_BYTES:
-            shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
-        else:
-            begun: list[tuple[ShardConnection, BegunFetch]] = []
-            delayed: list[tuple[ShardConnection, FetchedRows, None, Call]] = []
-            once = len(parts) > 1
-            try:
-                for connection, part in parts[1:]:
-                    begun.append((connection, connection.begin_fetch(request, rates, part)))
-                for (connection, part), first in zip(parts, [None, *(first for _, first in begun)], strict=False):
-                    try:
-                        connection.fetch(request, rates, part, first, once=once)
-                    except DelayedError as error:
-                        delayed.append((connection, part, None, error.call))
-                shards.in_parallel(lambda connection, *rest: connection.fetch(request, rates, *rest), delayed)
-            except BaseException as error:
-                WATCH.leave([part for _, part in parts])
-                if isinstance(error, WeightServerError):
-                    drop_answers(begun)
-                raise
-            finally:
-                for connection, first in begun:
-                    connection.end_fetch(first)
+        try:
+            shards.in_parallel(
+                lambda connection, part: connection.fetch(request, rates, part), parts, until_refused=True
+            )
+        except BaseException:
+            WATCH.leave([part for _, part in parts])
+            raise
     if not in_order:
         for whole, values in zip(out, fetched, strict=True):
             if whole is not None and values is not None:
