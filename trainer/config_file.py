@@ -90,6 +90,9 @@ def _named(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
         name = above + key.replace("-", "_")
         if isinstance(value, dict) and any(known.startswith(f"{name}.") for known in _NAMES):
             yield from _named(value, f"{name}.")
+        elif isinstance(value, dict):
+            keys = ", ".join(value) or "settings"
+            raise ValueError(f"[{name}] is no table of settings: write {keys} above all tables, named as the options")
         elif name in _NAMES:
             yield name, value
         else:

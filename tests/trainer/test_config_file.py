@@ -73,6 +73,11 @@ def test_what_is_chosen_for_ones_own_images_is_written_and_read_back(
         ('preset = "demo"\n[encoder]\nwith = 2', "encoder.with is no setting of a run: did you mean encoder.width?"),
         ('preset = "demo"\nresume = true', "resume is no setting of a run"),
         ('preset = "demo"\nepochs = = 2', "(at line 2, column 10)"),
+        (
+            'preset = "demo"\n[rows]\nnum_negatives = 10\nrows = "dense"',
+            "[rows] is no table of settings: write num_negatives, rows above all tables, named as the options",
+        ),
+        ('preset = "demo"\n[sampling]', "[sampling] is no table of settings: write settings above all tables"),
         ('preset = "imagenet-1k"', "its preset is imagenet-1k: omit demo, or give another file"),
         (None, "No such file or directory"),
     ],
