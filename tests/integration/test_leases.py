@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,10 +81,11 @@ def test_a_client_that_opens_its_next_session_is_refused_nothing(
 ) -> None:
     """It ends the lease of the one before, which is superseded by then."""
     monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 60.0)
-    client = make_client()
+    client, address = make_client(), cluster.metrics_addresses[0]
+    before = metric(address, "weightserver_fenced_writes_total")
     client.open_session("first")
     client.open_session("second", take_over=True)  # by a process with an id of its own, as this fixture has it
-    assert metric(cluster.metrics_addresses[0], "weightserver_fenced_writes_total") == 0
+    assert metric(address, "weightserver_fenced_writes_total") == before
 
 
 def test_a_run_is_resumed_although_it_seems_alive(make_client: MakeClient) -> None:
@@ -182,6 +186,37 @@ def test_a_script_may_be_started_again(client: WeightClient, cluster: LocalClust
             client.open_session("next")
         time.sleep(6)  # a run that lives is not silent for so long
     client.open_session("next")
+
+
+def test_a_run_of_the_same_name_is_refused_once_it_is_heard_of_again(make_client: MakeClient) -> None:
+    first, second = make_client(), make_client()
+    first.open_session("run")
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(second.open_session, "run")
+        try:
+            with pytest.raises(SessionInUseError, match="run 'run' uses these weight servers"):
+                opening.result(PATIENCE_SECONDS)
+        finally:
+            first.close()
+
+
+def test_a_killed_script_that_is_started_again_at_once_waits(tmp_path: Path) -> None:
+    """As by a supervisor, which would start it over and over. Here it waits seconds, not the minute of a real lease."""
+    short = "from weightserver.shard import lease; lease.LEASE_SECONDS = 4.0; from weightserver.cli import main; main()"
+
+    class WithShortLeases(LocalCluster):
+        _program = [sys.executable, "-c", short]  # noqa: RUF012 - read only
+
+    script = (
+        "import os, sys; from weightserver import WeightClient\n"
+        "client = WeightClient(sys.argv[1:]); client.open_session('script'); os.kill(os.getpid(), 9)\n"
+    )
+    with WithShortLeases(1, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
+        client.create_table(SPEC)
+        killed = subprocess.run([sys.executable, "-c", script, *cluster.addresses], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert client.open_session("script") == 2
+        client.write_state(ROWS, ONES, ONES, 0)
 
 
 def test_a_silent_run_loses_its_lease() -> None:

@@ -17,6 +17,7 @@ The contract of its calls, for a table of N rows of D values:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -216,7 +217,8 @@ class WeightClient(Closing):
             take_over: open it although a live run holds the newest session; that run's next write is refused.
 
         Raises:
-            SessionInUseError: a live run of another process holds the newest session.
+            SessionInUseError: a live run of another process holds the newest session. One that has been silent for
+                seconds is waited for, and one of the same name until it is heard of once more.
             FencedError: the session to join was superseded, or another client opened one at the same time.
             DataLossError: a shard lacks what the others know it to have acknowledged.
             ClusterError: the shards' rows are not of one time, as after restoring only one of them.
@@ -234,10 +236,15 @@ class WeightClient(Closing):
         return session.epoch
 
     def _open_session(self, name: str, *, force: bool, take_over: bool) -> Session:
-        """Waits for the end of the lease of a run that says nothing any more."""
-        is_told = False
+        """Waits for the end of the lease of a run that says nothing any more, as far as is known.
+
+        One of the same name may have been killed a moment ago, and a supervisor starts it again: it is taken for alive
+        once it is heard of after the first refusal.
+        """
+        is_told, refused_at = False, math.inf
         while True:
             answers = self._shards.describe()
+            asked_at = time.monotonic()
             may_take = take_over or (force and all(answer.run == name for answer in answers))
             options = {"force": force, "take_over": may_take}
             if self._opening is None or self._opening[:2] != (name, options):
@@ -250,11 +257,14 @@ class WeightClient(Closing):
                 self._opening = None
                 return session
             except SessionInUseError as error:
-                if error.silent_seconds < _SILENT_SECONDS:
+                is_silent = error.silent_seconds >= _SILENT_SECONDS
+                is_heard = error.silent_seconds + 1 <= asked_at - refused_at  # of whole seconds; since the refusal
+                if not is_silent and (is_heard or answers[0].run != name):
                     raise
-                if not is_told:
+                if is_silent and not is_told:
                     _log.warning("waiting for a run that seems to have died: %(error)s", {"error": error})
-                is_told = True
+                    is_told = True
+                refused_at = min(refused_at, time.monotonic())
                 time.sleep(_WAIT_SECONDS)
 
     def require_session(self) -> None:
