@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
-from trainer.settings import Settings, check_at_least
+from trainer.settings import Settings, check_of_table, named_by_flags
+from weightserver.core.errors import ArgumentError
 
 Norm = Literal["batch", "group"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -41,30 +42,36 @@ class EncoderConfig:
     pixel_std: tuple[float, ...] | None = None
     """Standard deviation by which pixels are then divided; needs --encoder.pixel-mean."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ArgumentError for a value out of range, or for values that contradict each other."""
         if self.in_channels not in (1, 3):
-            raise ValueError(f"in_channels is {self.in_channels}: give 1 (grey) or 3 (colour)")
+            raise ArgumentError("in_channels", f"is {self.in_channels}: give 1 (grey) or 3 (colour)")
         for name in ("image_size", "width", "stem_stride", "pool_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+                raise ArgumentError(name, f"is {getattr(self, name)}: give at least 1")
         if not self.blocks or min(self.blocks) < 1:
-            raise ValueError(f"blocks is {self.blocks}: give at least one stage, and at least one block per stage")
+            raise ArgumentError(
+                "blocks", f"is {self.blocks}: give at least one stage, and at least one block per stage"
+            )
         if self.norm not in NORMS:
-            raise ValueError(f"norm is {self.norm!r}: give {' or '.join(NORMS)}")
+            raise ArgumentError("norm", f"is {self.norm!r}: give {' or '.join(NORMS)}")
         if self.norm != "batch" and self.name not in ("small", "none"):
-            raise ValueError(f"encoder {self.name!r} has its own normalisation, not {self.norm!r}: choose small for it")
+            raise ArgumentError("norm", f"is {self.norm!r}, but {self.name!r} has its own: choose small for it")
         mean, std = self.pixel_mean, self.pixel_std
         if (mean is None) != (std is None):
-            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give both or neither")
+            raise ArgumentError("pixel_mean", f"is {mean} and the standard deviation {std}: give both or neither")
         if mean is None or std is None:
             return
         if not {len(mean), len(std)} <= {1, self.in_channels}:
-            raise ValueError(
-                f"pixel_mean {mean} and pixel_std {std} do not match {self.in_channels} channels: "
-                "give one number for each channel, or one for all"
+            raise ArgumentError(
+                "pixel_mean",
+                f"{mean} and the standard deviation {std} do not match {self.in_channels} channels: "
+                "give one number for each channel, or one for all",
             )
         if not all(0 <= number <= 1 for number in mean) or not all(0 < number < math.inf for number in std):
-            raise ValueError(f"pixel_mean is {mean} and pixel_std is {std}: give means of 0 to 1 and stds above 0")
+            raise ArgumentError(
+                "pixel_mean", f"is {mean} and the standard deviation {std}: give means of 0 to 1 and deviations above 0"
+            )
 
     @property
     def pixels(self) -> PixelScale:
@@ -89,4 +96,6 @@ class ModelConfig(Settings):
     parameters. New rows then turn apart, not towards the direction that embeddings share at first."""
 
     def check(self) -> None:
-        check_at_least(self, 1, "dim")
+        check_of_table(self, "dim")
+        with named_by_flags("encoder"):
+            self.encoder.check()

@@ -30,6 +30,7 @@ from trainer.run.resume import resolve_resume
 from trainer.run.totals import Totals
 from trainer.run_dataset import check_sample, dataset_of, images_of_run, with_pixel_scale, write_reading
 from trainer.schedule import forward_seed
+from trainer.settings import named_by_flags
 from trainer.stopping import Interrupted
 from weightserver.common.interrupts import interruption
 from weightserver.torch import Announced, Ranks
@@ -51,7 +52,7 @@ def train(config: TrainConfig, *, on_step: Callable[[int], None] = lambda step: 
     config.check()
     started = time.perf_counter()
     device = config.compute.torch_device()
-    with shown(wanted=config.report.log_format == "text"):
+    with shown(wanted=config.report.log_format == "text"), named_by_flags():
         timeout_seconds = config.compute.rank_timeout_seconds + max(
             config.servers.retry_seconds, config.servers.wait_for_servers
         )

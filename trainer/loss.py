@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.settings import SettingError, Settings, check_positive
+from trainer.settings import SettingError, Settings, check_positive, named_by_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,8 @@ class LossConfig(Settings):
         if self.margin != "none":
             from weightserver.torch import margin_of
 
-            try:
+            with named_by_flags():
                 margin_of(self.margin, self.margin_size)
-            except ValueError as error:
-                raise SettingError(str(error), "margin_size") from None
         if not 0 <= self.label_smoothing < 1:
             raise SettingError(
                 f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}", "label_smoothing"

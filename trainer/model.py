@@ -72,6 +72,7 @@ def build_model(config: EncoderConfig, dim: int = 128, *, seed: int | None = Non
 
 def build_encoder(config: EncoderConfig) -> nn.Module:
     """Builds an encoder with random weights: normalised images to features float32 [B, feature_dim]."""
+    config.check()
     family, _, name = config.name.rpartition(":")
     if config.name == "small":
         return SmallResNet(**small_options(config))
@@ -215,6 +216,7 @@ def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -
             name: tuple(value) if isinstance(value, list) else value for name, value in dict(options).items()
         }
         config = EncoderConfig(**fields)
+        config.check()
         if missing := asdict(config).keys() - fields.keys():
             raise ValueError(f"it is of an earlier version, without {', '.join(sorted(missing))}")
     except (KeyError, TypeError, ValueError) as error:

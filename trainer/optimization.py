@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_positive
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, check_of_table, check_positive
 from weightserver.core.correction import MAX_STEPS
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class OptimizationConfig(Settings):
         check_at_least(self, 1, "batch_size", "accumulate", "steps")
         check_positive(self, "epochs")
         check_not_negative(self, "learning_rate")
+        check_of_table(self, "momentum", "weight_decay")
         self._check_parts()
         check_not_negative(self, "warmup_epochs")
         if not 0 <= self.fraction_of_warmup <= 1:

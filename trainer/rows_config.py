@@ -11,6 +11,7 @@ from trainer.settings import (
     Settings,
     check_at_least,
     check_not_negative,
+    check_of_table,
     check_positive,
     resumable,
 )
@@ -72,7 +73,9 @@ class RowsConfig(Settings):
                 f"--row-momentum must be at least 0 and below 1, got {self.row_momentum:g}", "row_momentum"
             )
         check_positive(self, "row_learning_rate")
+        check_of_table(self, "init_std", "rows_per_block")
         check_at_least(self, 0, "prefetch_steps")
+        check_at_least(self, 1, "capacity")
         if self.rows == "dense" and self.correction == "paper":
             raise SettingError(
                 "--correction paper corrects rows after a gap, but --rows dense updates all rows in every step: "

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from weightserver.core.errors import ArgumentError
+from weightserver.core.spec import TableSpec
 
 Value = TypeVar("Value")
 
@@ -63,7 +65,7 @@ def problems_of(part: Settings) -> list[SettingError]:
             part.check()
         except SettingError as problem:
             problems.append(problem)
-            before, part = part, replace(part, **{name: _default(part, name) for name in problem.settings})
+            before, part = part, changed(part, {name: _default(part, name) for name in problem.settings})
             if part != before:
                 continue
         return problems
@@ -78,7 +80,7 @@ def unused_in(part: Settings) -> Iterator[SettingError]:
 
 
 def _default(part: Settings, name: str) -> Any:
-    return getattr(type(part)(), name)
+    return attrgetter(name)(type(part)())
 
 
 def settings_of(kind: type[Value], stored: Mapping[str, Any]) -> Value:
@@ -125,12 +127,13 @@ def flag(name: str) -> str:
 
 
 @contextmanager
-def named_by_flags() -> Iterator[None]:
-    """Turns an error about an argument of the head's library into one about the setting of that name."""
+def named_by_flags(above: str = "") -> Iterator[None]:
+    """Turns an error about an argument into one about the setting of that name, for a nested one below `above`."""
     try:
         yield
     except ArgumentError as error:
-        raise SettingError(f"{flag(error.argument)} {error.problem}", error.argument) from None
+        name = f"{above}.{error.argument}" if above else error.argument
+        raise SettingError(f"{flag(name)} {error.problem}", name) from None
 
 
 def check_at_least(settings: Settings, least: int, *names: str) -> None:
@@ -155,6 +158,14 @@ def check_not_negative(settings: Settings, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and not 0 <= value < math.inf:
             raise SettingError(f"{flag(name)} must be finite and not negative, got {value}", name)
+
+
+def check_of_table(settings: Settings, *names: str) -> None:
+    """Raises SettingError for a setting that no table of rows can have. None passes."""
+    for name in names:
+        if (value := getattr(settings, name)) is not None:
+            with named_by_flags():
+                TableSpec(**{"num_rows": 1, "dim": 1, name: value})
 
 
 def set_help_texts(settings: type) -> None:

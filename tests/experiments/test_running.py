@@ -135,7 +135,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
     made = runner(tmp_path, table)
     made.run()
     (log,) = made.failed.values()
-    assert "window_size must lie in 1..256" in Path(log).read_text()
+    assert "--window-size must lie in 1..256" in Path(log).read_text()
     assert finished(tmp_path, short, 0)
 
 

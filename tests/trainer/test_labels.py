@@ -119,7 +119,7 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
     ("options", "message"),
     [
         (["--margin-size", "0.3"], "--margin-size 0.3 is for --margin cosface, arcface or adaface: omit it"),
-        (["--margin", "cosface", "--margin-size", "3"], "margin_size of cosface must lie between 0 and 1, got 3"),
+        (["--margin", "cosface", "--margin-size", "3"], "--margin-size of cosface must lie between 0 and 1, got 3"),
         (["--softmax", "plain", "--margin", "arcface"], "--margin arcface is for --softmax cosine: omit it"),
         (["--recent-share", "0.7"], "--recent-share 0.7 is for --negatives both: omit it"),
         (["--negatives", "both", "--recent-share", "1.5"], "--recent-share must lie between 0 and 1, got 1.5"),
@@ -140,15 +140,15 @@ def test_options_without_effect_are_refused(options: list[str], message: str) ->
             {"labels": "/no/such/labels.npy"},
             "--labels /no/such/labels.npy: cannot read .*: give a .npy file",
         ),
-        ({"num_negatives": 61}, "num_negatives is 61, but there are only 60 classes: choose fewer"),
+        ({"num_negatives": 61}, "--num-negatives is 61, but there are only 60 classes: choose fewer"),
         ({"negatives": "uniform", "num_negatives": 18}, "leaves 2 rows to sample, less than a block of 5"),
         (
             {"negatives": "both", "num_negatives": 20},
-            "num_negatives is 20, of which 10 are recent ones, but a batch",
+            "--num-negatives is 20, of which 10 are recent ones, but a batch",
         ),
         (
             {"capacity": 50},
-            "capacity is 50, but the 3 steps that are requested in advance need 60: raise",
+            "--capacity is 50, but the 3 steps that are requested in advance need 60: raise",
         ),
     ],
 )

@@ -191,8 +191,8 @@ def test_a_wrong_encoder_file_gives_one_clear_line(tmp_path: Path, write: Any, m
         ({"width": 0}, "width is 0"),
         ({"blocks": ()}, "blocks is"),
         ({"norm": "layer"}, "norm is 'layer': give batch or group"),
-        ({"name": "timm:resnet10t", "norm": "group"}, "encoder 'timm:resnet10t' has its own normalisation"),
-        ({"name": "resnet18", "norm": "group"}, "encoder 'resnet18' has its own normalisation, not 'group'"),
+        ({"name": "timm:resnet10t", "norm": "group"}, "norm is 'group', but 'timm:resnet10t' has its own"),
+        ({"name": "resnet18", "norm": "group"}, "norm is 'group', but 'resnet18' has its own: choose small"),
     ],
 )
 def test_impossible_encoders(options: dict[str, Any], message: str) -> None:

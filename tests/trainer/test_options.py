@@ -232,7 +232,8 @@ def test_settings_change_by_name() -> None:
 
 def test_all_problems_are_found_and_name_their_settings() -> None:
     config = TrainConfig().with_settings(num_shards=0, rows="dense", capacity=4, row_momentum=1.0, momentum=-1.0)
-    assert [problem.settings for problem in config.problems()] == [("row_momentum",), ("capacity",), ("num_shards",)]
+    wrong = ["row_momentum", "capacity", "num_shards", "momentum"]
+    assert [problem.settings for problem in config.problems()] == [(name,) for name in wrong]
     config = TrainConfig().with_settings(rows="dense", resume=True, labels="classes", extend=True)
     assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("labels", "extend")]
 

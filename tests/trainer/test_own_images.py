@@ -61,9 +61,12 @@ def test_choices_are_printed_with_their_reasons_one_line_each(
 def test_all_problems_are_reported_together(pictures: Path) -> None:
     """Settings that no images have, then those that these images cannot have."""
     out_of_range = ["--batch-size", "0", "--learning-rate", "-1", "--views", "0", "--temperature", "-2"]
+    of_rows = ["--rows-per-block", "0", "--momentum", "2", "--init-std", "-1", "--weight-decay", "-3", "--dim", "0"]
+    nested = dict.fromkeys(("--encoder.width", "--encoder.blocks", "--augmentation.min-scale"), "0")
     unfit = ["--window-size", "900", "--encoder.name", "resnet5000", "--evaluate"]
     for wrong, said in (
         ([*out_of_range, *unfit], ("--batch-size", "--learning-rate", "--views", "--temperature")),
+        ([*of_rows, *sum(nested.items(), ()), *unfit], (*of_rows[::2], *nested)),
         (unfit, ("--window-size", "resnet5000", "no test images")),
     ):
         with pytest.raises(ValueError, match=said[0]) as caught:

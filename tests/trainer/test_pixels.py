@@ -113,11 +113,11 @@ def test_an_encoder_file_keeps_its_scale_and_one_of_before_is_refused(tmp_path: 
         ({"pixel_mean": (0.5,)}, "give both or neither"),
         ({"pixel_mean": (0.5, 0.5), "pixel_std": (0.5,)}, "do not match 1 channels"),
         ({"pixel_mean": (), "pixel_std": (0.5,)}, "do not match 1 channels"),
-        ({"pixel_mean": (0.5,), "pixel_std": (0.0,)}, "stds above 0"),
+        ({"pixel_mean": (0.5,), "pixel_std": (0.0,)}, "deviations above 0"),
         ({"pixel_mean": (127.5,), "pixel_std": (127.5,)}, "means of 0 to 1"),
         ({"pixel_mean": (float("nan"),), "pixel_std": (0.5,)}, "means of 0 to 1"),
     ],
 )
 def test_impossible_scales(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        EncoderConfig(**options)
+        EncoderConfig(**options).check()

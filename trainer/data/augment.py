@@ -85,6 +85,7 @@ class Augmentation:
         *,
         compiled: bool = False,
     ) -> None:
+        config.check()
         self.config = config
         self.image_size = image_size
         self.pixels = pixels

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from weightserver.core.errors import ArgumentError
+
 _PAPERS_SIZE = 224
 """Side of the views for which the default blur is."""
 
@@ -41,23 +43,24 @@ class AugmentationConfig:
     blur_sigma: tuple[float, float] = (0.1, 2.0)
     """Smallest and largest standard deviation of the blur, in pixels of the result."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises ArgumentError for a value out of range."""
         if not 0 < self.min_scale <= self.max_scale <= 1:
-            raise ValueError(
-                f"min_scale and max_scale are {self.min_scale} and {self.max_scale}: give 0 < min ≤ max ≤ 1"
+            raise ArgumentError(
+                "min_scale", f"is {self.min_scale} and the largest {self.max_scale}: give 0 < smallest <= largest <= 1"
             )
         if not 1 <= self.max_aspect_ratio <= 1_000:
-            raise ValueError(f"max_aspect_ratio is {self.max_aspect_ratio}: give a number of 1 to 1000")
+            raise ArgumentError("max_aspect_ratio", f"is {self.max_aspect_ratio}: give a number of 1 to 1000")
         for name in ("flip_probability", "jitter_probability", "grey_probability", "blur_probability"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a probability, 0 to 1")
+                raise ArgumentError(name, f"is {getattr(self, name)}: give a probability, 0 to 1")
         for name in ("brightness", "contrast", "saturation"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more, and a finite number")
+                raise ArgumentError(name, f"is {getattr(self, name)}: give 0 or more, and a finite number")
         if not 0 <= self.hue <= 0.5:
-            raise ValueError(f"hue is {self.hue}: give 0 to 0.5")
+            raise ArgumentError("hue", f"is {self.hue}: give 0 to 0.5")
         if not 0 < self.blur_sigma[0] <= self.blur_sigma[1] < math.inf:
-            raise ValueError(f"blur_sigma is {self.blur_sigma}: give 0 < smallest <= largest, and finite numbers")
+            raise ArgumentError("blur_sigma", f"is {self.blur_sigma}: give 0 < smallest <= largest, and finite numbers")
 
     def at_size(self, image_size: int) -> AugmentationConfig:
         """The same augmentation for views of `image_size` pixels if this one is for 224: the blur is scaled."""

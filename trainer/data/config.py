@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from trainer.data.augmentation_config import AugmentationConfig
 from trainer.data.decode import DEFAULT_RENDERING, Rendering, background_colour
 from trainer.encoder_config import EncoderConfig
-from trainer.settings import SettingError, Settings, check_at_least, check_positive, flag, resumable, settings_of
+from trainer.settings import (
+    SettingError,
+    Settings,
+    check_at_least,
+    check_positive,
+    flag,
+    named_by_flags,
+    resumable,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -213,6 +222,8 @@ class ViewsConfig(Settings):
 
     def check(self) -> None:
         check_at_least(self, 1, "views", "view_size")
+        with named_by_flags("augmentation"):
+            self.augmentation.check()
 
     def augmentations_of(self, encoder: EncoderConfig, *, compiled: bool) -> list[Augmentation]:
         """One augmentation for each view of an image."""

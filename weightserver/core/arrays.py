@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightserver.core.errors import ArgumentError
+
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -32,13 +34,13 @@ def checked_integer(value: Any, name: str, low: float = -math.inf, high: float =
 
     Raises:
         TypeError: it is a bool, or nothing that Python would take as an index.
-        ValueError: it is not in low..high.
+        ArgumentError: it is not in low..high.
     """
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     number = operator.index(value)
     if not low <= number <= high:
-        raise ValueError(f"{name} must lie in {low}..{high}, got {number}")
+        raise ArgumentError(name, f"must lie in {low}..{high}, got {number}")
     return number
 
 

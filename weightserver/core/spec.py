@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from weightserver.core.arrays import checked_integer, checked_number
+from weightserver.core.errors import ArgumentError
 
 MAX_ROWS = 2**48
 _MAX_BLOCK_BYTES = 32 << 20
@@ -24,7 +25,8 @@ class TableSpec:
     """A classifier's table of rows: its size, the initial weights, and the dynamics that move them.
 
     Raises:
-        ValueError: an invalid value.
+        ArgumentError: a value out of range.
+        ValueError: another invalid value.
         TypeError: a value of the wrong type.
     """
 
@@ -56,7 +58,7 @@ class TableSpec:
         for name, (limit, shown) in _NUMBERS.items():
             number = checked_number(getattr(self, name), name)
             if not 0 <= number < limit:
-                raise ValueError(f"{name} must lie in [0, {shown}), got {number!r}")
+                raise ArgumentError(name, f"must lie in [0, {shown}), got {number!r}")
             self._set(name, number)
         if not isinstance(self.correction, bool | str) or self.correction not in _CORRECTIONS:
             raise TypeError(
@@ -67,9 +69,10 @@ class TableSpec:
             raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
         block_bytes = self.rows_per_block * (8 + 2 * self.value_bytes * self.dim)
         if block_bytes > _MAX_BLOCK_BYTES:
-            raise ValueError(
-                f"a block of rows_per_block={self.rows_per_block} rows of dim={self.dim} takes {block_bytes} bytes, "
-                f"more than {_MAX_BLOCK_BYTES}: choose a smaller rows_per_block"
+            raise ArgumentError(
+                "rows_per_block",
+                f"is {self.rows_per_block}, but a block of so many rows of {self.dim} numbers takes "
+                f"{block_bytes} bytes, more than {_MAX_BLOCK_BYTES}: choose fewer",
             )
 
     def _set(self, name: str, value: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weightserver.core.arrays import checked_number
+from weightserver.core.errors import ArgumentError
 
 MarginKind = Literal["none", "cosface", "arcface", "adaface"]
 MARGINS: tuple[MarginKind, ...] = ("none", "cosface", "arcface", "adaface")
@@ -47,13 +48,14 @@ class Margin:
         checked_number(self.size, "margin_size")
         largest = {"none": 0.0, "cosface": 1.0, "arcface": math.pi / 2, "adaface": math.pi / 2}[self.kind]
         if self.kind != "none" and not 0 < self.size < largest:
-            raise ValueError(
-                f"margin_size of {self.kind} must lie between 0 and {largest:.4g}, got {self.size:g}: "
-                f"the usual one is {DEFAULT_SIZES[self.kind]}"
+            raise ArgumentError(
+                "margin_size",
+                f"of {self.kind} must lie between 0 and {largest:.4g}, got {self.size:g}: "
+                f"the usual one is {DEFAULT_SIZES[self.kind]}",
             )
         if self.kind == "none" and self.size:
-            raise ValueError(
-                f"margin_size {self.size:g} is for margin {', '.join(MARGINS[1:])}: omit it, or choose one"
+            raise ArgumentError(
+                "margin_size", f"{self.size:g} is for margin {', '.join(MARGINS[1:])}: omit it, or choose one"
             )
 
     @property

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from weightserver import TableSpec
+from weightserver.core.errors import ArgumentError
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.negatives import NegativeSampler
 from weightserver.torch.ranks import RowOwners
@@ -32,7 +33,7 @@ def sizes_for_steps(
     """The sizes for steps of `step_size` images, of the sampler that draws them if there is one.
 
     Raises:
-        ValueError: the active rows cannot hold a step's classes, or the capacity is too small for the sampler's steps.
+        ArgumentError: the active rows cannot hold a step's classes, or the capacity is too small for a sampler's.
     """
     negatives.check(step_size)
     if sampler is None:
@@ -41,9 +42,10 @@ def sizes_for_steps(
     ahead = rows.prefetch_steps
     needed, good = _rows_of_sampler(sampler, spec, negatives, step_size, ahead)
     if rows.capacity is not None and rows.capacity < needed:
-        raise ValueError(
-            f"capacity is {rows.capacity}, but the {ahead} steps that are requested in advance need {needed}: raise "
-            "it, or lower prefetch_steps"
+        raise ArgumentError(
+            "capacity",
+            f"is {rows.capacity}, but the {ahead} steps that are requested in advance need {needed}: raise "
+            "it, or request fewer",
         )
     good = max(good, _rows_in_any_order(spec, negatives, step_size, ahead))  # of other loaders too
     return StoreSizes(rows.capacity or good, ahead, min(sampler.schedule.window_stride, 1 << 14))

@@ -199,8 +199,8 @@ def test_views_of_a_single_pixel() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_scale": 0.0}, "min_scale and max_scale are 0.0 and 1.0"),
-        ({"max_scale": 1.5}, "min_scale and max_scale are 0.2 and 1.5"),
+        ({"min_scale": 0.0}, "min_scale is 0.0 and the largest 1.0: give 0 < smallest <= largest <= 1"),
+        ({"max_scale": 1.5}, "min_scale is 0.2 and the largest 1.5"),
         ({"max_aspect_ratio": 0.5}, "max_aspect_ratio is 0.5"),
         ({"max_aspect_ratio": math.inf}, "max_aspect_ratio is inf"),
         ({"blur_probability": 1.5}, "blur_probability is 1.5"),
@@ -214,4 +214,4 @@ def test_views_of_a_single_pixel() -> None:
 )
 def test_impossible_options(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AugmentationConfig(**options)  # type: ignore[arg-type]
+        Augmentation(AugmentationConfig(**options), 28)  # type: ignore[arg-type]
