@@ -76,7 +76,7 @@ class ClassifierHead(nn.Module):
     """A linear classifier without bias whose rows, one for each class, live on weight servers.
 
     A step is: any number of forward and backward passes, then `step`. Its classes are the K most recently visited ones,
-    those of its own images included. Rows are no parameters of the module: `step` updates them by SGD, exactly as
+    those of its own images included. The module has no parameter for the rows: `step` updates them by SGD, exactly as
     torch.optim.SGD would update a dense matrix, those of inactive classes included.
 
     With torch.distributed, every rank calls the same methods in the same order, with its own images; each rank holds a
