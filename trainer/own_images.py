@@ -215,16 +215,19 @@ def _say_choices(
     print(title, *lines, sep="\n  ", file=sys.stderr)
 
 
+def _text(value: Any) -> str:
+    """A value as it follows its flag."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _rows(config: TrainConfig, choices: dict[str, Choice], given: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Flag, value and reason of each choice, then of what is given."""
     for name, (value, reason) in choices.items():
         if isinstance(value, bool):
             yield flag(name if value else f"no_{name}"), "", reason
-        elif isinstance(value, tuple):
-            yield flag(name), " ".join(map(str, value)), reason
         else:
-            yield flag(name), f"{value:g}" if isinstance(value, float) else str(value), reason
+            yield flag(name), f"{value:g}" if isinstance(value, float) else _text(value), reason
     for name in sorted(given.keys() - {"data_dir"}):
-        yield flag(name), str(given[name]), "as given"
+        yield flag(name), _text(given[name]), "as given"
     if "output" not in given:
         yield "--output", str(config.run.output), "a new directory"

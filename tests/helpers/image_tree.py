@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -62,3 +65,16 @@ def odd_tree(root: Path, num_images: int = 20) -> Path:
     for name, content in files.items():
         (root / name).write_bytes(content)
     return root
+
+
+def deep_png(values: NDArray[np.uint16]) -> bytes:
+    """A PNG of 16 bits a channel, which Pillow does not write: L, LA, RGB or RGBA, uint16 [h, w, c]."""
+    height, width, channels = values.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in values)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    chunks = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

@@ -147,7 +147,9 @@ def test_pixels_of_12_bits_are_warned_of(
     images_config(["--data-dir", "pictures", "--device", "cpu"])
     assert "values up to 3,003 only, which are shown dark: --pixel-range 0 4095" in capsys.readouterr().err
     config = images_config(["--data-dir", "pictures", "--device", "cpu", "--pixel-range", "0", "4095"])
-    assert "--pixel-range 0 4095 uses" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--pixel-range 0 4095 uses" not in said
+    assert "--pixel-range 0.0 4095.0 " in said, "as it is given again"
     pixels = load_dataset("folder", tmp_path / "pictures", options=config.data).train_images[:]
     assert 186 <= int(pixels.min()) <= int(pixels.max()) <= 188
 

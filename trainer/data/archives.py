@@ -156,6 +156,7 @@ def samples_in(
         label, used = _label(path, beside, label_key)
         for suffix, member in beside.items():
             left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
+        left_out.suffixes |= beside.keys()
         yield image, label
 
 
@@ -202,7 +203,7 @@ def are_shards(tars: Sequence[Path]) -> bool:
 
 def prefix_of(shard: str) -> str:
     """The name of a numbered shard without its number: train of train-000000.tar."""
-    return _NUMBER.sub("", shard.removesuffix(".tar"))
+    return _NUMBER.sub("", posixpath.splitext(shard)[0])
 
 
 def _key(name: str) -> tuple[str, str]:

@@ -187,8 +187,8 @@ class ImageFacts(NamedTuple):
     height: int
     num_bytes: int
     """Size of the encoded image."""
-    largest: int | None
-    """Largest value, of 16-bit images; of colour only the higher 8 bits are known."""
+    values: tuple[int, int] | None
+    """Smallest and largest value, of images of 16 bits or more; of colour only the higher 8 bits are known."""
     fourth_band: bool
     """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
@@ -206,12 +206,15 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
         rendering.reduction(image)
         image.draft(None, (1, 1))  # a JPEG's pixels are not needed, but that it has all of them
         ImageOps.exif_transpose(image, in_place=True)
-        largest = int(np.asarray(image).max()) if image.mode.startswith("I") else None
-        if only_8_bits:
-            largest = 256 * int(np.asarray(image.convert("RGB")).max()) + 255
+        values = None
+        if only_8_bits or image.mode.startswith("I"):
+            pixels = np.asarray(image.convert("RGB") if only_8_bits else image)
+            values = int(pixels.min()), int(pixels.max())
+        if values and only_8_bits:
+            values = 256 * values[0], 256 * values[1] + 255
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
         fourth_band = not is_alpha and image.mode == "RGBA"
-        return ImageFacts(image.format or "", image.mode, *size, len(content), largest, fourth_band)
+        return ImageFacts(image.format or "", image.mode, *size, len(content), values, fourth_band)
 
 
 def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:

@@ -11,6 +11,7 @@ import xxhash
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import Stored, as_in_training, open_source
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.left_out import name_of_class
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.packed import PackedImages
 from trainer.data.reading import kind_of_labels
@@ -55,7 +56,7 @@ def _without_training(tests: Stored, train: Stored) -> Iterator[str]:
         others = own[(as_in_training(own, tests.classes, train) == NO_LABEL) & (own != NO_LABEL)]
         names = sorted({_name(tests.classes, label) for label in others.tolist()})
         if names:
-            named = ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
+            named = ", ".join(map(name_of_class, names[:_SHOWN])) + ", …" * (len(names) > _SHOWN)
             yield f"{len(others):,} images of classes that no training image has, not evaluated: {named}"
 
 
@@ -63,7 +64,7 @@ def _lines(part: Stored, options: SourceOptions) -> Iterator[str]:
     counts = Counter(part.labels.read().tolist())
     if counts.keys() - {NO_LABEL}:
         most = counts.most_common()
-        named = [f"{_name(part.classes, label)} {count:,}" for label, count in most[:_SHOWN]]
+        named = [f"{name_of_class(_name(part.classes, label))} {count:,}" for label, count in most[:_SHOWN]]
         yield f"classes, largest first: {', '.join(named)}{', …' * (len(most) > _SHOWN)}"
     images = DecodedImages(part.images, 1, options)
     found = sample(images, _SAMPLE)
@@ -73,6 +74,7 @@ def _lines(part: Stored, options: SourceOptions) -> Iterator[str]:
         yield f"shorter side {min(sides):,} to {max(sides):,} px, median {found.shorter_side:,.0f} ({of})"
         kinds = Counter(f"{one.format} {one.mode}" for one in found.intact)
         yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
+        yield from found.value_range()
         yield from found.warnings()
     if broken := found.broken:
         images.broken.list(broken)

@@ -43,6 +43,10 @@ class Reason(Enum):
     NO_IMAGE = "file that is no image", "files that are no images"
     TABLE = "table (Parquet or Arrow) that is not read", "tables (Parquet or Arrow) that are not read"
     REPEATED = "name that comes again", "names that come again"
+    CONTRADICTED = (
+        "name that comes again with another label (the first is kept)",
+        "names that come again with other labels (the first is kept)",
+    )
     LABEL = "label of a sample, which is read", "labels of samples, which are read"
     SIDECAR = "file beside a sample's image", "files beside samples' images"
     STRAY = "image beside the folders (--stray use keeps it)", "images beside the folders (--stray use keeps them)"
@@ -60,6 +64,8 @@ class LeftOut:
     def __init__(self) -> None:
         self.counts: dict[Reason, int] = {}
         self._firsts: dict[Reason, str] = {}
+        self.suffixes = set[str]()
+        """Those of files beside samples' images, which may have the labels."""
 
     def add(self, reason: Reason, name: str, count: int = 1) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + count
@@ -85,6 +91,11 @@ class LeftOut:
 def quoted(text: str) -> str:
     """A part of a file in a message: its first characters if it is long."""
     return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}…"
+
+
+def name_of_class(text: str) -> str:
+    """A label in a list of several in a message: with quotation marks if it has a comma."""
+    return quoted(repr(text) if "," in text else text)
 
 
 def is_image(name: str) -> bool:

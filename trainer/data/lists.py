@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import json
@@ -66,7 +67,7 @@ def add_list(folder: Folder, source: Path, options: SourceOptions, left_out: Lef
             f"{source}, {without.where}: no label: give all images a label, or none; an image without one has the "
             "label -1"
         )
-    return kind, [*notes, *_add_paths(folder, source, source.name, lines, left_out, set[str]())]
+    return kind, [*notes, *_add_paths(folder, source, source.name, lines, left_out, dict[str, str]())]
 
 
 def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOptions, left_out: LeftOut) -> list[str]:
@@ -78,7 +79,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     Raises:
         ValueError: a table that cannot be read, or has no column of images; tables of several data sets.
     """
-    notes, known = [], set[str]()
+    notes, known = [], dict[str, str]()
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
         columns = _columns(path, columns_of(path), options)
@@ -98,29 +99,29 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
 
 
 def _add_paths(
-    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: set[str]
+    folder: Folder, source: Path, shown: str, lines: Sequence[_Line], left_out: LeftOut, known: dict[str, str]
 ) -> Iterator[str]:
     """Adds images by their paths, which are relative to the list or table, each once; yields a line if some do
     not exist.
 
     Args:
         shown: the list's own path, relative to the source's folder.
-        known: paths of the images that were added already, and are from now on.
+        known: labels by path of the images that were added already, and are from now on.
 
     Raises:
         ValueError: no path exists.
     """
     paths = list[str]()
     for line in lines:
-        path = _plain_path(line.path, source.parent)
+        path, label = _plain_path(line.path, source.parent), " ".join((line.label or "").split())
         if not path:
             left_out.add(Reason.NO_PATH, f"{shown}, {line.where}")
         elif (key := str(source.parent / path)) in known:
-            left_out.add(Reason.REPEATED, quoted(path))
+            left_out.add(Reason.REPEATED if known[key] == label else Reason.CONTRADICTED, quoted(path))
         else:
-            known.add(key)
+            known[key] = label
             paths.append(path)
-            folder.add(os.path.join(os.path.dirname(shown), path), label=" ".join((line.label or "").split()))
+            folder.add(os.path.join(os.path.dirname(shown), path), label=label)
     sought = paths[:: -(-len(paths) // _SOUGHT) or 1]
     missing = [path for path in sought if not os.path.exists(source.parent / path)]
     first = f"first {quoted(missing[0])}" if missing else ""
@@ -145,6 +146,8 @@ def _lines(source: Path, options: SourceOptions) -> tuple[str, list[_Line], list
     """The kind of a list, its lines, and lines for people."""
     with source.open("rb") as file:
         start = file.read(4096)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{source} is text in UTF-16: save it in UTF-8")
     if b"\0" in start:
         raise ValueError(
             f"{source} is no list of images: give a folder, a tar, a zip, or a list as text, CSV, JSON or JSON lines"

@@ -19,13 +19,17 @@ from trainer.data.archives import are_shards
 from trainer.data.bucket_sources import local_source, numbered
 from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
-from trainer.data.left_out import LeftOut, Reason, is_table, quoted
+from trainer.data.left_out import LeftOut, Reason, is_table, name_of_class, quoted
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
 from trainer.data.tree import Folder, Walk, add_archive, path_in
+from trainer.settings import flag
 
 _NAMED = 5
 """Most classes that the reading names."""
+_SHARDS, _COLUMNS = ("label_key", "tars"), ("image_column", "label_column")
+_NEEDS = {"label_key": "shards of samples", "tars": "tars", **dict.fromkeys(_COLUMNS, "columns")}
+"""What options need to have an effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ class Reading:
             lines.insert(0, f"{self.kind}, in {counted(len(self.splits), 'split')}")
         used, left = sum(split.counts.total() for split in self.splits), sum(self.left_out.counts.values())
         if left:
-            lines.append(f"{used + left:,} files: {used:,} images, {left:,} left out")
+            lines.append(f"{used + left:,} files: {counted(used, 'image')}, {left:,} left out")
             lines.append(self.left_out.line(self.source))
         return [*lines, *self.notes]
 
@@ -106,7 +110,10 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
     """
     options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
     source = local_source(source, options)
-    top, kind = _found(source, options, left_out, notes)
+    top, kind, used = _found(source, options, left_out, notes)
+    for name, what in _NEEDS.items():
+        if name in options.given and name not in used:
+            notes.append(f"{flag(name)} {options.given[name]} has no effect: there are no {what}")
     folders, above = _splits(top, options, left_out, notes)
     found = list[Split]()
     for name, folder in folders.items():
@@ -137,12 +144,16 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
     if found[0].labelled and (without := found[0].counts[NO_LABEL]):
         have = "has" if without == 1 else "have"
         notes.append(f"{counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")
+    if "label_key" in used and not any(split.labelled for split in found):
+        notes += _note_of_keys(options, left_out)
     kind = kind or ("images in class folders" if found[0].classes else "images without labels")
     return Reading(source=source, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
 
 
-def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[Folder, str]:
-    """All images of a source, and its kind if its folders do not tell it.
+def _found(
+    source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]
+) -> tuple[Folder, str, tuple[str, ...]]:
+    """All images of a source, its kind if its folders do not tell it, and the options that only some kinds use.
 
     Raises:
         ValueError: no such source, or one that cannot be read.
@@ -155,31 +166,35 @@ def _found(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[
             raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
         for path in paths:
             add_archive(top, path, path.name, left_out, options, tree=False)
-        return top, f"{counted(len(paths), 'shard')} of samples (webdataset)"
+        return top, f"{counted(len(paths), 'shard')} of samples (webdataset)", _SHARDS
     if not source.is_file():
         raise ValueError(f"no such folder or list of images: {source}")
     if is_table(source.name):
         notes += add_tables(top, source.parent, [source.name], options, left_out)
-        return top, "a table of images"
+        return top, "a table of images", _COLUMNS
     if tarfile.is_tarfile(source) or zipfile.is_zipfile(source):
         is_shard = options.tars == "shards" or (options.tars is None and are_shards([source]))
         add_archive(top, source, source.name, left_out, options if is_shard else None, tree=True)
-        return top, "a shard of samples (webdataset)" if is_shard else ""
+        return (top, "a shard of samples (webdataset)", _SHARDS) if is_shard else (top, "", ("tars",))
     kind, said = add_list(top, source, options, left_out)
     notes += said
-    return top, kind
+    return top, kind, () if kind == "a list" else _COLUMNS
 
 
-def _found_in(source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[Folder, str]:
+def _found_in(
+    source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]
+) -> tuple[Folder, str, tuple[str, ...]]:
     walk = Walk(source, left_out, options)
     top = walk.folder()
     if walk.tables and not top.count():
         notes += add_tables(top, source, walk.tables, options, left_out)
-        return top, f"{counted(len(walk.tables), 'table')} of images"
+        return top, f"{counted(len(walk.tables), 'table')} of images", _COLUMNS
     for table in walk.tables:
         left_out.add(Reason.TABLE, table)
     notes += walk.notes
-    return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)" if walk.num_shards else ""
+    if walk.num_shards:
+        return top, f"{counted(walk.num_shards, 'shard')} of samples (webdataset)", _SHARDS
+    return top, "", ("tars",) if walk.has_tars else ()
 
 
 def _splits(top: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str]) -> tuple[dict[str, Folder], str]:
@@ -276,17 +291,18 @@ def _names_of_splits(
                 f"{otherwise}: --split {first}:{second} reads the first as training images"
             )
         return []
+    tests = sorted((name for name in folders if split_of(name) in TESTS), key=lambda name: TESTS.index(split_of(name)))
     if others:
         notes.append(
             f"{train[0]}/ lies beside {others[0]}/ and is read {'with it' if own_labels else 'as a class'}: "
-            f"--split {train[0]} reads it as the training images"
+            f"--split {':'.join([*train, *tests[:1]])} reads it as the training images"
+            + (f", and {tests[0]}/ as the test images" if tests else "")
         )
         return []
     if len(folders) == 1:
         notes.append(f"{train[0]}/ is a split: --split none reads it as a class")
     else:
         notes.append(f"{', '.join(f'{name}/' for name in folders)} are splits: --split none reads them {otherwise}")
-    tests = sorted((name for name in folders if name != train[0]), key=lambda name: TESTS.index(split_of(name)))
     return [*train, *tests]
 
 
@@ -328,10 +344,22 @@ def _listed(
     return b"".join(b"%d\t%s\n" % pair for pair in zip(labels, rests, strict=True)), labels, classes
 
 
+def _note_of_keys(options: SourceOptions, left_out: LeftOut) -> Iterator[str]:
+    """A line if samples have no labels, but files that may have them."""
+    suffixes = sorted(left_out.suffixes)
+    if suffixes or options.label_key:
+        key = f"by --label-key {options.label_key}" if options.label_key else "in .cls"
+        beside = ", ".join(f".{suffix}" for suffix in suffixes[:_NAMED]) + ", …" * (len(suffixes) > _NAMED)
+        yield (
+            f"no sample has a label {key}; beside the images are {beside or 'no files'}: --label-key takes labels from "
+            "another suffix, as target.cls, or from a field at the top of .json"
+        )
+
+
 def _note_of_none(texts: Set[str]) -> Iterator[str]:
     """A line if other texts than the usual ones say that an image has no label."""
     if unusual := sorted(texts - {"", "-1"}):
-        yield f"labels that are missing or negative are none: {', '.join(map(quoted, unusual[:_NAMED]))}"
+        yield f"labels that are missing or negative are none: {', '.join(map(name_of_class, unusual[:_NAMED]))}"
 
 
 def _class_folders(folder: Folder, options: SourceOptions, notes: list[str]) -> tuple[bool, bool]:
@@ -362,6 +390,6 @@ def _labels(split: Split) -> str:
     if number == 1:
         return "all of one class, which is no label"
     names = [name for label, name in enumerate(split.classes) if label in split.counts]
-    shown = f" ({', '.join(map(quoted, names[:_NAMED]))}{', …' * (number > _NAMED)})" if names else ""
+    shown = f" ({', '.join(map(name_of_class, names[:_NAMED]))}{', …' * (number > _NAMED)})" if names else ""
     without = f", {split.counts[NO_LABEL]:,} without a label" if split.counts[NO_LABEL] else ""
     return f"{number:,} classes{shown}{without}"

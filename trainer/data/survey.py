@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,24 +49,40 @@ class Sample(NamedTuple):
         """Number of broken images beyond which a run or a pack ends."""
         return self.options.limit_of_broken(self.number)
 
+    def value_range(self) -> Iterator[str]:
+        """A line for the values of images of 16 bits or more; apart from few that use more than the others."""
+        values = [one.values for one in self.intact if one.values]
+        if values:
+            top = max(_dark([high for _, high in values]) or (high for _, high in values))
+            lows = [low for low, high in values if high <= top]
+            of = " of 65,535" if top < 1 << 16 else ""
+            yield f"values: {min(lows):,} to {top:,}{of} in {len(lows):,} of {len(values):,} images of 16 bits or more"
+
     def warnings(self) -> Iterator[str]:
         """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
         deep, of_colour = (
-            [one.largest for one in self.intact if one.largest is not None and one.mode.startswith("I") == is_grey]
+            [one.values[1] for one in self.intact if one.values and one.mode.startswith("I") == is_grey]
             for is_grey in (True, False)
         )
-        if of_colour and max(of_colour) < 1 << 15:
+        if dark := _dark(of_colour):
             yield (
-                f"{len(of_colour):,} sampled colour images of 16 bits have values up to {max(of_colour):,} only, which "
-                "are shown dark: their higher 8 bits are read, and --pixel-range is for grey images: store them in 8"
+                f"{len(dark):,} of {len(of_colour):,} sampled colour images of 16 bits have values up to {max(dark):,} "
+                "only, which are shown dark: their higher 8 bits are read, and --pixel-range is for grey images: store "
+                "them in 8"
             )
-        if deep and max(deep) < 1 << 15 and not self.options.pixel_range:
+        if (dark := _dark(deep)) and not self.options.pixel_range:
             yield (
-                f"{len(deep):,} sampled images of 16 bits have values up to {max(deep):,} only, which are shown dark: "
-                f"--pixel-range 0 {(1 << max(deep).bit_length()) - 1} uses their range"
+                f"{len(dark):,} of {len(deep):,} sampled images of 16 bits have values up to {max(dark):,} only, which "
+                f"are shown dark: --pixel-range 0 {(1 << max(dark).bit_length()) - 1} uses their range"
             )
         if self.options.alpha != "ignore" and (bands := sum(one.fourth_band for one in self.intact)):
             yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
+
+
+def _dark(largest: Sequence[int]) -> list[int]:
+    """The largest values of images that use less than half of 16 bits; none if more than a quarter use more."""
+    dark = [value for value in largest if value < 1 << 15]
+    return dark if 4 * len(dark) >= 3 * len(largest) else []
 
 
 def sample(images: DecodedImages, most: int = _SAMPLE) -> Sample:

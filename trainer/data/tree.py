@@ -115,6 +115,8 @@ class Walk:
         status = root.stat()
         self._walked = {(status.st_dev, status.st_ino)}
         self.num_shards = 0
+        self.has_tars = False
+        """Whether there is anything that --tars decides."""
         self.tables: list[str] = []
         """Paths of the tables (Parquet or Arrow), relative to the source; they are read if there are no images."""
         self.notes: list[str] = []
@@ -128,6 +130,7 @@ class Walk:
         shown = [child for child in children if not child.name.startswith(".")]
         tars = [child for child in shown if _is_tar(child)]
         shards = bool(tars) and self._are_shards(tars)
+        self.has_tars = self.has_tars or bool(tars) or _NUMBER.fullmatch(name) is not None
         splits = self._splits_of(tars) if shards else {}
         alone = len(tars) == 1 and not any(is_folder(child) or is_image(child.name) for child in shown)
         for child in children:
@@ -184,7 +187,7 @@ class Walk:
             else "its tars are read as folders: --tars shards takes them for shards of samples"
         )
         if not shard and not tree:
-            here = here.folder(child.name.removesuffix(".tar"))
+            here = here.folder(os.path.splitext(child.name)[0])
         kept = self._options if shard else None
         add_archive(here, Path(child.path), self._relative(child), self._left_out, kept, tree=tree)
 
@@ -293,7 +296,7 @@ def _num_files(child: os.DirEntry[str]) -> int:
 
 
 def _is_tar(child: os.DirEntry[str]) -> bool:
-    return child.name.endswith(".tar") and not is_folder(child)
+    return child.name.lower().endswith(".tar") and not is_folder(child)
 
 
 def is_folder(child: os.DirEntry[str]) -> bool:

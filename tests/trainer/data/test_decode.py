@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import struct
 import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from tests.helpers.image_tree import BROKEN, ORIENTATION, encoded, odd_tree, piece
+from tests.helpers.image_tree import BROKEN, ORIENTATION, deep_png, encoded, odd_tree, piece
 from trainer.data.config import SourceOptions
 from trainer.data.decode import (
     Box,
@@ -245,25 +243,12 @@ def test_hidden_colours_are_kept_without_a_background() -> None:
         background_colour("transparent-ish")
 
 
-def deep_png(values: NDArray[np.uint16]) -> bytes:
-    """A PNG of 16 bits a channel, which Pillow does not write: LA, RGB or RGBA, uint16 [h, w, c]."""
-    height, width, channels = values.shape
-    header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
-    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in values)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    chunks = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
 @pytest.mark.parametrize("channels", [2, 3, 4])
 def test_colour_of_12_bits_in_16_is_warned_of_and_takes_no_range(channels: int) -> None:
     """Pillow reads the higher 8 bits."""
     content = deep_png(np.full((8, 8, channels), 3_000, np.uint16))
     found = facts(content)
-    assert found.largest == 11 * 256 + 255
+    assert found.values == (11 * 256, 11 * 256 + 255)
     (line,) = Sample(1, SourceOptions(), [found], []).warnings()
     assert "1 sampled colour images of 16 bits have values up to 3,071 only, which are shown dark" in line
     for call in (facts, lambda *rest: decode(rest[0], [Crop(4, centre)], rest[1])):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.image_tree import encoded, odd_tree, plain_tree
+from tests.helpers.image_tree import deep_png, encoded, odd_tree, plain_tree
 from trainer.data.__main__ import main
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
@@ -61,7 +61,8 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         "classes, largest first: a 9, b 9, c 9",
         "shorter side 1 to 48 px, median 48 (of 27 images that were decoded)",
         "JPEG RGB 14",
-        "values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
+        "values: 0 to 4,095 of 65,535 in 1 of 1 images of 16 bits or more",
+        "1 of 1 sampled images of 16 bits have values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
         "1 sampled TIFFs have a fourth band",
         "broken: 4 of 27 images that were decoded, about 4 in all; runs and packs end at more than 100: --max-broken",
         f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
@@ -86,6 +87,27 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
     ):
         assert line in printed
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_few_bright_pixels_hide_no_range_of_12_bits(
+    channels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(50):
+        deep = np.full((8, 8, channels), 4_071 - number, np.uint16)
+        deep[0, 0] = 65_535 if number in (3, 7) else 0
+        (tmp_path / f"{number}.png").write_bytes(deep_png(deep))
+    assert call("inspect", tmp_path) == 0
+    printed, high = capsys.readouterr().out, "4,095" if channels == 3 else "4,071"
+    assert f"values: 0 to {high} of 65,535 in 48 of 50 images" in printed
+    assert f"48 of 50 sampled {'colour ' * (channels == 3)}images of 16 bits have values up to {high} only" in printed
+    assert ("--pixel-range 0 4095 uses" in printed) == (channels == 1)
+    for number in range(0, 50, 3):
+        (tmp_path / f"{number}.png").write_bytes(deep_png(np.full((8, 8, channels), 65_535, np.uint16)))
+    assert call("inspect", tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "shown dark" not in printed
+    assert "values: 0 to 65,535 of 65,535 in 50 of 50 images" in printed
 
 
 def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

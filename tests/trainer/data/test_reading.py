@@ -135,6 +135,19 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     )
 
 
+def test_a_note_on_splits_beside_another_folder_keeps_the_tests(tmp_path: Path) -> None:
+    for name in ("docs", "test", "train", "val"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(jpeg(1))
+    advice = (
+        "train/ lies beside docs/ and is read as a class: --split train:{0} reads it as the training images, and {0}/"
+    )
+    assert f"{advice.format('test')} as the test images" in read_source(tmp_path).notes
+    shutil.rmtree(tmp_path / "test")
+    assert f"{advice.format('val')} as the test images" in read_source(tmp_path).notes
+    assert [split.name for split in read_source(tmp_path, SourceOptions(split="train:val")).splits] == ["train", "val"]
+
+
 def test_a_test_split_may_lack_a_class_and_keeps_the_numbers(tmp_path: Path) -> None:
     plain_tree(tmp_path / "train", 6)
     plain_tree(tmp_path / "test", 6)
@@ -189,6 +202,52 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
     reading = read_source(tmp_path)
     assert reading.train.counts == {0: 6, 1: 6, -1: 1}
     assert "1 image has no label: training uses all, evaluations and probes do not" in reading.lines()
+
+
+@pytest.mark.parametrize(
+    ("beside", "key", "said"),
+    [
+        ({"json": b'{"meta": {"label": 1}}'}, None, "in .cls; beside the images are .json: --label-key takes labels"),
+        ({"target.cls": b"1", "index": b"2"}, None, "in .cls; beside the images are .index, .target.cls: --label-key"),
+        ({"json": b'{"meta": {"label": 1}}'}, "meta.label", "by --label-key meta.label; beside the images are .json:"),
+        ({"cls": b"1"}, "nosuch", "by --label-key nosuch; beside the images are .cls: "),
+        ({}, "nosuch", "by --label-key nosuch; beside the images are no files: "),
+        ({}, None, None),
+        ({"target.cls": b"1", "index": b"2"}, "index", None),
+    ],
+)
+def test_samples_without_a_label_say_which_files_may_have_it(
+    beside: dict[str, bytes], key: str | None, said: str | None, tmp_path: Path
+) -> None:
+    for shard in range(2):
+        members = {"0.jpg": jpeg(0)} | {f"0.{suffix}": content for suffix, content in beside.items()}
+        write_tar(tmp_path / f"{shard:05d}.tar", members)
+    reading = read_source(tmp_path, SourceOptions(label_key=key))
+    notes = [note for note in reading.notes if "no sample has a label" in note]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
+
+
+def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
+    plain_tree(tmp_path / "set", 6)
+    write_shard(tmp_path / "shards/0000.tar", ["1", "2"])
+    (tmp_path / "list.txt").write_text("set/a/0000.jpg 1\n")
+    (tmp_path / "list.csv").write_text("path,kind\nset/a/0000.jpg,x\n")
+    given = {"label_key": "json", "tars": "shards", "image_column": "path", "label_column": "kind"}
+    uses = {
+        "set": [],
+        "shards": ["label_key", "tars"],
+        "shards/0000.tar": ["label_key", "tars"],
+        "shards/{0000..0000}.tar": ["label_key", "tars"],
+        "list.txt": [],
+        "list.csv": ["image_column", "label_column"],
+    }
+    for source, used in uses.items():
+        named = given if source != "list.txt" else {**given, "image_column": None}  # which makes it a CSV
+        reading = read_source(tmp_path / source, SourceOptions(**named))
+        notes = [note.partition(" ")[0] for note in reading.notes if "has no effect: there are no" in note]
+        unused = [name for name, value in named.items() if value and name not in used]
+        assert notes == [f"--{name.replace('_', '-')}" for name in unused], source
 
 
 def test_folders_of_shards_are_no_classes(tmp_path: Path) -> None:
@@ -342,6 +401,15 @@ def test_tars_of_synsets_are_like_folders(tmp_path: Path) -> None:
     assert np.array_equal(plain.labels(), packed.labels())
     assert [plain.read(i) for i in range(9)] == [packed.read(i) for i in range(9)]
     assert packed.path(0) == f"{tars}/a.tar:0000.jpg"
+
+
+def test_suffixes_of_tars_may_be_capitals(tmp_path: Path) -> None:
+    for name in ("k1.tar", "k2.TAR", "k3.Tar"):
+        write_tar(tmp_path / "classes" / name, {"0.jpg": jpeg(1)})
+    for split in ("train", "test"):
+        write_shard(tmp_path / "shards" / f"{split}-000000.TAR", ["1", "2"])
+    assert listed(tmp_path / "classes")[1].classes == ("k1", "k2", "k3")
+    assert [split.name for split in read_source(tmp_path / "shards").splits] == ["train", "test"]
 
 
 def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
@@ -601,6 +669,35 @@ def test_a_list_with_a_byte_order_mark_and_a_line_again(tmp_path: Path) -> None:
     listing, _ = listed(tmp_path / "list.txt")
     assert paths(listing) == ["a.jpg", "b.jpg"]
     assert listing.labels().tolist() == [3, 4]
+
+
+def test_a_path_with_two_labels_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jpg").write_bytes(jpeg(1))
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,cat\nb.jpg,dog\na.jpg,cat\nb.jpg,cat\n")
+    assert listed(tmp_path / "list.csv")[0].labels().tolist() == [0, 1]
+    assert left_out_of(tmp_path / "list.csv") == (
+        "1 name that comes again (a.jpg), 1 name that comes again with another label (the first is kept) (b.jpg)"
+    )
+
+
+def test_a_list_in_utf_16_says_so(tmp_path: Path) -> None:
+    """As spreadsheets save it."""
+    (tmp_path / "list.csv").write_text("path,label\na.jpg,1\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"list\.csv is text in UTF-16: save it in UTF-8"):
+        read_source(tmp_path / "list.csv")
+
+
+def test_a_label_with_a_comma_is_one_label(tmp_path: Path) -> None:
+    for name in ("a", "b, c"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "0.jpg").write_bytes(jpeg(1))
+    (tmp_path / "set/notes.txt").write_text("x")
+    lines = list(inspect_source(tmp_path / "set", SourceOptions()))
+    assert "  images in class folders: 2 images, 2 classes (a, 'b, c')" in lines
+    assert "  classes, largest first: a 1, 'b, c' 1" in lines
+    shutil.rmtree(tmp_path / "set/a")
+    assert "2 files: 1 image, 1 left out" in read_source(tmp_path / "set").lines()
 
 
 def test_numbers_of_one_class_are_no_labels(tmp_path: Path) -> None:
