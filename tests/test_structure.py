@@ -122,6 +122,24 @@ def test_no_folders_import_each_other(rule: dict[str, set[str]]) -> None:
     TopologicalSorter(rule).prepare()  # raises CycleError
 
 
+def files_imported(path: Path) -> set[Path]:
+    """The files of the project that a file imports, at the top or inside functions; the `__init__` of folders aside."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {file for name in names if (file := ROOT / f"{name.replace('.', '/')}.py").exists()}
+
+
+@pytest.mark.parametrize("top", ["weightserver", "trainer", "experiments", "benchmarks", "deploy"])
+def test_no_files_import_each_other(top: str) -> None:
+    files = {path: files_imported(path) for path in (ROOT / top).rglob("*.py")}
+    assert any(files.values())
+    TopologicalSorter(files).prepare()  # raises CycleError, which names the files
+
+
 def test_the_trainer_takes_public_names_only() -> None:
     """The names that `weightserver` exports, and those of the folders that everyone may import."""
     commands = ("weightserver.operations.arguments", "weightserver.operations.export")

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.data.datasets import FOLDER
+from trainer.data.config import FOLDER
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.survey import checked_sample
 from trainer.run.checkpoint_file import num_images_to_resume

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from weightserver.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trainer.data.datasets import DATASETS, DECODED, SYNTHETIC, Dataset, TrainImages, load_dataset, load_splits
+    from trainer.data.config import DECODED
+    from trainer.data.datasets import DATASETS, SYNTHETIC, Dataset, TrainImages, load_dataset, load_splits
     from trainer.data.synthetic import SyntheticImages
 
 __all__ = [
@@ -22,5 +23,5 @@ __all__ = [
     "load_dataset",
     "load_splits",
 ]
-_ELSEWHERE = {"SyntheticImages": "trainer.data.synthetic"}
+_ELSEWHERE = {"DECODED": "trainer.data.config", "SyntheticImages": "trainer.data.synthetic"}
 __getattr__ = lazy_names(__name__, {name: _ELSEWHERE.get(name, "trainer.data.datasets") for name in __all__})

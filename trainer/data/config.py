@@ -31,6 +31,9 @@ TESTS = ("test", "testing", "val", "validation", "valid", "dev")
 """Lower-case words in the names of splits; of several tests, the first counts."""
 SIZES = {"fashion-mnist": 60_000, "cifar-10": 50_000}
 """Numbers of training images in data sets that are known by name."""
+FOLDER, PACKED = "folder", "packed"
+DECODED = (FOLDER, PACKED)
+"""Data sets whose images are decoded for each use."""
 _USUAL = {
     "alpha": "show",
     "background": "white",
@@ -203,8 +206,6 @@ class DataConfig(SourceOptions):
         check_at_least(self, 1, "decode_threads")
 
     def unused_settings(self) -> dict[str, str]:
-        from trainer.data.datasets import DECODED
-
         names = ("decode_threads", *(one.name for one in fields(SourceOptions)))
         return {} if self.dataset in DECODED else dict.fromkeys(names, "--dataset packed or folder")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.data.cifar import CLASSES as CIFAR_CLASSES
 from trainer.data.cifar import read_cifar
-from trainer.data.config import SourceOptions
+from trainer.data.config import DECODED, FOLDER, PACKED, SourceOptions
 from trainer.data.decode import decoded_side
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.idx import find_idx, read_idx
@@ -533,9 +533,4 @@ DATASETS: dict[str, Callable[[Path | None], Dataset]] = {
     "idx": _load_idx,
 }
 """Labelled data sets that are loaded into memory."""
-
-
-FOLDER, PACKED = "folder", "packed"
-DECODED = (FOLDER, PACKED)
-"""Data sets whose images are decoded for each use."""
 SYNTHETIC = "synthetic"

@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import DECODED, SYNTHETIC
-from trainer.data.config import DataConfig, SourceOptions
-from trainer.data.datasets import FOLDER
+from trainer.data.config import FOLDER, DataConfig, SourceOptions
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
