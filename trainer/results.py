@@ -143,7 +143,7 @@ def finish(result: TrainResult, others: Mapping[str, Path] | None = None) -> Non
                 f"Trained on {num_images:,} images without labels; both probes use all {num_labels:,} and their labels."
             )
         for name, most in _most_compared(evaluated).items():
-            if most < (every := len(evaluated.train_images)):
+            if name in compared and most < (every := len(evaluated.train_images)):
                 print(f"{name.capitalize()}: of {most:,} of the {every:,} training images, to save minutes.")
         if verdict := _verdict({name: row for name, row in compared.items() if name not in others}):
             print(verdict)
@@ -264,7 +264,8 @@ def _verdict(compared: Results) -> str:
 
 def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     """The results of the trained encoder, of those of other runs, of the one that training began with, and of raw
-    pixels; empty without any. Those that were found before are read."""
+    pixels; empty without any. Those that were found before are read. Ctrl-C leaves out the references that are missing.
+    """
     config, dataset, pixels = result.config, result.dataset.evaluated, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
@@ -280,7 +281,13 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     known |= {name: _read_comparison(run).get(_TRAINED, {}) for name, run in others.items()}
     compared: Results = {}
     for name in (_TRAINED, *others, _UNTRAINED, _PIXELS):
-        compared[name] = known[name] if name in known else evaluations[name]()
+        try:
+            compared[name] = known[name] if name in known else evaluations[name]()
+        except KeyboardInterrupt:
+            if name == _TRAINED:
+                raise
+            say(Remark("interrupted: the comparison is left out from here on; --resume makes it", features=name))
+            break
     _write_comparison(config.run.output, compared)
     return compared
 

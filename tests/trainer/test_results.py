@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -383,6 +384,36 @@ def test_a_run_that_ends_at_chance_says_so(labelled: Any) -> None:
             assert advice in text
     finally:
         (output / "metrics.jsonl").write_text(before)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(("features", "left"), [("encoder_features", 1), ("pixel_features", 2)])
+def test_ctrl_c_leaves_out_the_references_that_are_missing(
+    labelled: Any,
+    features: str,
+    left: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is there is printed and drawn, and the command goes on; the next one computes the others."""
+    output = shutil.copytree(labelled.config.run.output, tmp_path / "run")
+    for name in ("comparison.json", "training.png"):
+        (output / name).unlink(missing_ok=True)
+    run = replace(labelled, config=labelled.config.with_settings(output=output))
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.results, features, lambda *_: signal.raise_signal(signal.SIGINT))
+        finish(run)
+    printed = capsys.readouterr()
+    names = ["trained encoder", "untrained encoder", "raw pixels"]
+    for number, name in enumerate(names):
+        assert (f"│ {name} " in printed.out) == (number < left)
+    assert "interrupted: the comparison is left out from here on; --resume makes it\n" in printed.err
+    assert (output / "training.png").exists()
+    assert "\nNext:\n  " in printed.out
+    assert list(json.loads((output / "comparison.json").read_text())) == names[:left]
+    finish(run)
+    assert list(json.loads((output / "comparison.json").read_text())) == names
 
 
 @pytest.mark.guard
