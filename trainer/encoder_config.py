@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale
 from trainer.settings import Settings, check_of_table, named_by_flags
@@ -14,6 +16,13 @@ Norm = Literal["batch", "group"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
 OF_SMALL = ("width", "blocks", "stem_stride", "pool_size", "norm")
 """Settings of an encoder that only "small" has."""
+_INSTEAD = {"img_size": "give --encoder.image-size", "in_chans": "give --encoder.in-channels"}
+_SET_BY_TRAINER = {
+    *("num_classes", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+    *("weights", "weights_backbone", "model_name", "name"),
+    *_INSTEAD,
+}
+"""Keywords of the libraries that are no options: the trainer chooses them, or they would load other weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,9 @@ class EncoderConfig:
     """Channels of an image, 1 or 3. torchvision's models need 3; grey images are repeated for them."""
     image_size: int = 28
     """Side of an image, in pixels."""
+    options: tuple[str, ...] = ()
+    """Keyword arguments NAME=VALUE of timm's or torchvision's model, as zero_init_last=False drop_path_rate=0.1. Values
+    are Python literals, otherwise texts."""
     width: int = 32
     """Channels of the first stage of "small"; each further stage doubles them."""
     blocks: tuple[int, ...] = (1, 1, 1)
@@ -57,6 +69,7 @@ class EncoderConfig:
             raise ArgumentError("norm", f"is {self.norm!r}: give {' or '.join(NORMS)}")
         if self.norm != "batch" and self.name not in ("small", "none"):
             raise ArgumentError("norm", f"is {self.norm!r}, but {self.name!r} has its own: choose small for it")
+        self.keywords()
         mean, std = self.pixel_mean, self.pixel_std
         if (mean is None) != (std is None):
             raise ArgumentError("pixel_mean", f"is {mean} and the standard deviation {std}: give both or neither")
@@ -73,12 +86,44 @@ class EncoderConfig:
                 "pixel_mean", f"is {mean} and the standard deviation {std}: give means of 0 to 1 and deviations above 0"
             )
 
+    def keywords(self) -> dict[str, Any]:
+        """The `options` by name.
+
+        Raises:
+            ArgumentError: one that is not NAME=VALUE, is given twice or is the trainer's, or an encoder without any.
+        """
+        found: dict[str, Any] = {}
+        for option in self.options:
+            name, is_assigned, text = option.partition("=")
+            if self.name in ("small", "none"):
+                raise ArgumentError("options", f"{option} is for models of timm and torchvision, not for {self.name}")
+            if not is_assigned or not name.isidentifier():
+                raise ArgumentError("options", f"{option} is not NAME=VALUE: give zero_init_last=False, for example")
+            if name in _SET_BY_TRAINER:
+                raise ArgumentError("options", f"{option} sets what the trainer sets: {_INSTEAD.get(name, 'omit it')}")
+            if name in found:
+                raise ArgumentError("options", f"{option} sets {name} again: give it once")
+            if text in ("true", "false", "none"):
+                raise ArgumentError("options", f"{option} would be a text: give {name}={text.title()}")
+            found[name] = _literal(text)
+        return found
+
     @property
     def pixels(self) -> PixelScale:
         """The scale of the encoder's input."""
         if self.pixel_mean is None or self.pixel_std is None:
             return MINUS_ONE_TO_ONE
         return PixelScale(self.pixel_mean, self.pixel_std)
+
+
+def _literal(text: str) -> Any:
+    """A Python literal that JSON can hold, as exports do; otherwise the text."""
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

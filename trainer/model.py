@@ -7,7 +7,8 @@ normalised float32 images [B, C, H, W] (`trainer.data.pixels.normalise`). BatchN
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -87,7 +88,9 @@ def build_encoder(config: EncoderConfig) -> nn.Module:
                 f"unknown encoder {config.name!r}: give small, none, timm:NAME or a torchvision classifier"
             )
         options = {"zero_init_residual": True} if "resne" in name else {}  # ResNet, ResNeXt, Wide ResNet
-        return TorchvisionEncoder(models.get_model(name, weights=None, **options))
+        with _refusals(config):
+            classifier = models.get_model(name, weights=None, **options | config.keywords())
+        return TorchvisionEncoder(classifier)
     raise ValueError(f"unknown kind of encoder {config.name!r}: give small, none, timm:NAME or torchvision:NAME")
 
 
@@ -96,19 +99,31 @@ def _of_timm(name: str, config: EncoderConfig) -> nn.Module:
     timm = import_module("timm")
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}: timm.list_models() lists them")
-    try:
+    with _refusals(config):
         encoder: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, **timm_options(name, config))
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"encoder {config.name!r} cannot take {config.image_size} px images: {reason}") from error
     return encoder
+
+
+@contextmanager
+def _refusals(config: EncoderConfig) -> Iterator[None]:
+    """Turns what a library raises inside into a ValueError of one line that names the encoder and its options."""
+    try:
+        yield
+    except Exception as error:  # values of options can make a library raise anything
+        if not config.options and not isinstance(error, TypeError | ValueError | AssertionError | RuntimeError):
+            raise
+        given = f" with --encoder.options {' '.join(config.options)}" if config.options else ""
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"encoder {config.name!r} cannot take {config.image_size} px images{given}: {reason}"
+        ) from error
 
 
 def timm_options(name: str, config: EncoderConfig) -> dict[str, Any]:
     """The options of timm's model; one whose weights depend on the images' size, by its positions, is for theirs."""
     usual = import_module("timm").get_pretrained_cfg(name)
     fits = usual is None or not usual.fixed_input_size or usual.input_size[-1] == config.image_size
-    return {"in_chans": config.in_channels} | ({} if fits else {"img_size": config.image_size})
+    return {"in_chans": config.in_channels} | ({} if fits else {"img_size": config.image_size}) | config.keywords()
 
 
 def small_options(config: EncoderConfig) -> dict[str, Any]:
@@ -217,7 +232,7 @@ def encoder_from_tensors(tensors: dict[str, Tensor], options: Any, path: Path) -
         }
         config = EncoderConfig(**fields)
         config.check()
-        if missing := asdict(config).keys() - fields.keys():
+        if missing := asdict(config).keys() - fields.keys() - {"options"}:  # without them there were none
             raise ValueError(f"it is of an earlier version, without {', '.join(sorted(missing))}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} names an encoder that cannot be built ({error}): give another") from error

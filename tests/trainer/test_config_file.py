@@ -18,6 +18,7 @@ _OF_EVERY_KIND = [
     *("--epochs", "0.1", "--no-evaluate", "--num-negatives", "64", "--wandb-project", "None", "--correction", "paper"),
     *("--warmup-fraction", "0.25", "--encoder.blocks", "2", "1", "--augmentation.no-strong", "--rows", "remote"),
     *("--view-size", "None", "--augmentation.blur-sigma", "0.01", "1e-1", "--seed", str(2**64 - 1)),
+    *("--encoder.name", "timm:resnet18", "--encoder.options", "zero_init_last=False", "act_layer='a \"b\"'"),
     *("--output", 'a "b" \\ = #\x7f\nü', "--labels=-C"),
 ]
 

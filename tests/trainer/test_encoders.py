@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,11 @@ def export(*arguments: object) -> int | str | None:
 
 
 def a_run(path: Path, name: str, in_channels: int = 3) -> Path:
-    """A run's files; its encoder has weights and statistics unlike any library's initial ones."""
+    """A run's files; its encoder, a name and options, has weights and statistics unlike any library's initial ones."""
+    name, *options = name.split()
     mean, std = IMAGENET if in_channels == 3 else ((0.286,), (0.353,))
     config = EncoderConfig(name=name, in_channels=in_channels, image_size=SIDE, pixel_mean=mean, pixel_std=std)
+    config = replace(config, options=tuple(options))
     torch.manual_seed(1)
     encoder = build_encoder(config)
     for module in encoder.modules():
@@ -104,6 +107,8 @@ def names_of_the_card(directory: Path) -> dict[str, Any]:
     [
         ("resnet18", 3, "torchvision"),
         ("resnet18", 1, "timm"),
+        ("mobilenet_v2 width_mult=0.5", 3, "torchvision"),
+        ("timm:resnet10t act_layer=silu stem_width=16", 3, "timm"),
         *(
             pytest.param(*case, marks=pytest.mark.guard)
             for case in [
@@ -113,6 +118,8 @@ def names_of_the_card(directory: Path) -> dict[str, Any]:
                 ("timm:resnet50", 3, "torchvision"),
                 ("timm:resnet18.a1_in1k", 3, "torchvision"),
                 ("timm:resnet10t", 1, "timm"),
+                ("timm:resnet18 drop_path_rate=0.1", 3, "torchvision"),
+                ("resnet18 zero_init_residual=False", 3, "timm"),
             ]
         ),
     ],

@@ -15,6 +15,7 @@ from trainer.model import (
     EncoderConfig,
     build_encoder,
     build_model,
+    encoder_metadata,
     load_encoder,
     save_encoder,
 )
@@ -118,8 +119,12 @@ def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [GROUP, *(EncoderConfig(name=name, width=8) for name in ("small", "none", "timm:resnet10t", "resnet18"))],
-    ids=lambda config: f"{config.name}-{config.norm}",
+    [
+        GROUP,
+        *(EncoderConfig(name=name, width=8) for name in ("small", "none", "timm:resnet10t", "resnet18")),
+        EncoderConfig(name="timm:resnet10t", options=("act_layer=silu", "stem_width=16", "drop_path_rate=0.1")),
+    ],
+    ids=lambda config: f"{config.name}-{config.norm}-{len(config.options)}",
 )
 def test_an_encoder_file_rebuilds_the_encoder(tmp_path: Path, config: EncoderConfig) -> None:
     model = build_model(config, seed=0)
@@ -160,6 +165,20 @@ def with_an_unknown_option(path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, path, metadata={"format": "pic-encoder-1", "encoder": encoder})
 
 
+def with_a_path_of_weights(path: Path) -> None:
+    encoder = json.dumps({"name": "timm:resnet18", "options": ["checkpoint_path=a.pth"]})
+    save_file({"weight": torch.zeros(3)}, path, metadata={"format": "pic-encoder-1", "encoder": encoder})
+
+
+def test_an_encoder_file_without_options_has_none(tmp_path: Path) -> None:
+    encoder, path = build_encoder(SMALL), tmp_path / "encoder.safetensors"
+    metadata = encoder_metadata(SMALL)
+    settings = json.loads(metadata["encoder"])
+    assert settings.pop("options") == []
+    save_file(encoder.state_dict(), path, metadata | {"encoder": json.dumps(settings)})
+    assert load_encoder(path)[1] == SMALL
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -169,6 +188,7 @@ def with_an_unknown_option(path: Path) -> None:
         (without_metadata, "not a pic-encoder-1 file"),
         (of_another_encoder, "does not hold the encoder it names, 'small'"),
         (with_an_unknown_option, "names an encoder that cannot be built.*wings"),
+        (with_a_path_of_weights, "names an encoder that cannot be built.*checkpoint_path=a.pth sets what the trainer"),
     ],
 )
 def test_a_wrong_encoder_file_gives_one_clear_line(tmp_path: Path, write: Any, message: str) -> None:
@@ -187,6 +207,15 @@ def test_a_wrong_encoder_file_gives_one_clear_line(tmp_path: Path, write: Any, m
         ({"name": "hub:resnet18"}, "unknown kind of encoder 'hub:resnet18'"),
         ({"name": "vgg11"}, "encoder 'vgg11' cannot take 28 px images"),
         ({"name": "squeezenet1_1", "image_size": 64}, "no linear layer"),
+        (
+            {"name": "timm:resnet18", "options": ("wings=2",)},
+            r"encoder 'timm:resnet18' cannot take 28 px images with --encoder\.options wings=2: .*argument 'wings'",
+        ),
+        (
+            {"name": "resnet18", "options": ("wings=2", "groups=1")},
+            r"'resnet18' .* with --encoder\.options wings=2 groups=1: .*argument 'wings'",
+        ),
+        ({"name": "timm:resnet18", "options": ("act_layer=wings",)}, r"with --encoder\.options act_layer=wings: "),
         ({"in_channels": 2}, "in_channels is 2"),
         ({"width": 0}, "width is 0"),
         ({"blocks": ()}, "blocks is"),

@@ -238,6 +238,34 @@ def test_all_problems_are_found_and_name_their_settings() -> None:
     assert [problem.settings for problem in config.problems()] == [("rows", "resume"), ("labels", "extend")]
 
 
+def test_options_of_an_encoder_are_literals_or_texts() -> None:
+    words = "--encoder.name timm:resnet18 --encoder.options a=False b=0.1 c=(1,2) d=silu e= f='3' g=h=i j=b'k'"
+    encoder = parse_config(["synthetic", *words.split()]).model.encoder
+    expected = {"a": False, "b": 0.1, "c": (1, 2), "d": "silu", "e": "", "f": "3", "g": "h=i", "j": "b'k'"}
+    assert encoder.keywords() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("small", "a=1", "a=1 is for models of timm and torchvision, not for small"),
+        ("none", "a=1", "a=1 is for models of timm and torchvision, not for none"),
+        ("timm:resnet18", "a", "a is not NAME=VALUE: give zero_init_last=False, for example"),
+        ("timm:resnet18", "=1", "=1 is not NAME=VALUE"),
+        ("timm:resnet18", "img_size=8", "img_size=8 sets what the trainer sets: give --encoder.image-size"),
+        ("timm:resnet18", "in_chans=1", "in_chans=1 sets what the trainer sets: give --encoder.in-channels"),
+        ("timm:resnet18", "pretrained=True", "pretrained=True sets what the trainer sets: omit it"),
+        ("resnet18", "num_classes=3", "num_classes=3 sets what the trainer sets: omit it"),
+        ("timm:resnet18", "a=1 a=2", "a=2 sets a again: give it once"),
+        ("timm:resnet18", "a=true", "a=true would be a text: give a=True"),
+    ],
+)
+def test_options_that_no_encoder_has_are_refused_in_one_line(name: str, option: str, message: str) -> None:
+    config = parse_config(["synthetic", "--encoder.name", name, "--encoder.options", *option.split()])
+    (problem,) = config.problems()
+    assert str(problem).startswith(f"--encoder.options {message}")
+
+
 def test_correction_takes_a_name_and_has_a_flag_for_none() -> None:
     cases = {"": "exact", "--correction paper": "paper", "--correction=none": "none", "--no-correction": "none"}
     for words, expected in cases.items():

@@ -164,7 +164,7 @@ def convert(encoder: nn.Module, config: EncoderConfig, library: str) -> LibraryE
     pixels = config.pixels.channels(in_channels)
     last = encoder.last if isinstance(encoder, TorchvisionEncoder) else ""
     if library == home:
-        return LibraryEncoder(library, name, in_channels, pixels, tensors, last)
+        return LibraryEncoder(library, name, in_channels, pixels, tensors, last, config.keywords())
     name = name.partition(".")[0]  # timm: without the tag of pretrained weights
     if library != "timm" and in_channels != 3:
         raise ValueError(f"{library}'s {name} takes colour images, but this encoder grey ones: choose timm")
@@ -177,7 +177,7 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
     """The other library's model with the encoder's weights. Raises ValueError if it computes other features."""
     library = name.partition(":")[0]
     try:
-        counterpart = build_encoder(replace(config, name=name, in_channels=in_channels)).eval()
+        counterpart = build_encoder(replace(config, name=name, in_channels=in_channels, options=())).eval()
     except ValueError as error:
         raise ValueError(f"{library} has no counterpart of {config.name!r}: {error}") from None
     try:
@@ -200,10 +200,11 @@ def _counterpart(encoder: nn.Module, config: EncoderConfig, name: str, in_channe
 def _timm_config(converted: LibraryEncoder, config: EncoderConfig) -> dict[str, Any]:
     """timm's description of a model; its scripts prepare images by pretrained_cfg."""
     is_small = converted.name == SMALL_IN_TIMM
+    without = replace(config, options=())  # those of torchvision are not timm's
     options = (
         small_options(config)
         if is_small
-        else timm_options(converted.name, config) | {"in_chans": converted.in_channels}
+        else timm_options(converted.name, without) | {"in_chans": converted.in_channels} | converted.options
     )
     return {
         "architecture": converted.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class LibraryEncoder:
     """Weights under the library's names, without a classifier."""
     last: str = ""
     """torchvision: the linear layer to replace by nn.Identity."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the library's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,4 +112,4 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
     autoescape=False,  # Markdown
 )
-_TEMPLATES.filters |= {"listed": _listed, "attribute": _attribute, "number": number}
+_TEMPLATES.filters |= {"listed": _listed, "attribute": _attribute, "number": number, "repr": repr}
