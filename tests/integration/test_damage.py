@@ -246,6 +246,27 @@ def test_another_format_is_refused_by_all(found: object, tmp_path: Path) -> None
     assert [message in problem for problem in verify_directory(source).problems] == [True]
 
 
+def test_a_refused_directory_stays_as_it_is(tmp_path: Path) -> None:
+    """Other users keep their access to it: the version that wrote it may be one that lets them."""
+    (source,) = make_shards(tmp_path, 1)
+    storage = LmdbStorage(source)
+    with storage.write() as txn:
+        put_json(txn, "identity", {"format": "0.2", "shard": 0, "num_shards": 1})
+    storage.close()
+
+    def found() -> dict[Path, tuple[int, bytes]]:
+        files = {path: path.read_bytes() for path in (source / "data.mdb", source / "owner.lock")}
+        return {path: (path.stat().st_mode, files.get(path, b"")) for path in (source, *source.iterdir())}
+
+    for path in (source, *source.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    before = found()
+    assert_one_line(cli("serve", "--data-dir", source, "--listen", "127.0.0.1:0"), "shard-0 has format 0.2")
+    with pytest.raises(StorageError, match="has format"):
+        ShardBuilder(source, shard=0, num_shards=1, origin={})
+    assert found() == before
+
+
 # ---- disks
 
 

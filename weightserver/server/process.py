@@ -46,7 +46,7 @@ from weightserver.server.security import ServerTls, TokenInterceptor
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
-from weightserver.storage.directory import holds_data
+from weightserver.storage.directory import holds_data, remove_access
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 _MAX_STREAMS = 128
@@ -140,6 +140,7 @@ def serve(config: ServerConfig) -> None:
         LmdbStorage(config.data_dir, must_exist=not config.init, on_failure=stop.fail, scattered=True)
     ) as storage:
         shard = Shard(storage, shard=config.shard, num_shards=config.num_shards)
+        remove_access(config.data_dir)  # only now: a directory that is refused stays as it is
         log_events(
             config.log_format, lambda: {"shard": shard.shard, "epoch": shard.state.epoch, "step": shard.state.clock}
         )

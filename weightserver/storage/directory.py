@@ -49,21 +49,33 @@ def require_data(directory: Path) -> None:
 
 
 def prepare(directory: Path, *, must_exist: bool) -> None:
-    """Makes the directory and its files private to this user.
+    """Makes the directory of a new shard, private to this user. One that holds data stays as it is.
 
     Raises:
         ValueError: it holds no shard, but other files.
         StorageError: it holds no data, and `must_exist`.
     """
-    if not holds_data(directory):
-        if not last_transaction(directory):
-            require_empty(directory, but=_OWN_FILES)
-        if must_exist:
-            raise missing_data(directory)
+    if holds_data(directory):
+        return
+    if not last_transaction(directory):
+        require_empty(directory, but=_OWN_FILES)
+    if must_exist:
+        raise missing_data(directory)
     make_directory(directory, mode=PRIVATE_DIRECTORY)
-    files = [directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")]
-    if (changed := make_private(directory, *files)) and holds_data(directory):
-        _log.warning("removed the access of other users to %(paths)s", {"paths": ", ".join(map(str, changed))})
+    _make_private(directory)
+
+
+def remove_access(directory: Path) -> None:
+    """Removes other users' access to a shard that is going to be used, and logs that. Raises StorageError if the file
+    system refuses."""
+    with translated(directory, (OSError,)):
+        if changed := _make_private(directory):
+            _log.warning("removed the access of other users to %(paths)s", {"paths": ", ".join(map(str, changed))})
+
+
+def _make_private(directory: Path) -> list[Path]:
+    """Returns the paths that were changed."""
+    return make_private(directory, *(directory / name for name in ("data.mdb", "lock.mdb", "owner.lock")))
 
 
 def missing_data(directory: Path) -> StorageError:

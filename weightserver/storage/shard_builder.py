@@ -16,6 +16,7 @@ from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
 from weightserver.core.spec import TableSpec
 from weightserver.core.versions import Version, newest
+from weightserver.storage.directory import remove_access
 from weightserver.storage.interface import DATABASES, Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.records import (
@@ -105,6 +106,7 @@ class ShardBuilder(Closing):
         try:
             with self._storage.write() as txn:
                 self._begin(txn)
+            remove_access(directory)
         except BaseException:
             self.close()
             raise
