@@ -144,7 +144,7 @@ FAULTS = {
         "small",
         _fill,
         {"DiskFull": (120, 240)},
-        also=frozenset({"CallsFail"}),  # if a write needs new pages
+        also=frozenset({"CallsFail", "WritesUnavailable"}),  # if a write needs new pages
         ready="NOT_READY: .*(nearly full|No space left)",
         panels=(Panel("How much space is left, now and in four hours?", min),),
     ),

@@ -1,4 +1,4 @@
-"""Writes and fetches a few rows again and again, as a trainer of a cluster does, and serves the client's metrics.
+"""Writes and fetches a few rows again and again, by a thread each as a trainer does, and serves the client's metrics.
 
 python -m deploy.game_day.load --servers ADDRESS,ADDRESS [--tls-ca ... --token-file ...]
 
@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from prometheus_client import REGISTRY
@@ -37,6 +38,8 @@ class _Run:
 
     def __init__(self, client: WeightClient) -> None:
         self._client, self._is_open, self._step = client, False, 0
+        self._next: int | None = None
+        """The step of the next push, if it is known."""
 
     def open(self) -> None:
         if not self._is_open:
@@ -44,7 +47,6 @@ class _Run:
             self._client.open_session("load")
             self._is_open = True
         self._step = self._client.describe().clock
-        self._client.extend_schedule(self._step, np.full(1, 0.1, np.float32))
 
     @property
     def _rows(self) -> Int64Array:
@@ -54,7 +56,22 @@ class _Run:
         self._client.fetch(self._rows, step=self._step)
 
     def push(self) -> None:
-        self._client.push_gradients(self._rows, np.ones((len(self._rows), DIM), np.float32), step=self._step)
+        """Asks for the step only after a failure: otherwise no write would wait for a shard that is away."""
+        if not self._is_open:
+            return
+        step, self._next = self._client.describe().clock if self._next is None else self._next, None
+        self._client.extend_schedule(step, np.full(1, 0.1, np.float32))
+        self._client.push_gradients(self._rows, np.ones((len(self._rows), DIM), np.float32), step=step)
+        self._next = step + 1
+
+
+def _repeat(*calls: Callable[[], None]) -> None:
+    for call in itertools.cycle(calls):
+        try:
+            call()
+        except WeightServerError as error:
+            print(f"{call.__name__}: {error}", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE_SECONDS)
 
 
 def main() -> None:
@@ -68,12 +85,8 @@ def main() -> None:
     security = given_options(arguments, ClientSecurity).client_arguments()
     with WeightClient(arguments.servers.split(","), **security) as client:
         run = _Run(client)
-        for call in itertools.cycle((run.open, run.fetch, run.push)):
-            try:
-                call()
-            except WeightServerError as error:
-                print(f"{call.__name__}: {error}", file=sys.stderr, flush=True)
-            time.sleep(_PAUSE_SECONDS)
+        threading.Thread(target=_repeat, args=(run.push,), daemon=True).start()
+        _repeat(run.open, run.fetch)
 
 
 if __name__ == "__main__":

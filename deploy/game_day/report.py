@@ -11,7 +11,7 @@ from deploy.game_day.faults import Fault
 from deploy.game_day.place import WHOLE
 from deploy.runbook import Done
 
-_OF_WINDOWS = {"FetchSlow", "WritesUnavailable"}
+_OF_WINDOWS = {"FetchSlow"}
 """Alerts on shares of the calls of minutes and hours, which have only begun in the short form."""
 _SHORT_SECONDS = 45.0
 """Within which an alert must fire in the short form."""

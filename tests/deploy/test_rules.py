@@ -178,7 +178,7 @@ def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else() -> None
     muted = [
         alert("FetchStuck", instance="trainer:9200", shard="0"),
         alert("FetchSlow", instance="trainer:9200", shard="0", side="client"),
-        alert("WritesUnavailable", instance="trainer:9200", shard="0", side="client"),
+        alert("WritesUnavailable", instance="trainer:9200", shard="0"),
         alert("ClockBehind", "warning", instance="shard-0:9101", shard="0"),
         alert("TrainerStalled", run="one"),
         alert("TrainerWaits", "warning", instance="trainer:9200", run="one"),

@@ -264,6 +264,23 @@ def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
     assert value("failed_calls_total", shard="0", method="PushGradients") == failed + 1, "the call, not its attempts"
 
 
+def test_a_write_that_waits_counts_as_failed_before_it_ends(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, although it succeeds in the end. Its caller may give up only after minutes, and end."""
+    monkeypatch.setattr(calls, "FAILED_SECONDS", 1.0)
+    of_write = {"shard": "0", "method": "PushGradients"}
+    with WeightClient(cluster.addresses) as client:
+        fill(client)
+        before = value("failed_calls_total", **of_write)
+        with (
+            in_thread(lambda: client.push_gradients(ROWS, np.ones((len(ROWS), SPEC.dim), np.float32), step=1)),
+            frozen(cluster, 0),
+        ):
+            wait_until(lambda: value("failed_calls_total", **of_write) == before + 1)
+        assert value("failed_calls_total", **of_write) == before + 1
+
+
 @pytest.mark.guard
 def test_a_short_restart_is_counted_and_not_logged(
     tmp_path: Path, lines: Callable[[], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 2.5
 """A shard that has sent nothing for so long although a call waits for it is reported."""
+FAILED_SECONDS = 60.0
+"""A call of which a shard has said nothing for so long counts as failed, once, although it may yet succeed: more than a
+restart takes, and less than callers wait. Alerts cannot wait until a trainer gives up, and ends with its metrics."""
 SLOW_SECONDS = 1.0
 """A call whose first attempt takes longer is logged, as it is by the shard."""
 _REMINDER_SECONDS = 60.0
@@ -70,6 +73,8 @@ class Call:
     budget_seconds: float = 0.0
     """For how long it is tried, as of that failure."""
     is_late: bool = False
+    has_failed: bool = False
+    """Whether it counts as failed."""
     outcome: str = "ok"
     """How it ended."""
 
@@ -134,7 +139,8 @@ class CallWatch:
         """No thread waits for the call any more."""
         seconds = time.monotonic() - call.started
         self._count_if_late(call, seconds)
-        metrics.failed(*call.labels).inc(call.outcome == "failed")
+        if call.outcome == "failed":
+            self._count_failed(call)
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
         if traced := spans(CLIENT):
             values: dict[str, int | str] = {"shard": call.shard, "rows": call.num_rows, "attempts": call.num_attempts}
@@ -169,13 +175,19 @@ class CallWatch:
             if not is_counted:
                 metrics.late(*call.labels).inc()
 
+    def _count_failed(self, call: Call) -> None:
+        with self._lock:
+            is_counted, call.has_failed = call.has_failed, True
+        if not is_counted:
+            metrics.failed(*call.labels).inc()
+
     def _watch(self) -> None:
         while True:
             time.sleep(_TICK_SECONDS)
             self.look()
 
     def look(self) -> None:
-        """Counts late calls, and logs which shards have become silent, remain so, or answer again."""
+        """Counts late and unanswered calls, and logs which shards have become silent, remain so, or answer again."""
         with self._looking:
             self._look(time.monotonic())
 
@@ -185,6 +197,8 @@ class CallWatch:
             self._count_if_late(call, now - call.started)
             if call.rows is not None and call.rows.num_arrived != call.num_arrived:
                 call.heard, call.num_arrived = now, call.rows.num_arrived
+            if now - call.heard >= FAILED_SECONDS:
+                self._count_failed(call)
             if now - call.heard >= SILENT_SECONDS:
                 silent.setdefault(call.target, call)
         for target, call in silent.items():

@@ -58,7 +58,10 @@ late = cache(
 )
 failed = cache(
     _counter(
-        f"{_NAME}_failed_calls", "Calls that failed after all retries, for no mistake of their caller's.", _CALL
+        f"{_NAME}_failed_calls",
+        "Calls that failed after all retries, for no mistake of their caller's, or whose shard said nothing for 60 s, "
+        "counted while they wait.",
+        _CALL,
     ).labels
 )
 waiting = cache(_gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL).labels)
