@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from docs.hooks import content_of, linked_to_pages, page_of
+from docs.hooks import content_of, linked_files, linked_to_pages, page_of, pictures_of
 from docs.site_links import dead_links
 
 ROOT = Path(__file__).parent.parent
@@ -61,19 +62,43 @@ def test_every_page_is_in_the_navigation_and_the_first_is_the_home() -> None:
     assert set(named) == {path.name for path in PAGES}
 
 
-@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
-def test_files_that_a_page_links_to_become_pages(document: Path) -> None:
-    """Their words stay in the sentence, and what a reader finds behind them is the file."""
-    targets = re.findall(r"\]\(\.\./([^)\s]+)\)", document.read_text())
-    changed = linked_to_pages(document.read_text())
-    assert "](../" not in changed
-    for target in targets:
-        assert f"]({page_of(target)})" in changed
-        if (ROOT / target).is_file():
-            text = (ROOT / target).read_text()
-            assert text.replace("](docs/", "](../") in content_of(target).replace("../../", "../")
+@pytest.mark.parametrize("document", [*(f"docs/{path.name}" for path in PAGES), *linked_files()])
+def test_links_lead_to_pages(document: str) -> None:
+    """Those of the pages of docs/, and of the repository's files that become pages."""
+    if document.startswith("docs/"):
+        changed = linked_to_pages((ROOT / document).read_text(), "docs")
+    else:
+        changed = content_of(document)
+    if not document.endswith(".md"):
+        assert not (ROOT / document).is_file() or (ROOT / document).read_text() in changed
+        return
+    places = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*")}
+    for target in linked_files():
+        places |= {page_of(target), *(f"source/{picture}" for picture in pictures_of(target))}
+    here = posixpath.dirname(page_of(document))
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)\s]*)?\)", changed)
+    assert {posixpath.normpath(posixpath.join(here, link)) for link in links} <= places
+    assert re.sub(r"\]\([^)]*\)", "", changed).endswith(re.sub(r"\]\([^)]*\)", "", (ROOT / document).read_text()))
 
 
-def test_a_link_that_leaves_the_site_keeps_its_words() -> None:
-    text = "See [the\nrules](../deploy/rules.yml) and [alerts](runbook.md#alerts)."
-    assert linked_to_pages(text) == "See [the\nrules](source/deploy/rules.yml.md) and [alerts](runbook.md#alerts)."
+def test_links_of_a_file_lead_to_pages_from_its_own_page() -> None:
+    text = "See [the\nrules](../deploy/slo.yml), [alerts](runbook.md#alerts), [a](https://b/c.md) and [here](#here)."
+    assert linked_to_pages(text, "docs") == text.replace("../deploy/slo.yml", "source/deploy/slo.yml.md")
+    text = "[1](docs/design.md#a) [2](SECURITY.md#b) [3](deploy/) [4](a.png) [5](not/there) [6](docs/hooks.py)"
+    assert linked_to_pages(text, "") == (
+        "[1](../design.md#a) [2](SECURITY.md#b) [3](deploy.md) [4](a.png) [5](not/there) [6](docs/hooks.py.md)"
+    )
+    text = "[1](../../docs/design.md) [2](../../UPGRADING.md) [3](partial_fc.md#c) [4](../bench.py)"
+    expected = "[1](../../../design.md) [2](../../UPGRADING.md) [3](partial_fc.md#c) [4](../bench.py.md)"
+    (name,) = [path.name for path in sorted((ROOT / "benchmarks").glob("*.py"))][:1]
+    text, expected = (one.replace("bench.py", name) for one in (text, expected))
+    assert linked_to_pages(text, "benchmarks/results") == expected
+
+
+def test_a_release_builds_the_site_with_its_addresses() -> None:
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), _Settings)  # noqa: S506 (a SafeLoader)
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    (build,) = [step for step in jobs["site"]["steps"] if step.get("run") == "make docs"]
+    named = {settings[name][0] for name in ("site_url", "repo_url")}
+    assert build["env"].keys() == named
+    assert all("github.repository" in build["env"][name] or "event.repository" in build["env"][name] for name in named)
