@@ -107,9 +107,11 @@ def _write_npz(path: Path, batches: Iterator[Batch], _: str) -> None:
         paths += batch.paths
         splits += [batch.split] * len(batch.paths)
         vectors.append(batch.vectors)
-    split = {"split": np.array(splits)} if any(splits) else {}
+    arrays: dict[str, Any] = {"path": np.array(paths), "vector": np.concatenate(vectors)}
+    if any(splits):
+        arrays["split"] = np.array(splits)
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, path=np.array(paths), vector=np.concatenate(vectors), **split)
+        np.savez(file, **arrays)
 
 
 def _pyarrow() -> tuple[Any, Any]:
