@@ -189,7 +189,7 @@ SPECS = {
     "huge init_std": ({"init_std": 10**400}, r"init_std must lie in \[0, 1e30\), got inf"),
     "negative seed": ({"seed": -1}, r"seed must lie"),
     "rows_per_block": ({"rows_per_block": 0}, r"rows_per_block must lie in 1\.\.2048, got 0"),
-    "blocks too large": ({"dim": 65_536, "rows_per_block": 2_048}, r"choose a smaller rows_per_block"),
+    "blocks too large": ({"dim": 65_536, "rows_per_block": 2_048}, "rows_per_block is 2048, .*: choose fewer"),
     "rows in words": ({"num_rows": "many"}, r"num_rows must be an integer, got 'many'"),
     "half a column": ({"dim": 1.5}, r"dim must be an integer, got 1\.5"),
     "correction in words": ({"correction": "yes"}, r"correction must be a bool, got 'yes'"),
