@@ -91,7 +91,8 @@ def _write_parquet(path: Path, batches: Iterator[Batch], digest: str) -> None:
         for batch in batches:
             vectors = arrow.FixedSizeListArray.from_arrays(batch.vectors.reshape(-1), batch.vectors.shape[1])
             split = {"split": arrow.array([batch.split] * len(batch.paths), arrow.string())} if batch.split else {}
-            table = arrow.table({"path": arrow.array(batch.paths, arrow.string()), **split, "vector": vectors})
+            paths = [path.encode("utf-8", "backslashreplace").decode() for path in batch.paths]
+            table = arrow.table({"path": arrow.array(paths, arrow.string()), **split, "vector": vectors})
             table = table.replace_schema_metadata({_DIGEST: digest} if digest else None)
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)

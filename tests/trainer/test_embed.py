@@ -25,6 +25,7 @@ from trainer.embed import main
 from trainer.evaluate.features import encode
 from trainer.export.encoders import export_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
+from trainer.pic import main as pic_main
 from weightserver.common.installing import install_advice
 
 CONFIG = EncoderConfig(
@@ -112,6 +113,31 @@ def test_all_splits_are_written_with_a_column(tmp_path: Path, capsys: pytest.Cap
     (run / "config.json").write_text(json.dumps(settings | {"split": "val:test"}))
     assert embed(run, tmp_path / "set", "--output", tmp_path / "own.npz") == 0, "as the run reads its images"
     assert loaded(tmp_path / "own.npz")["split"].tolist() == ["val"] * 3 + ["test"] * 3
+
+
+def test_names_and_labels_that_are_not_utf_8_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they are printed to a stdout that is strict, in the page of a report, and in Parquet."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    tree = plain_tree(tmp_path / "tree", 66)
+    os.rename(tree / "a", os.fsencode(tree / "caf") + b"\xe9")
+    lines = [b"path,label", *(os.fsencode(path) + b",th\xe9" for path in tree.rglob("*.jpg"))]
+    (tmp_path / "latin-1.csv").write_bytes(b"\n".join([*lines, b""]))
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    for arguments, said in (
+        (["inspect", tree], "caf\\udce9 22"),
+        (["inspect", tmp_path / "latin-1.csv"], "th\\udce9 66"),
+        (["report", run], "report.html"),
+        (["embed", run, tree, "--output", tmp_path / "f.parquet", "--device", "cpu"], "66 vectors"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            pic_main(list(map(str, arguments)))
+        printed = capsys.readouterr()
+        assert (ended.value.code, said in printed.out) == (0, True), printed
+        assert "caf\udce9" not in printed.out
+    assert "label caf\\udce9" in (run / "report.html").read_text("utf-8")
+    paths = parquet.read_table(tmp_path / "f.parquet")["path"].to_pylist()
+    assert sum(path.startswith(f"{tree}/caf\\udce9/") for path in paths) == 22
 
 
 def test_parquet(tmp_path: Path) -> None:

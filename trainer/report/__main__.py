@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     with exit_on_error("trainer report"):
         with shown(), stage("drawing the page"):
             text = render_report(options.run, data_dir=options.data_dir, bank=options.images)
-        atomic_write(output, lambda path: path.write_text(text))
+        atomic_write(output, lambda path: path.write_text(text, "utf-8", "backslashreplace"))
     print(f"wrote {output}")
     sys.exit(0)
 

@@ -13,6 +13,7 @@ A request's id, which its client draws, appears in the lines of both sides. Rows
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import logging
@@ -106,7 +107,12 @@ def follow_request(metadata: Iterable[tuple[str, Any]]) -> None:
 
 
 def log_events(log_format: LogFormat, fields: Callable[[], dict[str, Any]] = dict) -> None:
-    """Makes this process log to stderr from level info, with `fields` in every line; replaces any earlier set-up."""
+    """Makes this process log to stderr from level info, with `fields` in every line; replaces any earlier set-up.
+
+    Stdout escapes from now on what its encoding lacks, such as file names that are not UTF-8, as stderr always does.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = _Stderr()
     handler.as_json = log_format == "json"
     handler.setFormatter(_Lines(log_format, fields))
