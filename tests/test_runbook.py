@@ -26,6 +26,12 @@ def test_every_entry_has_commands_to_paste() -> None:
     assert [name for name, commands in COMMANDS.items() if not commands] == []
 
 
+def test_no_command_waits_for_ever_for_a_process_that_stands_still() -> None:
+    asked = [command for commands in COMMANDS.values() for command in commands if command.startswith("curl")]
+    assert asked
+    assert [command for command in asked if not command.startswith("curl -s -m 10 ")] == []
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_command_has_a_form_for_containers(form: str) -> None:
     """It names nothing outside, and uses only what the images have. docs/deployment.md shows one of each kind."""
