@@ -88,10 +88,30 @@ def test_a_client_that_opens_its_next_session_is_refused_nothing(
     assert metric(address, "weightserver_fenced_writes_total") == before
 
 
-def test_a_run_is_resumed_although_it_seems_alive(make_client: MakeClient) -> None:
-    """Its process was killed a moment ago."""
-    make_client().open_session("run")
+def test_a_run_that_was_killed_is_resumed_after_two_renewals(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it was alive a moment ago."""
+    monkeypatch.setattr(lease, "_RENEWAL_SECONDS", 3600.0)
+    first = make_client()
+    first.open_session("run")
+    began = time.monotonic()
     make_client().open_session("run", force=True)
+    assert time.monotonic() - began < LEASE_SECONDS / 2
+    with pytest.raises(FencedError, match="superseded"):
+        first.write_state(ROWS, ONES, ONES, 0)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_run_that_lives_is_not_opened_again_under_its_name(make_client: MakeClient, force: bool) -> None:
+    """As when a command with --resume auto is submitted twice."""
+    first = make_client()
+    first.open_session("run")
+    with pytest.raises(SessionInUseError, match=r"run 'run' uses .*, for \d+ s, alive \d+ s ago.* \(--take-over") as no:
+        make_client().open_session("run", force=force)
+    assert f"process {os.getpid()} on {socket.gethostname()}" in str(no.value)
+    first.write_state(ROWS, ONES, ONES, 0)
+    first.require_session()
 
 
 def test_a_session_that_nobody_holds_is_superseded(make_client: MakeClient) -> None:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _SILENT_SECONDS = 5
 """A run that holds a session says something each second: after so long it may have died."""
+_MISSED_SECONDS = 3
+"""A run that has said nothing for longer than two renewals is taken for dead when it is resumed."""
 _WAIT_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -212,8 +214,9 @@ class WeightClient(Closing):
         Args:
             force: the shards need no common state: for a caller that rolls all of them back next.
             hold: until this client is closed, its process ends or has been silent for a minute, another process that
-                opens a session is refused without `take_over`, except to resume the run of this name by `force`. A
-                thread says each second that the process lives. Without it, any process may open the next session.
+                opens a session is refused without `take_over`. Three seconds of silence are enough to resume the run of
+                this name by `force`. A thread says each second that the process lives. Without it, any process may open
+                the next session.
             take_over: open it although a live run holds the newest session; that run's next write is refused.
 
         Raises:
@@ -239,14 +242,13 @@ class WeightClient(Closing):
         """Waits for the end of the lease of a run that says nothing any more, as far as is known.
 
         One of the same name may have been killed a moment ago, and a supervisor starts it again: it is taken for alive
-        once it is heard of after the first refusal.
+        once it is heard of after the first refusal. Unless it is, `force` takes over from it.
         """
-        is_told, refused_at = False, math.inf
+        is_told, has_died, refused_at = False, False, math.inf
         while True:
             answers = self._shards.describe()
             asked_at = time.monotonic()
-            may_take = take_over or (force and all(answer.run == name for answer in answers))
-            options = {"force": force, "take_over": may_take}
+            options = {"force": force, "take_over": take_over or has_died}
             if self._opening is None or self._opening[:2] != (name, options):
                 self._opening = name, options, os.urandom(16)
             open_session = partial(
@@ -257,9 +259,13 @@ class WeightClient(Closing):
                 self._opening = None
                 return session
             except SessionInUseError as error:
+                is_own = all(answer.run == name for answer in answers)
+                has_died = force and is_own and error.silent_seconds >= _MISSED_SECONDS
+                if has_died:
+                    continue
                 is_silent = error.silent_seconds >= _SILENT_SECONDS
                 is_heard = error.silent_seconds + 1 <= asked_at - refused_at  # of whole seconds; since the refusal
-                if not is_silent and (is_heard or answers[0].run != name):
+                if not is_silent and (is_heard or not is_own):
                     raise
                 if is_silent and not is_told:
                     _log.warning("waiting for a run that seems to have died: %(error)s", {"error": error})

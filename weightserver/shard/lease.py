@@ -62,7 +62,7 @@ class Lease:
         if (held := self._newest(session_id, but=holder_id)) is not None:
             raise SessionInUseError(
                 f"run {run!r} uses these weight servers ({self._described(held)}): wait until it ends, use other "
-                "servers, or take over, which ends it",
+                "servers, or take over (--take-over, take_over=True), which ends it",
                 silent_seconds=int(self._now() - held.renewed),
             )
 
