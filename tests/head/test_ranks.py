@@ -237,6 +237,16 @@ def one_saves(rank: int) -> None:
         head.predict(torch.ones(1, DIM))
 
 
+def one_reads(rank: int) -> None:
+    if rank:
+        dense().rows([0])
+    dense().evaluate(torch.ones(1, DIM), [0])
+
+
+def a_row_does_not_exist(rank: int) -> None:
+    dense().rows([99 if rank else 1])
+
+
 def other_numbers_of_predictions(rank: int) -> None:
     dense().predict(torch.ones(1, DIM), 2 + rank)
 
@@ -298,6 +308,14 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     one_saves: [
         "this rank predicts before step 1 after 0 failed attempts, another one takes a checkpoint before step 1 after ",
         "this rank takes a checkpoint before step 1 after 0 failed attempts, another one predicts before step 1 after ",
+    ],
+    one_reads: [
+        "this rank evaluates before step 0 after 0 failed attempts, another one reads rows before step 0 after 0 ",
+        "this rank reads rows before step 0 after 0 failed attempts, another one evaluates before step 0 after 0 ",
+    ],
+    a_row_does_not_exist: [
+        f"{A_RANK_FAILED} reads rows before step 0",
+        "class 99 does not exist: the head has classes 0..39",
     ],
     other_numbers_of_predictions: ["k must be the same on every rank, got 2 to 3"] * 2,
     other_classes_to_compare: ["the classes to compare must be the same on every rank"] * 2,

@@ -27,6 +27,7 @@ class Doing(IntEnum):
     EVALUATES = 5
     PREDICTS = 6
     SAVES = 7
+    READS = 8
 
 
 _WORDS = (
@@ -38,6 +39,7 @@ _WORDS = (
     "evaluates before",
     "predicts before",
     "takes a checkpoint before",
+    "reads rows before",
 )
 
 
@@ -96,12 +98,12 @@ class _Place(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Exact as a float64 up to step 2³⁴."""
-        return (self.step << 16 | min(self.attempt, (1 << 16) - 1)) << 3 | self.doing
+        """Exact as a float64 up to step 2³³."""
+        return (self.step << 16 | min(self.attempt, (1 << 16) - 1)) << 4 | self.doing
 
     @classmethod
     def of(cls, number: int) -> _Place:
-        return cls(number >> 19, number >> 3 & (1 << 16) - 1, number & 7)
+        return cls(number >> 20, number >> 4 & (1 << 16) - 1, number & 15)
 
     @property
     def phrase(self) -> str:

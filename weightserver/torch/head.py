@@ -676,12 +676,14 @@ class ClassifierHead(nn.Module):
         All ranks call it, with any classes; it makes every rank's updates durable. Until the head trains, it changes
         nothing, as `evaluate`.
         """
-        wanted = checked_ids(ids, self.spec.num_rows)
-        if wanted.ndim != 1:
-            raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
-        if self._table.is_open:
+        read = None if self._table.is_open else self._reader()
+        with self._agreement(Doing.READS):
+            wanted = checked_ids(ids, self.spec.num_rows)
+            if wanted.ndim != 1:
+                raise ValueError(f"classes must have shape (n,), got {wanted.shape}")
+        if read is None:
             return self._open().read(wanted, step=self.num_steps)
-        weight = self._reader()(self.order.rows(wanted)).cpu()
+        weight = read(self.order.rows(wanted)).cpu()
         self._table.ranks.barrier()  # before it no rank stops the servers
         return weight
 
