@@ -94,7 +94,8 @@ def tensors_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             if value is not None:
                 tensors[_prefix(key) + name] = value.detach()
     for number, group in enumerate(optimizer.param_groups):
-        tensors |= {f"{GROUP}{number}.{key}": value for key, value in group.items() if isinstance(value, Tensor)}
+        if "step" in group:  # of timm's Lamb: a tensor, or, in its older versions, an int
+            tensors[f"{GROUP}{number}.step"] = torch.as_tensor(group["step"])
     copies = HostCopy(list(tensors.values())).wait()
     return {name: copy.contiguous() for name, copy in zip(tensors, copies, strict=True)}
 
@@ -117,7 +118,7 @@ def give_state(tensors: Mapping[str, Tensor], model: nn.Module, optimizer: torch
             optimizer.state[parameter][key] = state
     for name, value in _named(tensors, GROUP).items():
         number, _, key = name.partition(".")
-        optimizer.param_groups[int(number)][key] = value
+        optimizer.param_groups[int(number)][key] = value if value.is_floating_point() else int(value)
 
 
 def restore(tensors: Mapping[str, Tensor], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
