@@ -102,6 +102,8 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
     newest = place.directory / "newest"
     shutil.copytree(place.directory / "shard-1", newest)  # as it is when the shard is killed
     place.replace(1, older)
+    shard = place.client._shards.connections()[1]
+    shard._retry_seconds = 0.3
     with place.connect() as other:  # it knows of nothing that was lost, and makes the copy catch up
         other.open_session("other", join=other.describe().epoch)
         for _ in range(2):
@@ -123,6 +125,7 @@ def test_an_older_copy_of_a_directory_is_refused(place: Place) -> None:
         assert (other.fetch(np.arange(5), step=1) == -4).all(), "it stopped writing"
         assert other.checkpoints() == []
     place.replace(1, newest)
+    shard._retry_seconds = 20.0
     place.client.open_session("again")
     place.push()
     found = place.client.fetch(ROWS, step=1)

@@ -230,11 +230,12 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def trained(cluster: LocalCluster, *, retry_seconds: float) -> WeightClient:
-    """A client after one update of all rows."""
+    """A client after one update of all rows, before which shard 0 was copied."""
     client = WeightClient(cluster.addresses, retry_seconds=retry_seconds)
     client.create_table(SPEC)
     client.extend_schedule(0, np.full(10, 0.1, np.float32))
     client.open_session("run")
+    shutil.copytree(cluster.directory / "shard-0", cluster.directory / "older")
     client.push_gradients(ROWS, ONES, step=0)
     return client
 
@@ -316,11 +317,13 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
             stack.callback(web.shutdown)
         elif what == "an HTTP/2 server":
             stack.enter_context(serving_pages(cluster.addresses[0]))
-        elif what in ("stranger", "empty", "another token", "another version"):
+        elif what in ("stranger", "older copy", "empty", "another token", "another version"):
             stack.callback(own.rename(kept).rename, own)
-            directory = others / ("empty" if what == "empty" else "stranger")
-            stack.callback(shutil.rmtree, shutil.copytree(directory / "shard-0", own))
-        if what in ("exchanged", "stranger", "empty", "another token", "another version"):
+            source = others / ("empty" if what == "empty" else "stranger") / "shard-0"
+            if what == "older copy":
+                source = cluster.directory / "older"
+            stack.callback(shutil.rmtree, shutil.copytree(source, own))
+        if what in ("exchanged", "stranger", "older copy", "empty", "another token", "another version"):
             serving.append(0)
         (token := others / "token").write_text("the-token-of-another-cluster")
         for shard in serving:
@@ -334,6 +337,14 @@ def misplaced(cluster: LocalCluster, what: str, others: Path) -> Iterator[None]:
         end()
     for shard in range(2):
         cluster.restart(shard)
+
+
+def calls_of(client: WeightClient) -> dict[str, Callable[[], Any]]:
+    return {
+        "fetch": lambda: client.fetch(ROWS, step=1),
+        "push": lambda: client.push_gradients(ROWS, ONES, step=1),
+        "checkpoint": lambda: client.checkpoint("kept", step=1),
+    }
 
 
 def failed(status: str) -> float:
@@ -361,6 +372,7 @@ PLACES = {
     "a page": "another program",
     "a gate": "another program",
     "stranger": "another table",
+    "older copy": "another state",
     "empty": "no table",
     "another token": "another token",
     "another version": "another version",
@@ -368,7 +380,7 @@ PLACES = {
 """What may be in the place of shard 0, and its name in the metric if it answers."""
 STATUS = {"rebooted": "UNAVAILABLE", "an HTTP server": "UNAVAILABLE", "an HTTP/2 server": "UNKNOWN"}
 STATUS |= {"a mock": "UNKNOWN", "a page": "UNKNOWN", "a gate": "PERMISSION_DENIED"}
-STATUS |= {"another token": "UNAUTHENTICATED", "another version": "INVALID_ARGUMENT"}
+STATUS |= {"older copy": "DATA_LOSS", "another token": "UNAUTHENTICATED", "another version": "INVALID_ARGUMENT"}
 ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
 """Of a gRPC server that answers every call."""
 
@@ -380,7 +392,7 @@ ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
         for what in PLACES
         for call, is_guard in (
             ("fetch", what in ("rebooted", "an HTTP/2 server", "empty")),
-            ("push", what != "rebooted"),
+            ("push", what != "rebooted"),  # "older copy" is what a backup restored elsewhere is, too
             ("checkpoint", what in ("sibling", "a mock", "stranger")),
         )
     ],
@@ -391,12 +403,7 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
         before = client.fetch(ROWS, step=1)
         with misplaced(cluster, what, others):
             failures, before_answers = failed(status), wrong_answers()
-            calls: dict[str, Callable[[], Any]] = {
-                "fetch": lambda: client.fetch(ROWS, step=1),
-                "push": lambda: client.push_gradients(ROWS, ONES, step=1),
-                "checkpoint": lambda: client.checkpoint("kept", step=1),
-            }
-            made = pool.submit(calls[call])
+            made = pool.submit(calls_of(client)[call])
             wait_until(lambda: failed(status) >= failures + 3 or made.done())
             assert not made.done()
             assert list(wrong_answers() - before_answers) == [answered] * bool(answered)
@@ -409,26 +416,30 @@ def test_calls_wait_until_the_shard_is_in_its_place(what: str, call: str, others
 
 
 @pytest.mark.parametrize(
-    "what",
+    ("what", "call"),
     [
-        pytest.param(what, marks=pytest.mark.guard if what == "sibling" else pytest.mark.slow)
-        for what in ("rebooted", "sibling", "another program", "stranger", "empty", "another token")
+        pytest.param(what, call, marks=pytest.mark.guard if (what, call) == ("sibling", "push") else pytest.mark.slow)
+        for what in ("rebooted", "sibling", "another program", "stranger", "older copy", "empty", "another token")
+        for call in ("fetch", "push", "checkpoint")
     ],
 )
 def test_a_shard_that_is_in_its_place_late_is_found(
-    what: str, others: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    what: str, call: str, others: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After as many attempts as in 40 s: pauses are a tenth of their length."""
     monkeypatch.setattr(retries, "_LONGEST_PAUSE_SECONDS", retries._LONGEST_PAUSE_SECONDS / 10)
     status = STATUS.get(what, "UNIMPLEMENTED")
     with trained(cluster, retry_seconds=120) as client, ThreadPoolExecutor(1) as pool:
+        before = client.fetch(ROWS, step=1)
         with misplaced(cluster, what, others):
             failures = failed(status)
-            made = pool.submit(client.push_gradients, ROWS, ONES, step=1)
+            made = pool.submit(calls_of(client)[call])
             wait_until(lambda: failed(status) >= failures + 40 or made.done())
             assert not made.done()
-        made.result(60)
-        assert (client.fetch_state(ROWS).last_step == 2).all()
+        found = made.result(60)
+        assert call != "fetch" or np.array_equal(found, before)
+        assert (client.fetch_state(ROWS).last_step == (2 if call == "push" else 1)).all()
+        assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 
 @pytest.mark.guard
@@ -438,12 +449,8 @@ def test_shards_that_exchanged_their_addresses_are_found(call: str, others: Path
     with trained(cluster, retry_seconds=60) as client:
         before, wrong = client.fetch(ROWS, step=1), wrong_answers()
         with misplaced(cluster, "exchanged", others):
-            if call == "fetch":
-                assert np.array_equal(client.fetch(ROWS, step=1), before)
-            elif call == "push":
-                client.push_gradients(ROWS, ONES, step=1)
-            else:
-                client.checkpoint("kept", step=1)
+            found = calls_of(client)[call]()
+            assert call != "fetch" or np.array_equal(found, before)
             assert set(wrong_answers() - wrong) == {"1/2"}
         assert (client.fetch_state(ROWS).last_step == (2 if call == "push" else 1)).all()
         assert [shard.address for shard in client.describe().shards] == cluster.addresses
@@ -522,7 +529,7 @@ def test_a_first_connection_waits_while_two_names_lead_to_one_shard(tmp_path: Pa
     "what",
     [
         pytest.param(what, marks=pytest.mark.guard if what == "stranger" else pytest.mark.slow)
-        for what in (*PLACES, "exchanged")
+        for what in (*(PLACES.keys() - {"older copy"}), "exchanged")
     ],
 )
 def test_two_ranks_wait_until_the_shard_is_in_its_place(
@@ -550,6 +557,7 @@ def test_two_ranks_wait_until_the_shard_is_in_its_place(
             r"shard 0 at .* \(shard 0/2 of table \w{32} answers, the call is for that of table",
         ),
         ("empty", DataLossError, r"shard 0 at .* \(shard 0/2 of no table answers, .*put the newest directory back"),
+        ("older copy", DataLossError, r"shard 0 at \S+, for [12]\.\d s.*: shard 0 lacks what it had acknowledged"),
         (
             "another token",
             AuthenticationError,

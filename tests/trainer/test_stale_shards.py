@@ -101,7 +101,7 @@ def test_an_older_copy_under_a_run_ends_it(rows: str, tmp_path: Path, undisturbe
             if step == 22:
                 shards.copy("newest", then=lambda directory: shards.put_back("older", directory))
 
-        config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows)
+        config = run(tmp_path / "run", servers=",".join(cluster.addresses), rows=rows, retry_seconds=5.0)
         with pytest.raises(DataLossError, match=r"shard 1 at .* lacks what it had acknowledged: .* put the newest"):
             train(config, on_step=on_step)
         assert len(losses(config.run.output)) <= 2 * EVERY, "by the next checkpoint at the latest"

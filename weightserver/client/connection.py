@@ -248,7 +248,7 @@ class ShardConnection:
                     return answer
                 except (AnswerInDoubtError, grpc.RpcError) as error:
                     has_returned = True
-                    failure = Failure.of(error, has_answered=self._has_answered)
+                    failure = Failure.of(error, has_answered=self._has_answered, mark_is_own=not acknowledged)
                     self._has_answered |= not (failure.is_silence or failure.is_of_another)
                     if failure.is_of_another or (failure.is_silence and not retries.have_rows_arrived):
                         channel.is_useless = True

@@ -45,7 +45,7 @@ wrong_answers = cache(
     _counter(
         f"{_NAME}_wrong_answers",
         "Attempts that another one answered, by what was expected, shard/shards, and what it is: shard/shards, "
-        "no table, or another table, token, version or program.",
+        "no table, or another table, state of it, token, version or program.",
         ("shard", "expected", "answered"),
     ).labels
 )

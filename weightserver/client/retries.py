@@ -26,7 +26,7 @@ _RETRIED = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,  # by a shard that stops; the client itself cancels nothing before it closes
 )
-ANSWERED = ("no table", *(f"another {what}" for what in ("table", "token", "version", "program")))
+ANSWERED = ("no table", *(f"another {what}" for what in ("table", "state", "token", "version", "program")))
 """What may answer in the place of a shard, besides another shard of its cluster."""
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -57,7 +57,13 @@ class Failure:
     """What of this client a shard of its address refuses that took it before: its token or its version."""
 
     @classmethod
-    def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool) -> Failure:
+    def of(cls, error: grpc.RpcError | AnswerInDoubtError, *, has_answered: bool, mark_is_own: bool) -> Failure:
+        """How an attempt failed by this error.
+
+        Args:
+            has_answered: whether the shard has ever answered this client.
+            mark_is_own: whether the mark that was sent is one that the shard gave this client.
+        """
         if isinstance(error, AnswerOfAnotherError):
             return cls(grpc.StatusCode.UNKNOWN, "its answer is none of a shard", is_retried=True, is_of_another=True)
         if isinstance(error, AnswerInDoubtError):
@@ -66,6 +72,7 @@ class Failure:
         details, fields = " ".join((error.details() or "").split()), error_fields(trailer)
         refused = refused_of_caller(status, trailer) if has_answered else ""
         is_foreign = status is status_of(WrongShardError) or not (status in _RETRIED or is_of_shard(trailer))
+        is_foreign |= status is status_of(DataLossError) and has_answered and mark_is_own  # it may be a restored copy
         is_of_another = is_foreign or bool(refused)
         is_retried = status in _RETRIED or "num_used" in fields or is_of_another
         return cls(status, details, is_retried, fields, is_of_another, refused)
@@ -82,6 +89,8 @@ class Failure:
             return f"another {self.refused}"
         if "own_shard" in self.fields:
             return f"{self.fields['own_shard']}/{self.fields.get('own_num_shards', 0)}"
+        if self.status is status_of(DataLossError):
+            return "another state"
         is_empty = self.fields.get("is_empty")
         return "another program" if is_empty is None else "no table" if is_empty else "another table"
 
@@ -177,6 +186,8 @@ class Retries:
                 "empty directory is in its place: put the newest directory back, or take all shards to one checkpoint "
                 "or backup (docs/operations.md)"
             )
+        if failure.status is status_of(DataLossError):
+            return DataLossError(f"{call.target}, for {waited:.1f} s{progress}: {failure.details}")
         if failure.is_of_another:
             return WrongShardError(
                 f"{call.target} was not at its address for {waited:.1f} s, but another shard or program "

@@ -107,6 +107,7 @@ def test_a_shard_restored_next_to_others_is_rolled_back_before_a_backup(
         assert not (tmp_path / "again").exists()
         assert_one_line(weightserver("release", "one", *cluster.addresses), message)
         assert weightserver("rollback", "one", *cluster.addresses, "--yes")[0] == 0
+        client._shards.connections()[1]._retry_seconds = 0.3
         with pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
             client.fetch_state(ROWS)  # it knows of more
         with WeightClient(cluster.addresses) as reader:

@@ -90,6 +90,7 @@ def test_a_run_resumes_after_lost_shards_are_restored(
         before = client.describe().epoch
         with WeightClient(cluster.addresses) as old_writer:
             old_writer.open_session("another", join=before)
+            old_writer._shards.connections()[1]._retry_seconds = 5.0
             for shard in lost:
                 cluster.processes[shard].kill()
                 cluster.processes[shard].wait()
