@@ -28,7 +28,6 @@ from weightserver import (
     WeightClient,
     WrongShardError,
 )
-from weightserver.client import transfer
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import reshard
@@ -262,9 +261,7 @@ def test_an_interrupted_push_leaves_its_array_alone(place: Place) -> None:
 
 
 @pytest.mark.guard
-def test_an_interrupted_fetch_leaves_its_array_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is large enough for a thread for each shard."""
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
+def test_an_interrupted_fetch_leaves_its_array_alone(place: Place) -> None:
     place.push()
     out = np.zeros((SPEC.num_rows, SPEC.dim), np.float32)
     with frozen(place.cluster, 1):
