@@ -74,6 +74,7 @@ def build() -> dict[str, dashboard.Dashboard]:
 
 
 def _dashboard(name: str, title: str, panels: list[dict[str, Any]]) -> dashboard.Dashboard:
+    kinds = {"stat": _stat, "heatmap": _heatmap}
     board = (
         dashboard.Dashboard(f"PIC: {title}")
         .uid(f"pic-{name}")
@@ -104,7 +105,8 @@ def _dashboard(name: str, title: str, panels: list[dict[str, Any]]) -> dashboard
             .expr(_chosen(expression))
         )
     for panel in panels:
-        board = board.with_panel(_KINDS[panel.pop("kind", "timeseries")](**panel))
+        options = {key: value for key, value in panel.items() if key != "kind"}
+        board = board.with_panel(kinds.get(panel.get("kind", ""), _graph)(**options))
     return board
 
 
@@ -225,9 +227,6 @@ def _graph(
     if alert:
         panel = _threshold_lines(panel, slo.thresholds(alert) if alert != "late" else [_late()])
     return panel
-
-
-_KINDS = {"stat": _stat, "heatmap": _heatmap, "timeseries": _graph}
 
 
 def _link(board: str, words: str, lines: dict[str, str]) -> dashboard.DashboardLink:

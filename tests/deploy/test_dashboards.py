@@ -39,9 +39,9 @@ def families(expression: str) -> list[str]:
 
 
 def test_the_dashboards_are_those_of_the_code() -> None:
-    made = {name: to_json(dashboard) for name, dashboard in build().items()}
     files = {path.stem: path.read_text() for path in DIRECTORY.iterdir()}
-    assert files == made, "make dashboards"
+    for _ in range(2):  # a second time it makes the same
+        assert files == {name: to_json(dashboard) for name, dashboard in build().items()}, "make dashboards"
 
 
 @pytest.mark.parametrize("panel", PANELS)

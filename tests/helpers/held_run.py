@@ -35,9 +35,11 @@ def main() -> None:
     output, servers, batch_size = sys.argv[1:]
     addresses = servers.split(",")
     client, until = WeightClient(addresses), FIRST_STEP
+    clock: int | None = None  # as of the last step, if it is known
 
     def fetch(number: int) -> list[float]:
-        clock, seconds = client.describe().clock, []
+        nonlocal clock
+        clock, seconds = client.describe().clock if clock is None else clock, []
         for _ in range(number):
             started = time.perf_counter()
             client.fetch(np.arange(NUM_IMAGES), step=clock)
@@ -55,7 +57,7 @@ def main() -> None:
         return seconds
 
     def stand_still(step: int) -> None:
-        nonlocal until
+        nonlocal until, clock
         seconds: list[float] = []
         while step == until:
             print(json.dumps({"step": step, "seconds": seconds}), flush=True)
@@ -63,7 +65,7 @@ def main() -> None:
             if not command:
                 os._exit(0)
             if command == "train":
-                until += int(number)
+                until, clock = until + int(number), None
             else:
                 seconds = {"fetch": fetch, "refused": refused}[command](int(number))
 
