@@ -7,67 +7,42 @@ serves; a program with a registry of its own registers `WeightClient.metrics()` 
 from __future__ import annotations
 
 import threading
-from functools import cache, partial
-from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
-from prometheus_client.values import MutexValue
+from prometheus_client import REGISTRY
 
-from weightserver.common.metrics import Histograms, Registry
+from weightserver.common.metrics import Counters, Gauges, Histograms, Registry
 
 _NAME = "weightserver_client"
 _CALL = ("shard", "method")
-_value: Any = MutexValue
-
-
-class _OwnCounter(Counter):
-    """One of this process, also where PROMETHEUS_MULTIPROC_DIR names a folder of another service."""
-
-    def _metric_init(self) -> None:
-        self._value, self._created = _value(self._type, self._name, "", (), (), ""), 0.0
-
-
-class _OwnGauge(Gauge):
-    """As `_OwnCounter`."""
-
-    def _metric_init(self) -> None:
-        self._value = _value(self._type, self._name, "", (), (), "")
-
 
 registry = Registry()
-_counter = partial(_OwnCounter, registry=registry)
-_gauge = partial(_OwnGauge, registry=registry)
-# labels() takes longer than observe() and inc().
-attempts = cache(_counter(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL).labels)
-retries = cache(_counter(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL).labels)
-errors = cache(_counter(f"{_NAME}_errors", "Attempts that failed.", (*_CALL, "status", "outcome")).labels)
-wrong_answers = cache(
-    _counter(
-        f"{_NAME}_wrong_answers",
-        "Attempts that another one answered, by what was expected, shard/shards, and what it is: shard/shards, "
-        "no table, or another table, state of it, token, version or program.",
-        ("shard", "expected", "answered"),
-    ).labels
-)
-late = cache(
-    _counter(
-        f"{_NAME}_late_calls",
-        "Calls that take longer than 0.1 s, or a second with over 32,768 rows, counted before they end.",
-        _CALL,
-    ).labels
-)
-failed = cache(
-    _counter(
-        f"{_NAME}_failed_calls",
-        "Calls that failed after all retries, for no mistake of their caller's, or whose shard said nothing for 60 s, "
-        "counted while they wait.",
-        _CALL,
-    ).labels
-)
-waiting = cache(_gauge(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL).labels)
-oldest = cache(
-    _gauge(f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL).labels
-)
+attempts = Counters(f"{_NAME}_attempts", "Attempts of calls, counted when they begin.", _CALL, registry).labels
+retries = Counters(f"{_NAME}_retries", "Attempts that repeat a call which failed.", _CALL, registry).labels
+errors = Counters(f"{_NAME}_errors", "Attempts that failed.", (*_CALL, "status", "outcome"), registry).labels
+wrong_answers = Counters(
+    f"{_NAME}_wrong_answers",
+    "Attempts that another one answered, by what was expected, shard/shards, and what it is: shard/shards, "
+    "no table, or another table, state of it, token, version or program.",
+    ("shard", "expected", "answered"),
+    registry,
+).labels
+late = Counters(
+    f"{_NAME}_late_calls",
+    "Calls that take longer than 0.1 s, or a second with over 32,768 rows, counted before they end.",
+    _CALL,
+    registry,
+).labels
+failed = Counters(
+    f"{_NAME}_failed_calls",
+    "Calls that failed after all retries, for no mistake of their caller's, or whose shard said nothing for 60 s, "
+    "counted while they wait.",
+    _CALL,
+    registry,
+).labels
+waiting = Gauges(f"{_NAME}_waiting_calls", "Calls whose answer is waited for.", _CALL, registry).labels
+oldest = Gauges(
+    f"{_NAME}_oldest_call_seconds", "For how long the oldest of these calls has waited.", _CALL, registry
+).labels
 call_seconds = Histograms(
     f"{_NAME}_call_seconds",
     "Time of the calls of one shard that have ended, retries included: ok, refused for a mistake of the caller's, "

@@ -1,15 +1,18 @@
-"""What metrics of shards and clients share: histograms of seconds, size classes of calls, and the page of a registry.
+"""What metrics of shards and clients share: histograms of seconds, counters and gauges of which there are many, size
+classes of calls, and the page of a registry.
 
-prometheus_client renders a sample in about 9 µs, of which a client of 64 shards has some 12,000; the page of these
-histograms takes a tenth of that (`python -m benchmarks.measuring`).
+prometheus_client renders a sample in about 9 µs, of which a client of 64 shards has some 30,000; the page of these
+takes a tenth of that (`python -m benchmarks.measuring`).
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -56,18 +59,67 @@ class Registry(CollectorRegistry):
             yield family
 
 
-class Durations:
-    """One histogram of seconds. Thread-safe."""
+class _Series(ABC):
+    """The samples of one combination of labels. Thread-safe."""
 
     def __init__(self, name: str, labels: dict[str, str]) -> None:
         self._lock = threading.Lock()
-        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
         self._name, self._labels = name, labels
         self._texts: dict[str, list[str]] = {}
         """Names and labels on a page, by the labels of its registry."""
 
+    @abstractmethod
     def _names(self, constant: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
         """The names and labels of its samples, in the order of `_values`."""
+
+    @abstractmethod
+    def _values(self) -> list[float]: ...
+
+    def lines(self, constant: dict[str, str], braces: str) -> Iterator[str]:
+        """The series on a page, with labels of its registry, also as text."""
+        texts = self._texts.get(braces)
+        if texts is None:
+            texts = [f"{sample}{{{_in_braces(labels)}}} " for sample, labels in self._names(constant)]
+            self._texts[braces] = texts
+        return map(str.__add__, texts, map(repr, self._values()))
+
+    def samples(self, constant: dict[str, str]) -> Iterator[Sample]:
+        """The same for prometheus_client."""
+        return (Sample(*names, value) for names, value in zip(self._names(constant), self._values(), strict=True))
+
+
+class Number(_Series):
+    """One counter or gauge."""
+
+    def __init__(self, name: str, labels: dict[str, str]) -> None:
+        super().__init__(name, labels)
+        self._value, self._read = 0.0, None
+
+    _read: Callable[[], float] | None
+
+    def inc(self, by: float = 1) -> None:
+        with self._lock:
+            self._value += by
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """From now on it is what `read` returns at each scrape."""
+        self._read = read
+
+    def _names(self, constant: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+        yield self._name, constant | self._labels
+
+    def _values(self) -> list[float]:
+        return [self._value if self._read is None else self._read()]
+
+
+class Durations(_Series):
+    """One histogram of seconds."""
+
+    def __init__(self, name: str, labels: dict[str, str]) -> None:
+        super().__init__(name, labels)
+        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
+
+    def _names(self, constant: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
         labels = constant | self._labels
         for bound in (*map(str, SECONDS), "+Inf"):
             yield f"{self._name}_bucket", labels | {"le": bound}
@@ -87,46 +139,59 @@ class Durations:
         upto = list(accumulate(counts))
         return [*upto, upto[-1], total]
 
-    def lines(self, constant: dict[str, str]) -> Iterator[str]:
-        """The series on a page, with labels of its registry."""
-        texts = self._texts.get(key := _in_braces(constant))
-        if texts is None:
-            texts = [f"{sample}{{{_in_braces(labels)}}} " for sample, labels in self._names(constant)]
-            self._texts[key] = texts
-        return map(str.__add__, texts, map(repr, self._values()))
 
-    def samples(self, constant: dict[str, str]) -> Iterator[Sample]:
-        """The same for prometheus_client."""
-        return (Sample(*names, value) for names, value in zip(self._names(constant), self._values(), strict=True))
+_One = TypeVar("_One", bound=_Series)
 
 
-class Histograms(Collector):
-    """A family of histograms of seconds."""
+class _Families(Collector, Generic[_One]):
+    """A family of series, by the values of their labels."""
+
+    _kind: str
+    _suffix = ""
+    _one: type[_One]
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: Registry) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._series: dict[tuple[str, ...], Durations] = {}
+        self._series: dict[tuple[str, ...], _One] = {}
         registry.register(self)
 
-    def labels(self, *values: str) -> Durations:
-        """The histogram of these values of the labels; it exists from now on."""
+    def labels(self, *values: str) -> _One:
+        """The series of these values of the labels; it exists from now on."""
         found = self._series.get(values)
         if found is None:
             labels = dict(zip(self._labels, values, strict=True))
-            found = self._series.setdefault(values, Durations(self._name, labels))
+            found = self._series.setdefault(values, self._one(self._name + self._suffix, labels))
         return found
 
     def collect(self) -> Iterator[Metric]:
-        yield _Family(self._name, self._text, list(self._series.values()))
+        yield _Family(self._name, self._text, self._kind, self._suffix, list(self._series.values()))
+
+
+class Histograms(_Families[Durations]):
+    """A family of histograms of seconds."""
+
+    _kind, _one = "histogram", Durations
+
+
+class Counters(_Families[Number]):
+    """A family of counters, whose samples end with _total."""
+
+    _kind, _suffix, _one = "counter", "_total", Number
+
+
+class Gauges(_Families[Number]):
+    """A family of gauges."""
+
+    _kind, _one = "gauge", Number
 
 
 class _Family(Metric):
     """Makes samples only for who asks for them: `page` does not."""
 
-    def __init__(self, name: str, text: str, series: list[Durations]) -> None:
-        self._series: list[Durations] = []
-        super().__init__(name, text, "histogram")
-        self._series = series
+    def __init__(self, name: str, text: str, kind: str, suffix: str, series: Sequence[_Series]) -> None:
+        self._series: Sequence[_Series] = []
+        super().__init__(name, text, kind)
+        self._suffix, self._series = suffix, series
         self.constant: dict[str, str] = {}
         """Labels of the registries that it was collected from."""
 
@@ -139,10 +204,11 @@ class _Family(Metric):
         """Metric begins with none."""
 
     def lines(self) -> Iterator[str]:
-        yield f"# HELP {self.name} {self.documentation}"
-        yield f"# TYPE {self.name} histogram"
+        braces = _in_braces(self.constant)
+        yield f"# HELP {self.name}{self._suffix} {self.documentation}"
+        yield f"# TYPE {self.name}{self._suffix} {self.type}"
         for series in self._series:
-            yield from series.lines(self.constant)
+            yield from series.lines(self.constant, braces)
 
 
 class _Collected:
