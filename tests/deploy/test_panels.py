@@ -32,6 +32,7 @@ from tests.helpers.small_run import NUM_IMAGES
 from tests.helpers.watching import frozen, metric, metric_on, page, wait_until
 from trainer.run.prometheus import STAGES
 from weightserver import LocalCluster, WeightClient
+from weightserver.client.retries import ANSWERED
 from weightserver.common.metrics import SECONDS
 from weightserver.common.processes import usable_memory
 from weightserver.protocol.status import ERROR_OF_STATUS
@@ -43,8 +44,6 @@ NUM_SLOW, SLOW_SECONDS = 3, 0.5
 """The last fetches, and for how long all shards stand still when they begin."""
 UNKNOWN = "unknown"
 """What clients call a shard until it has said its number."""
-OTHERS = ("another program", "another table", "another token", "another version", "no table")
-"""What may answer at a shard's address."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ def after_fetches(one: Watched, moment: Moment) -> dict[str, dict[str, Any]]:
         "Which shard do clients wait for now?": {
             f"{client} {line}": 0
             for line in each("; retries; calls", 0, UNKNOWN)
-            | each("".join(f";: {other} answers" for other in OTHERS)[1:], 0)
+            | each("".join(f";: {other} answers" for other in ANSWERED)[1:], 0)
         },
         "How much longer do clients wait than their slowest shard works?": {
             "client 50%": Between(median / 2, 1.25 * median),
