@@ -58,6 +58,14 @@ def test_equal_cells_of_two_tables_are_one_run() -> None:
     assert len({job.key for job in jobs}) == len(jobs) < sum(len(each.cells) for each in TABLES.values())
 
 
+def test_a_name_of_an_evaluation_is_one_evaluation_of_a_run() -> None:
+    """Also where cells of two tables are one run: a result is known by that name."""
+    known: dict[tuple[str, str], Evaluation] = {}
+    for cell in (cell for each in TABLES.values() for cell in each.cells):
+        for evaluation in cell.evaluations:
+            assert known.setdefault((cell.identity(0), evaluation.name), evaluation) == evaluation
+
+
 def test_every_method_is_known() -> None:
     used = {cell.method for each in TABLES.values() for cell in each.cells}
     assert used == {PIC, *METHODS, *REFERENCES}
