@@ -88,6 +88,7 @@ def test_a_client_that_opens_its_next_session_is_refused_nothing(
     assert metric(address, "weightserver_fenced_writes_total") == before
 
 
+@pytest.mark.guard
 def test_a_run_that_was_killed_is_resumed_after_two_renewals(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_run_of_the_same_name_is_refused_once_it_is_heard_of_again(make_client
             first.close()
 
 
+@pytest.mark.guard
 def test_a_killed_script_that_is_started_again_at_once_waits(tmp_path: Path) -> None:
     """As by a supervisor, which would start it over and over. Here it waits seconds, not the minute of a real lease."""
     short = "from weightserver.shard import lease; lease.LEASE_SECONDS = 4.0; from weightserver.cli import main; main()"

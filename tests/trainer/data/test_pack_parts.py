@@ -93,6 +93,7 @@ def waits_for_a_lock(process: subprocess.Popen[str]) -> bool:
     return re.search(rf"-> FLOCK .* {process.pid} ", Path("/proc/locks").read_text()) is not None
 
 
+@pytest.mark.guard
 def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, packed: Path, tmp_path: Path) -> None:
     """One of them lists the images, while the others wait."""
     output = tmp_path / "packed"
