@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from tests.helpers.power_loss import PowerLoss
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, sync
+from weightserver.common.atomic_files import append_synced, atomic_directory, atomic_write, make_directory, sync
 from weightserver.operations.backup import backup
 from weightserver.operations.export import export_rows
 from weightserver.operations.restore import restore
@@ -71,3 +73,19 @@ def test_results_of_operations_survive_a_power_loss(power_loss: PowerLoss, tmp_p
     assert {path.name for path in (tmp_path / "deep").iterdir()} == {"backup", "rows", "restored"}
     of_its_process = {path for path in power_loss.lost(tmp_path) if path.startswith("servers/here/shard-0")}
     assert power_loss.lost(tmp_path) - of_its_process == set()
+
+
+def test_threads_that_make_one_directory_do_not_disturb_each_other(
+    tmp_path: Path,
+) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for number in range(100):
+                list(pool.map(make_directory, [tmp_path / str(number) / "a" / "b"] * 8))
+    finally:
+        sys.setswitchinterval(interval)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=str(tmp_path / "file")):
+        make_directory(tmp_path / "file")

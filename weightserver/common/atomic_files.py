@@ -96,12 +96,12 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
     Raises:
         OSError: the directory cannot be created.
     """
-    if not directory.is_dir():
-        if directory.exists():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    if not directory.exists():
         make_directory(directory.parent)
-        directory.mkdir(mode, exist_ok=True)
+        directory.mkdir(mode, exist_ok=True)  # another thread may have made it meanwhile
         sync(directory.parent)
+    elif not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
 def append_synced(path: Path, content: bytes) -> None:
