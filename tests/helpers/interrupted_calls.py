@@ -6,6 +6,7 @@ fails if a thread stays.
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -82,6 +83,8 @@ def main() -> None:
                 )
                 client.release(name)
         alarm.interrupt("close", client.close)
+        del client
+        gc.collect()  # gRPC's channel hangs later calls if its destructor, which may run in any call, is interrupted
     wait_until(lambda: len(sys._current_frames()) <= num_threads)
     print(alarm.num_interrupts)
 
