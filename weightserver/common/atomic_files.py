@@ -96,9 +96,9 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
     Raises:
         OSError: the directory cannot be created.
     """
-    if not directory.exists():
+    if not directory.exists():  # another thread may make it meanwhile
         make_directory(directory.parent)
-        directory.mkdir(mode, exist_ok=True)  # another thread may have made it meanwhile
+        directory.mkdir(mode, exist_ok=True)
         sync(directory.parent)
     elif not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
