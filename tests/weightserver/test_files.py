@@ -75,9 +75,7 @@ def test_results_of_operations_survive_a_power_loss(power_loss: PowerLoss, tmp_p
     assert power_loss.lost(tmp_path) - of_its_process == set()
 
 
-def test_threads_that_make_one_directory_do_not_disturb_each_other(
-    tmp_path: Path,
-) -> None:
+def test_threads_that_make_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

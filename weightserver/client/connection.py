@@ -222,11 +222,7 @@ class ShardConnection:
         return self._retry_seconds if self._has_answered else self._connect_seconds
 
     def _attempts(
-        self,
-        call: Call,
-        attempt: Attempt[Result],
-        rates: CarriedRates | None = None,
-        acknowledged: str = "",
+        self, call: Call, attempt: Attempt[Result], rates: CarriedRates | None = None, acknowledged: str = ""
     ) -> Result:
         """Makes attempts until one succeeds, or the budget is spent. When rows of a fetch arrive the budget restarts. A
         shard that lacks some of the learning rates that a request names gets them in the next one.
@@ -265,8 +261,7 @@ class ShardConnection:
                     if num_lacking < _MOST_LACKING:
                         continue
                 call.budget_seconds = self._budget_seconds
-                retries.count(failure)
-                retries.pause(failure, has_answered=self._has_answered)
+                retries.after(failure, has_answered=self._has_answered)
         except BaseException as error:
             call.gave_up(error)
             if isinstance(error, ValueError):

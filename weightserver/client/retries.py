@@ -115,23 +115,20 @@ class Retries:
         """Whether the last attempt has received some."""
         return self._call.rows is not None and self._call.rows.num_arrived > self._num_arrived
 
-    def count(self, failure: Failure) -> None:
-        """Counts an attempt that failed. Raises WeightServerError if no other one would help."""
-        self._call.failed(failure.status)
-        if failure.is_of_another:
-            self._call.answered_by(failure.answered)
-        if not failure.is_retried:
-            raise self._told(self._refusal(failure))
-
-    def pause(self, failure: Failure, *, has_answered: bool) -> None:
+    def after(self, failure: Failure, *, has_answered: bool) -> None:
         """Waits before the next attempt, which follows at once if rows have arrived.
 
         Args:
             has_answered: whether the shard has ever answered this client.
 
         Raises:
-            WeightServerError: `budget_seconds` of the call have passed.
+            WeightServerError: no other attempt would help, or `budget_seconds` of the call have passed.
         """
+        self._call.failed(failure.status)
+        if failure.is_of_another:
+            self._call.answered_by(failure.answered)
+        if not failure.is_retried:
+            raise self._told(self._refusal(failure))
         if self.have_rows_arrived and self._call.rows is not None:
             self._started, self._num_arrived = time.monotonic(), self._call.rows.num_arrived
             self._pause_seconds = _FIRST_PAUSE_SECONDS
