@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.helpers import gpu_scenarios
 from tests.helpers.gpus import Gpus
@@ -135,8 +137,10 @@ def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_
         gpus.run(
             gpu_scenarios.train_small, output, settings, directory=tmp_path / f"logs-{output.name}", num_ranks=ranks
         )
-    one, two = (((output / "encoder.safetensors").read_bytes(), losses(output)) for output in outputs)
-    assert one == two
+    one, two = (load_file(output / "encoder.safetensors") for output in outputs)  # files order metadata by chance
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+    assert losses(outputs[0]) == losses(outputs[1])
 
 
 @pytest.mark.parametrize("num_gpus", on_gpus([(1,), (2,)], []))
