@@ -10,9 +10,11 @@ IMAGES, SEEDS = 1_000, 5
 ROW_RATE = 0.24
 """The rows' base learning rate, whatever the encoder's is: their turns do not depend on the trials."""
 DECAY = 1e-3
-LEARNING_RATES = {PIC: 0.025, "simclr": 0.025, "mocov2": 0.025, "diet": 0.025}
-"""The encoder's, by method: the best of `_TRIED` on the validation images, once the trials have run."""
+LEARNING_RATES = {PIC: 0.025, "simclr": 0.025, "mocov2": 0.025, "diet": 0.001}
+"""The encoder's, by method: the best of those tried on the validation images, once the trials have run."""
 _TRIED = (0.00625, 0.0125, 0.025, 0.05)
+_DIET: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.05}
+_TRIED_FOR_DIET = (0.00025, 0.0005, 0.001, 0.002)
 LINEAR, KNN = "linear.top1", "knn.top1"
 _PROBES = (
     Evaluation(name="linear", arguments=("linear-cached", "--folds", "5"), all_images=True),
@@ -39,7 +41,7 @@ def settings(method: str = PIC, learning_rate: float | None = None, **changes: A
         "encoder": {"blocks": (1, 1, 1, 1)},
     }
     of_rows = {"row_learning_rate": ROW_RATE / rate, "init_std": 0.112, "num_negatives": 51}
-    return base | _EPOCH_ORDER | (of_rows if method == PIC else {}) | changes
+    return base | _EPOCH_ORDER | (of_rows if method == PIC else _DIET if method == "diet" else {}) | changes
 
 
 def _cell(name: str, method: str = PIC, **changes: Any) -> Cell:
@@ -68,7 +70,7 @@ TRIALS = Table(
             evaluations=_VALIDATION,
         )
         for method in LEARNING_RATES
-        for rate in _TRIED
+        for rate in (_TRIED_FOR_DIET if method == "diet" else _TRIED)
     ),
     measures={"linear-validated.top1": "linear", "knn-validated.top1": "kNN"},
 )
