@@ -19,7 +19,7 @@ import grpc
 
 from weightserver.client import metrics
 from weightserver.common.logs import OncePerSecond, new_request_id
-from weightserver.common.metrics import LATE_SECONDS, size_class
+from weightserver.common.metrics import LATE_SECONDS, Number, size_class
 from weightserver.common.tracing import CLIENT, spans
 from weightserver.core.errors import WeightServerError, WrongShardError
 from weightserver.protocol.status import outcome_of, status_of
@@ -72,9 +72,8 @@ class Call:
     """The status of the last attempt that failed."""
     budget_seconds: float = 0.0
     """For how long it is tried, as of that failure."""
-    is_late: bool = False
-    has_failed: bool = False
-    """Whether it counts as failed."""
+    counted: list[Number] = field(default_factory=list)
+    """The counters that have it: of late calls, of failed ones."""
     outcome: str = "ok"
     """How it ended."""
 
@@ -138,9 +137,7 @@ class CallWatch:
     def ended(self, call: Call) -> None:
         """No thread waits for the call any more."""
         seconds = time.monotonic() - call.started
-        self._count_if_late(call, seconds)
-        if call.outcome == "failed":
-            self._count_failed(call)
+        self._count(call, seconds, has_failed=call.outcome == "failed")
         metrics.call_seconds(*call.labels, call.size_class, call.outcome).observe(seconds)
         if traced := spans(CLIENT):
             values: dict[str, int | str] = {"shard": call.shard, "rows": call.num_rows, "attempts": call.num_attempts}
@@ -168,18 +165,16 @@ class CallWatch:
         now = time.monotonic()
         return [now - call.started for call in list(self.waiting) if call.labels == labels]
 
-    def _count_if_late(self, call: Call, seconds: float) -> None:
-        if seconds > LATE_SECONDS[call.size_class]:
+    def _count(self, call: Call, seconds: float, *, has_failed: bool) -> None:
+        """Counts a call as late, if it has taken so long, and as failed: once each, whichever thread notices first."""
+        for counter, counts in (
+            (metrics.late(*call.labels), seconds > LATE_SECONDS[call.size_class]),
+            (metrics.failed(*call.labels), has_failed),
+        ):
             with self._lock:
-                is_counted, call.is_late = call.is_late, True
-            if not is_counted:
-                metrics.late(*call.labels).inc()
-
-    def _count_failed(self, call: Call) -> None:
-        with self._lock:
-            is_counted, call.has_failed = call.has_failed, True
-        if not is_counted:
-            metrics.failed(*call.labels).inc()
+                if counts and counter not in call.counted:
+                    call.counted.append(counter)
+                    counter.inc()
 
     def _watch(self) -> None:
         while True:
@@ -194,11 +189,9 @@ class CallWatch:
     def _look(self, now: float) -> None:
         silent: dict[str, Call] = {}
         for call in sorted(self.waiting, key=lambda call: call.heard):
-            self._count_if_late(call, now - call.started)
             if call.rows is not None and call.rows.num_arrived != call.num_arrived:
                 call.heard, call.num_arrived = now, call.rows.num_arrived
-            if now - call.heard >= FAILED_SECONDS:
-                self._count_failed(call)
+            self._count(call, now - call.started, has_failed=now - call.heard >= FAILED_SECONDS)
             if now - call.heard >= SILENT_SECONDS:
                 silent.setdefault(call.target, call)
         for target, call in silent.items():
