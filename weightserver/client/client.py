@@ -52,10 +52,8 @@ from weightserver.protocol._generated import weight_server_pb2 as pb
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-_SILENT_SECONDS = 5
-"""A run that holds a session says something each second: after so long it may have died."""
-_MISSED_SECONDS = 3
-"""A run that has said nothing for longer than two renewals is taken for dead when it is resumed."""
+_SILENT_SECONDS = 3
+"""A run that holds a session says something each second: one that has missed two renewals may have died."""
 _WAIT_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -239,10 +237,10 @@ class WeightClient(Closing):
         return session.epoch
 
     def _open_session(self, name: str, *, force: bool, take_over: bool) -> Session:
-        """Waits for the end of the lease of a run that says nothing any more, as far as is known.
+        """Waits for the end of the lease of a silent run, from which `force` takes over if it has this name.
 
-        One of the same name may have been killed a moment ago, and a supervisor starts it again: it is taken for alive
-        once it is heard of after the first refusal. Unless it is, `force` takes over from it.
+        One of this name that was heard of before the first refusal may have been killed since, and a supervisor starts
+        it again: it is alive once it is heard of afterwards.
         """
         is_told, has_died, refused_at = False, False, math.inf
         while True:
@@ -260,10 +258,10 @@ class WeightClient(Closing):
                 return session
             except SessionInUseError as error:
                 is_own = all(answer.run == name for answer in answers)
-                has_died = force and is_own and error.silent_seconds >= _MISSED_SECONDS
+                is_silent = error.silent_seconds >= _SILENT_SECONDS
+                has_died = force and is_own and is_silent
                 if has_died:
                     continue
-                is_silent = error.silent_seconds >= _SILENT_SECONDS
                 is_heard = error.silent_seconds + 1 <= asked_at - refused_at  # of whole seconds; since the refusal
                 if not is_silent and (is_heard or not is_own):
                     raise
