@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from trainer.run.directory import CONFIG_FILE, read_settings
 from trainer.settings import set_help_texts
 from trainer.short_help import PAGES
 from weightserver.common.logs import print_error
+from weightserver.common.spelling import did_you_mean
 
 _OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
 
@@ -102,8 +102,8 @@ def _refuse_preset(arguments: Sequence[str]) -> NoReturn:
         sys.exit(0)
     if not arguments or arguments[0].startswith("-"):
         _exit(f"give a folder of images, or one of {', '.join(PRESETS)}")
-    near = difflib.get_close_matches(arguments[0], [*PRESETS, "report"], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"give a folder that exists, or one of {', '.join(PRESETS)}"
+    hint = f"give a folder that exists, or one of {', '.join(PRESETS)}"
+    hint = did_you_mean(arguments[0], [*PRESETS, "report"], hint)
     _exit(f"unknown preset {arguments[0]!r}: {hint}")
 
 

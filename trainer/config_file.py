@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 import tomllib
@@ -17,6 +16,7 @@ from trainer.presets import PRESETS
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import print_error
 from weightserver.common.object_store import shown
+from weightserver.common.spelling import did_you_mean
 
 _OF_ONE_START = ("resume", "resume_step", "extend")
 """Settings that concern one start of a run, not the run: only the command line gives them."""
@@ -96,8 +96,7 @@ def _named(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
         elif name in _NAMES:
             yield name, value
         else:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see the settings of --help"
+            hint = did_you_mean(name, _NAMES, "see the settings of --help")
             raise ValueError(f"{name} is no setting of a run: {hint}")
 
 

@@ -9,13 +9,13 @@ command with many options has a page of `trainer.short_help`, and lists all of t
 
 from __future__ import annotations
 
-import difflib
 import sys
 from importlib import import_module, metadata
 from typing import NamedTuple, NoReturn
 
 from trainer.short_help import PAGES
 from weightserver.common.processes import end_at_sigterm
+from weightserver.common.spelling import did_you_mean
 
 
 class Command(NamedTuple):
@@ -62,8 +62,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if name == "--version":
         _print_and_exit(metadata.version("pic-weightserver"))
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "pic --help lists the commands"
+        hint = did_you_mean(name, COMMANDS, "pic --help lists the commands")
         print(f"pic: unknown command {name!r}: {hint}", file=sys.stderr)
         sys.exit(2)
     if name in PAGES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -15,6 +14,7 @@ from trainer.data.config import SourceOptions
 from trainer.evaluate.options import EvaluationOptions, SubjectOptions
 from trainer.evaluate.protocols import PROTOCOLS, Protocol
 from trainer.settings import Settings, flag, set_help_texts
+from weightserver.common.spelling import did_you_mean
 
 
 class Command(NamedTuple):
@@ -43,8 +43,7 @@ def parse(
         hint = f"give one of {', '.join(protocols)}{others}"
         if not name or name.startswith("-"):
             raise ValueError(f"the protocol is missing: {hint}")
-        near = difflib.get_close_matches(name, protocols, n=1)
-        raise ValueError(f"unknown protocol {name!r}: {f'did you mean {near[0]}?' if near else hint}")
+        raise ValueError(f"unknown protocol {name!r}: {did_you_mean(name, protocols, hint)}")
     parts = (SubjectOptions, EvaluationOptions, SourceOptions, *(protocol.settings for protocol in protocols.values()))
     for settings in parts:
         set_help_texts(settings)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from weightserver.common.logs import LOG_FORMATS, print_error
+from weightserver.common.spelling import did_you_mean
 
 
 class _Help(argparse.Action):
@@ -43,8 +43,7 @@ class Parser(argparse.ArgumentParser):
         for argument in itertools.takewhile(self._is_own, given):
             name, is_text = argument.partition("=")[0], " " in argument  # to ArgumentParser too
             if name.startswith("--") and not is_text and not any(option.startswith(name) for option in known):
-                near = difflib.get_close_matches(name, known, n=1)
-                self.error(f"unknown option {name}: {f'did you mean {near[0]}?' if near else 'see --help'}")
+                self.error(f"unknown option {name}: {did_you_mean(name, known, 'see --help')}")
         return super().parse_known_args(given, namespace)
 
     def _is_own(self, argument: str) -> bool:
@@ -53,8 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = list(map(str, action.choices or ()))
-        if str(value) not in choices and (near := difflib.get_close_matches(str(value), choices, n=1)):
-            raise argparse.ArgumentError(action, f"invalid choice {value!r}: did you mean {near[0]}?")
+        if str(value) not in choices and (hint := did_you_mean(str(value), choices)):
+            raise argparse.ArgumentError(action, f"invalid choice {value!r}: {hint}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:

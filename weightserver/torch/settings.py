@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from weightserver import TableSpec, WeightClient
 from weightserver.common.addresses import parse_addresses
+from weightserver.common.spelling import did_you_mean
 from weightserver.core.arrays import Float32Array, checked_integer, checked_number
 from weightserver.core.correction import checked_rates
 from weightserver.torch.loss import Loss
@@ -194,6 +194,5 @@ def refuse_unknown(settings: Mapping[str, object]) -> None:
     """Raises TypeError for settings that no group has."""
     known = Settings.__annotations__
     for name in settings.keys() - known.keys():
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        hint = did_you_mean(name, known, f"there are {', '.join(known)}")
         raise TypeError(f"ClassifierHead has no setting {name!r}: {hint}")
