@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -20,7 +21,9 @@ from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.group_commit import Committer
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
+from weightserver.storage.directory import last_transaction, noted_reader
 from weightserver.storage.lmdb_storage import LmdbStorage
+from weightserver.storage.readers import _snapshots
 
 READER = """
 import lmdb, sys
@@ -148,9 +151,11 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
                 client.push_gradients(ROWS, ONES, step=step)
             assert metric(address, "weightserver_reader_age_seconds") > 0
             assert metric(address, "weightserver_reader_held_bytes") > 5e6
+            held = metric(address, "weightserver_reader_held_bytes")
+            wait_until(lambda: (noted_reader(tmp_path / "shard-0") or {}).get("held_bytes") == held)
             seen = inspect_directory(tmp_path / "shard-0")
-            assert seen["readers"] == [{"pid": reader.pid, "transactions_since": 5}]
-            assert "weightserver_reader_age_seconds" in seen["readers_since"]
+            assert (seen["reader"]["pid"], seen["reader"]["held_bytes"]) == (reader.pid, held)
+            assert 0 < seen["reader"]["age_seconds"] <= metric(address, "weightserver_reader_age_seconds")
             found = {one["pid"]: one for one in seen["processes"]}
             assert found.keys() == {shard, reader.pid}
             assert "import lmdb, sys" in found[reader.pid]["command"]
@@ -159,12 +164,34 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
             assert f"shard 0 of 1: process {reader.pid} reads a state " in shown[1]
             reader.communicate()
         wait_until(lambda: metric(address, "weightserver_reader_pid") == 0)
+        wait_until(lambda: noted_reader(tmp_path / "shard-0") is None)
+
+
+def test_a_shard_that_was_killed_forgets_its_reader_when_it_starts(tmp_path: Path) -> None:
+    note = tmp_path / "owner.lock"
+    kept = LmdbStorage(tmp_path)
+    last = last_transaction(tmp_path)
+    assert last > 0
+    with reading(tmp_path) as reader:
+        kept.look_at_readers()
+        as_killed = note.read_bytes()
+        assert (noted_reader(tmp_path) or {})["pid"] == reader.pid
+        assert last_transaction(tmp_path) == last
+        reader.communicate()
+    kept.close()
+    assert noted_reader(tmp_path) is None
+    note.write_bytes(as_killed)
+    kept = LmdbStorage(tmp_path)
+    assert noted_reader(tmp_path) is None
+    kept.close()
 
 
 def test_the_table_of_readers_is_as_it_was_understood(tmp_path: Path) -> None:
     """LMDB tells of its readers in a text only."""
-    with lmdb.open(str(tmp_path)) as environment:
+    with lmdb.open(str(tmp_path), lib_version=0) as environment:
         assert environment.readers() == "(no active readers)\n"
-        with environment.begin():
-            lines = environment.readers().splitlines()
-            assert lines[0].split() == ["pid", "thread", "txnid"]
+        with environment.begin() as txn:
+            assert environment.readers().splitlines()[0].split() == ["pid", "thread", "txnid"]
+            assert _snapshots(environment) == {(os.getpid(), txn.id())}
+        assert environment.readers().splitlines()[1].split()[::2] == [str(os.getpid()), "-"]
+        assert _snapshots(environment) == set()

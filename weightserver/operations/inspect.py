@@ -13,15 +13,13 @@ from typing import Any
 from weightserver.common.atomic_files import to_path
 from weightserver.common.version import FORMAT
 from weightserver.core.errors import StorageError
-from weightserver.storage.directory import data_file
+from weightserver.storage.directory import data_file, noted_reader
 from weightserver.storage.lmdb_transaction import LmdbTransaction
-from weightserver.storage.readers import mapping_processes, snapshots
+from weightserver.storage.readers import mapping_processes
 from weightserver.storage.records import State, read_identity, read_state, read_table
 from weightserver.storage.snapshot import read_snapshot
 
 _ATTEMPTS = 20
-AGE = "not known here: see weightserver_reader_age_seconds of the shard's metrics"
-"""Where the age of readers is found: LMDB's table has none."""
 
 
 def inspect_directory(directory: Path) -> dict[str, Any]:
@@ -58,8 +56,7 @@ def _main(directory: Path) -> None:
     try:
         found = read_snapshot(directory, _inspect)
         found["processes"] = mapping_processes(data_file(directory))
-        found["readers"] = snapshots(directory) if found["processes"] else []
-        found["readers_since"] = AGE
+        found["reader"] = noted_reader(directory)
     except StorageError as error:
         found = {"error": str(error)}
     print(json.dumps(found))

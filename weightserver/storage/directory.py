@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import mmap
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -23,6 +26,7 @@ from weightserver.common.atomic_files import (
     require_empty,
 )
 from weightserver.core.errors import StorageError
+from weightserver.storage.readers import OldReader
 
 _OWN_FILES = frozenset({"data.mdb", "lock.mdb", "owner.lock", "lost+found"})
 """Files that may exist where a shard begins."""
@@ -91,9 +95,23 @@ def missing_data(directory: Path) -> StorageError:
 
 def last_transaction(directory: Path) -> int:
     """The transaction that `owner.lock` records; 0 if it is new."""
+    number = _recorded(directory)[0].strip()
+    return int(number) if number.isdigit() else 0
+
+
+def noted_reader(directory: Path) -> dict[str, Any] | None:
+    """The fields of the `OldReader` that the serving process saw when it last looked; None without."""
+    try:
+        found: dict[str, Any] | None = json.loads(_recorded(directory)[1])
+    except (IndexError, ValueError):  # it was never served, or changes this moment
+        return None
+    return found
+
+
+def _recorded(directory: Path) -> list[bytes]:
+    """The lines of `owner.lock`: a transaction, and the oldest reader."""
     path = directory / "owner.lock"
-    text = path.read_bytes()[:32].strip() if path.exists() else b""
-    return int(text) if text.isdigit() else 0
+    return path.read_bytes()[:200].split(b"\n") if path.exists() else [b""]
 
 
 def allocate(path: Path, num_bytes: int) -> None:
@@ -116,6 +134,7 @@ class OwnerLock:
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
         self._descriptor: int | None = None
+        self._noted = b""
         path = directory / "owner.lock"
         access = os.O_RDONLY if readonly else os.O_RDWR
         try:
@@ -139,10 +158,19 @@ class OwnerLock:
         assert self._descriptor is not None
         os.pwrite(self._descriptor, b"%20d\n" % number, 0)
 
+    def note_reader(self, reader: OldReader) -> None:
+        """Records the oldest reader of another process."""
+        assert self._descriptor is not None
+        noted = b"%-150s\n" % json.dumps(asdict(reader) if reader.pid else None).encode()
+        if noted != self._noted:
+            os.pwrite(self._descriptor, noted, 21)
+            self._noted = noted
+
     def record_transaction(self, number: int) -> None:
-        """Records, durably, that the data holds this transaction."""
+        """Records, durably, that the data holds this transaction, and that no reader is known."""
         assert self._descriptor is not None
         self.note_transaction(number)
+        self.note_reader(OldReader())
         os.fsync(self._descriptor)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """One shard's LMDB environment.
 
 A data directory holds LMDB's `data.mdb` and `lock.mdb`, and `owner.lock`, which the serving process keeps locked; it
-records the number of a transaction that data.mdb holds, from the last time that it was opened or closed.
+records the number of a transaction that data.mdb holds, and the oldest reader of another process.
 See `lmdb_transaction` for what is in it.
 """
 
@@ -305,7 +305,9 @@ class LmdbStorage:
         """See `Storage.look_at_readers`."""
         with self.read() as txn:
             self._env.reader_check()
-            self._readers.oldest(self._free_bytes(txn.disk_bytes()), self._written_bytes)
+            oldest = self._readers.oldest(self._free_bytes(txn.disk_bytes()), self._written_bytes)
+        with contextlib.suppress(OSError):  # the metrics tell of it too
+            self._lock.note_reader(oldest)
 
     def disk_bytes(self) -> int:
         """Bytes that the data file takes on disk."""

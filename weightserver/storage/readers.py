@@ -12,9 +12,6 @@ from typing import Any
 
 import lmdb
 
-_READER = re.compile(r"^ *(\d+) +[0-9a-f]+ +(\d+)$", re.MULTILINE)
-"""A line of LMDB's table: process, thread and transaction; readers without a snapshot have none."""
-
 
 @dataclass(frozen=True)
 class OldReader:
@@ -48,7 +45,7 @@ class Readers:
             free: bytes of pages that hold nothing.
             written: bytes of blocks that were written, ever more.
         """
-        others = {known for known in _table(self._environment) if known[0] != os.getpid()}
+        others = {known for known in _snapshots(self._environment) if known[0] != os.getpid()}
         now, newest = time.monotonic(), self._environment.info()["last_txnid"]
         with self._lock:
             self._seen = {known: self._seen.get(known, (now, free, written)) for known in others}
@@ -60,24 +57,14 @@ class Readers:
         return OldReader(pid, now - since, held)
 
 
-def _table(environment: lmdb.Environment) -> set[tuple[int, int]]:
-    """The process and the transaction of every snapshot."""
-    return {(int(pid), int(number)) for pid, number in _READER.findall(environment.readers())}
+def _snapshots(environment: lmdb.Environment) -> set[tuple[int, int]]:
+    """The process and the transaction of every snapshot.
 
-
-def snapshots(directory: Path) -> list[dict[str, int]]:
-    """The snapshots that processes keep of a directory that is in use, oldest first: pid, and how many transactions
-    were made since. Takes none of LMDB's reader slots.
-
-    Not for a directory that is not in use, whose lock.mdb LMDB would begin anew.
+    LMDB prints a heading and then a line for each reader: its process, its thread in hexadecimal and its transaction,
+    which is "-" without a snapshot.
     """
-    try:
-        with lmdb.open(os.fsencode(directory), readonly=True, create=False, lib_version=0) as environment:
-            newest = environment.info()["last_txnid"]
-            found = sorted((number, pid) for pid, number in _table(environment))
-    except lmdb.Error:  # of lock.mdb, which this process may not use
-        return []
-    return [{"pid": pid, "transactions_since": newest - number} for number, pid in found]
+    lines = re.findall(r"^ *(\d+) +[0-9a-f]+ +(\d+)$", environment.readers(), re.MULTILINE)
+    return {(int(pid), int(number)) for pid, number in lines}
 
 
 def mapping_processes(path: Path) -> list[dict[str, Any]]:
