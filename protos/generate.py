@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from importlib import resources
@@ -15,7 +16,7 @@ GENERATED = PROTOS.parent / "weightserver/protocol/_generated"
 
 
 def generate(output: Path) -> None:
-    """Writes the message and service modules, with package-relative imports, to `output`."""
+    """Writes the modules of the messages to `output`."""
     with tempfile.TemporaryDirectory() as directory:
         status = protoc.main(
             [
@@ -24,15 +25,13 @@ def generate(output: Path) -> None:
                 f"--proto_path={resources.files('grpc_tools') / '_proto'}",
                 f"--python_out={directory}",
                 f"--pyi_out={directory}",
-                f"--grpc_python_out={directory}",
                 str(PROTO),
             ]
         )
         if status != 0:
             raise SystemExit(f"protoc failed with status {status}")
         for path in Path(directory, PROTO.parent.relative_to(PROTOS)).iterdir():
-            text = path.read_text().replace("from pic.weightserver.v1 import", "from . import")
-            (output / path.name).write_text(text)
+            shutil.copyfile(path, output / path.name)
 
 
 if __name__ == "__main__":

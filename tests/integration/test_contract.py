@@ -12,10 +12,9 @@ import grpc
 import numpy as np
 import pytest
 
-from tests.helpers.raw_calls import raw_channel
+from tests.helpers.raw_calls import raw_channel, stub
 from weightserver import FencedError, LocalCluster, TableSpec, WeightClient
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import MAX_ROWS, MAX_WRITE_ROWS, spec_to_proto
 
 SPEC = TableSpec(num_rows=40, dim=2, rows_per_block=5)  # shard 0 has rows 0..4, 10..14, 20..24, 30..34
@@ -49,9 +48,9 @@ RATES = rates(*[0.5] * HORIZON)
 
 
 class Shard:
-    """Calls shard 0 through the generated stub, with a session."""
+    """Calls shard 0 through a stub, with a session."""
 
-    def __init__(self, stub: WeightServerStub, epoch: int) -> None:
+    def __init__(self, stub: Any, epoch: int) -> None:
         self.stub = stub
         self.epoch = epoch
         self.session_id: bytes = self.describe().session_id
@@ -290,7 +289,7 @@ def begun(client: WeightClient, cluster: LocalCluster) -> Iterator[Shard]:
     epoch = client.open_session("owner")
     client.push_gradients(np.arange(5), np.ones((5, 2), np.float32), step=1)
     with raw_channel(cluster.addresses[0]) as channel:
-        yield Shard(WeightServerStub(channel), epoch)
+        yield Shard(stub(channel), epoch)
 
 
 @pytest.fixture
@@ -367,7 +366,7 @@ def test_a_write_cut_off_leaves_nothing(shard: Shard, client: WeightClient) -> N
         yield pb.PushGradientsRequest(rows=ids(1), gradients=values(1, 1))
 
     with raw_channel(client.describe().shards[0].address) as channel:
-        call = WeightServerStub(channel).PushGradients.future(messages(), timeout=60)
+        call = stub(channel).PushGradients.future(messages(), timeout=60)
         made.set()
         with pytest.raises(grpc.FutureCancelledError):
             call.result(60)

@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.helpers.comparing import same
-from tests.helpers.raw_calls import raw_channel
+from tests.helpers.raw_calls import raw_channel, stub
 from tests.helpers.watching import frozen
 from weightserver import (
     ClusterError,
@@ -33,7 +33,6 @@ from weightserver.operations.export import export_rows
 from weightserver.operations.reshard import reshard
 from weightserver.operations.restore import restore
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 
 SPEC = TableSpec(num_rows=40, dim=2, momentum=0.0, weight_decay=0.0, init_std=0.0, rows_per_block=5)
 ROWS = np.arange(SPEC.num_rows)
@@ -219,7 +218,7 @@ def test_a_session_is_more_than_its_number(place: Place) -> None:
         place.replace(1, copy)
         with raw_channel(place.cluster.addresses[1]) as channel:
             request = pb.OpenSessionRequest(name="of copies", epoch=2, session_id=b"c" * 16)
-            WeightServerStub(channel).OpenSession(request, timeout=60)
+            stub(channel).OpenSession(request, timeout=60)
         with pytest.raises((FencedError, DataLossError)):
             newer.push_gradients(ROWS, ONES, step=0)
         with place.connect() as mistyped:

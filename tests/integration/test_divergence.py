@@ -12,11 +12,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.helpers.raw_calls import raw_channel
+from tests.helpers.raw_calls import raw_channel, stub
 from weightserver import LocalCluster, StepError, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import to_bytes
 
 SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5, momentum=0.5, weight_decay=0.125)
@@ -75,7 +74,7 @@ def test_unstable_learning_rates_are_refused_when_they_are_given(cluster: LocalC
         client.extend_schedule(100, np.array([1, 23.99, LIMIT, 30], np.float32))
     rates = pb.Rates(learning_rates=to_bytes(np.append(client.learning_rates(), np.array([1, 2, LIMIT], np.float32))))
     with raw_channel(cluster.addresses[0]) as channel, pytest.raises(grpc.RpcError, match=told) as raised:
-        list(WeightServerStub(channel).Fetch(pb.FetchRequest(rates=rates), timeout=60))
+        list(stub(channel).Fetch(pb.FetchRequest(rates=rates), timeout=60))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert client.describe().horizon == 100
     client.extend_schedule(100, np.array([np.nextafter(np.float32(LIMIT), np.float32(0))]))

@@ -23,13 +23,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.memory_storage import MemoryStorage
-from tests.helpers.raw_calls import raw_channel
+from tests.helpers.raw_calls import raw_channel, stub
 from tests.helpers.schedules import used_by
 from tests.helpers.stored import decoded
 from weightserver import LocalCluster, TableSpec, WeightClient, __version__
 from weightserver.core.errors import StepError
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, VERSION_KEY, spec_to_proto, table_number
 from weightserver.server.admission import BASE_BYTES
 from weightserver.server.metrics import ShardMetrics
@@ -352,7 +351,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClust
         client.checkpoint("kept", step=2)
         with raw_channel(cluster.addresses[0]) as channel:  # an epoch that no input guesses
             opening = pb.OpenSessionRequest(name="owner", epoch=1_000_003, session_id=b"o" * 16)
-            WeightServerStub(channel).OpenSession(opening, timeout=10)
+            stub(channel).OpenSession(opening, timeout=10)
         yield cluster, client
     assert "Traceback" not in (directory / "shard-0.log").read_text()
 

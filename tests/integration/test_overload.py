@@ -18,14 +18,13 @@ import pytest
 
 from tests.helpers.fake_context import FakeContext
 from tests.helpers.narrow_shard import NUM_THREADS, CrowdedShard, NarrowShard
-from tests.helpers.raw_calls import raw_channel, versioned
+from tests.helpers.raw_calls import raw_channel, stub, versioned
 from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, OverloadedError, TableSpec, WeightClient, WeightServerError
 from weightserver.client.security import ClientSecurity
 from weightserver.core.errors import InvalidRequestError
 from weightserver.operations.health import _serving_status
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_REQUEST_BYTES, MAX_ROWS, ONE_MESSAGE_KEY, rows_to_proto
 from weightserver.server.admission import BASE_BYTES, MAX_THREADS
 from weightserver.server.metrics import ShardMetrics
@@ -76,8 +75,8 @@ class Crowd:
     def channel(self, number: int = 0) -> grpc.Channel:
         return self._channels[number % len(self._channels)]
 
-    def stub(self, number: int = 0) -> WeightServerStub:
-        return WeightServerStub(self.channel(number))
+    def stub(self, number: int = 0) -> Any:
+        return stub(self.channel(number))
 
     def header(self, number: int, num_rows: int, num_blocks: int | None = None) -> pb.WriteHeader:
         return pb.WriteHeader(

@@ -23,13 +23,12 @@ import pytest
 
 from tests.helpers.commands import weightserver
 from tests.helpers.failpoints import DyingCluster
-from tests.helpers.raw_calls import raw_channel
+from tests.helpers.raw_calls import raw_channel, stub
 from tests.helpers.watching import metric, once_within, wait_until
 from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient, WeightServerError
 from weightserver.client.channels import _OPTIONS as CHANNEL_OPTIONS
 from weightserver.common.metrics_http import MAX_CONNECTIONS
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol._generated.weight_server_pb2_grpc import WeightServerStub
 from weightserver.protocol.codec import rows_to_proto
 
 SPEC = TableSpec(num_rows=200_000, dim=32)
@@ -66,9 +65,7 @@ def test_a_shard_takes_the_pings_of_its_clients_and_not_ten_times_as_many(tmp_pa
         raw_channel(own.addresses[0], [*options.items()]) as to_own,
     ):
         try:
-            taken, refused = (
-                WeightServerStub(to).PushGradients.future(silent(), timeout=100) for to in (to_quick, to_own)
-            )
+            taken, refused = (stub(to).PushGradients.future(silent(), timeout=100) for to in (to_quick, to_own))
             assert "Too many pings" in str(refused.exception())
             time.sleep(3)  # for further pings: the same number of them was too many after 5 s
             assert not taken.done(), taken.exception()
@@ -116,7 +113,7 @@ def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
         rows = np.arange(SPEC.num_rows)
         expected = client.fetch_state(rows).weight
         with raw_channel(cluster.addresses[0], [("grpc.max_receive_message_length", -1)]) as channel:
-            answer = WeightServerStub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), raw=True), timeout=100)
+            answer = stub(channel).Fetch(pb.FetchRequest(rows=rows_to_proto(rows), raw=True), timeout=100)
             messages = [next(answer).weight]
             cluster.processes[0].send_signal(signal.SIGTERM)
             wait_until(lambda: "draining" in (tmp_path / "shard-0.log").read_text())
