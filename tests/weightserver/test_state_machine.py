@@ -1197,7 +1197,7 @@ def test_a_write_repeated_beside_a_rollback(machine: Machine, arrives: bool) -> 
     other = machine.new_writer()
     machine.perform(other, Action("join_session"))
     machine.perform(other, Action("checkpoint", name="a"))
-    writer.client._known_table = None  # it reads the table anew
+    writer.client._known_spec = None  # it reads the table anew
     machine.cluster.threads.start(lambda: machine.perform(writer, Action("rollback"), beside=True))
     machine.perform(writer, Action("repeat"), Plan((), True, (True,), None), beside=True)
     machine.threads_go_on()

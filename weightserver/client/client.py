@@ -37,7 +37,7 @@ from weightserver.client.fetched_rows import Output
 from weightserver.client.lease import HeldLease
 from weightserver.client.results import RowState, TableInfo, table_info
 from weightserver.client.schedule import ClientSchedule
-from weightserver.client.table import KnownTable, common_identity, common_table, create_table, drop_table, extend_table
+from weightserver.client.table import common_identity, common_table, create_table, drop_table, extend_table
 from weightserver.client.transfer import RowWrite, fetch_rows, write_rows
 from weightserver.client.writer import Session, Writer
 from weightserver.common.closing import Closing
@@ -45,9 +45,10 @@ from weightserver.core.arrays import Float32Array, Int64Array, StoredArray, chec
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints
 from weightserver.core.correction import checked_rates
 from weightserver.core.errors import DataLossError, FencedError, NoTableError, SessionInUseError
-from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT
+from weightserver.core.precision import GRADIENT, MOMENTUM_BUFFER, WEIGHT, precision_of
 from weightserver.core.spec import MAX_ROWS, TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
+from weightserver.protocol.codec import table_number
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -92,7 +93,7 @@ class WeightClient(Closing):
         )
         metrics.register_once()
         self._shards = Shards(parsed, credentials=credentials, token=token, **seconds)
-        self._known_table: KnownTable | None = None
+        self._known_spec: TableSpec | None = None
         self._schedule = ClientSchedule(self._shards)
         self._writer = Writer(self._shards)
         self._lease: HeldLease | None = None
@@ -106,7 +107,7 @@ class WeightClient(Closing):
         creates nothing, if another one does."""
         if not isinstance(spec, TableSpec):
             raise TypeError(f"spec must be a TableSpec, got {type(spec).__name__}")
-        return self._know(create_table(self._shards, spec)).spec
+        return self._know(*create_table(self._shards, spec))
 
     def extend_table(self, num_rows: int) -> TableSpec:
         """Enlarges the table to `num_rows` rows; does nothing if it has as many.
@@ -120,7 +121,7 @@ class WeightClient(Closing):
             FencedError: the session was superseded; or, without one, another client opened one or dropped the table.
         """
         num_rows, session = checked_integer(num_rows, "num_rows", 1, MAX_ROWS), self._writer.session
-        return self._know(extend_table(self._shards, num_rows, session.epoch if session else None)).spec
+        return self._know(*extend_table(self._shards, num_rows, session.epoch if session else None))
 
     def drop_table(self) -> None:
         """Deletes the table, its rows and its schedule on every shard, and fences every session. A call that failed
@@ -140,25 +141,25 @@ class WeightClient(Closing):
             ClusterError: the shards do not hold one table, or have used different learning rates for a step.
         """
         answers = self._shards.describe()
-        table = self._know(common_table(self._shards, answers))
+        spec = self._know(*common_table(self._shards, answers))
         horizon = len(self._schedule.learn(answers)) if rates else max(answer.clock for answer in answers)
-        return table_info(table, horizon, answers, [shard.address for shard in self._shards.connections()])
+        return table_info(spec, horizon, answers, [shard.address for shard in self._shards.connections()])
 
     @property
-    def _table(self) -> KnownTable:
-        """The table; asks the shards if it is not known yet."""
-        return self._known_table or self._know(common_table(self._shards, self._shards.describe()))
+    def _spec(self) -> TableSpec:
+        """The spec of the table; asks the shards if it is not known yet."""
+        return self._known_spec or self._know(*common_table(self._shards, self._shards.describe()))
 
-    def _know(self, table: KnownTable) -> KnownTable:
+    def _know(self, spec: TableSpec, identity: bytes) -> TableSpec:
         """Takes note of the table that the shards hold; what is known of another one is forgotten."""
-        if self._known_table is not None and table.identity != self._known_table.identity:
+        if self._known_spec is not None and identity != self._shards.identity:
             self._forget_table()
-        self._known_table = table
-        self._shards.name_table(table.identity, table.number)
-        return table
+        self._shards.name_table(identity, table_number(spec, identity))
+        self._known_spec = spec
+        return spec
 
     def _forget_table(self) -> None:
-        self._known_table = None
+        self._known_spec = None
         self._shards.name_table(b"", 0)
         self._schedule.forget()
         self._writer = Writer(self._shards)
@@ -189,7 +190,7 @@ class WeightClient(Closing):
         """
         self._shards.require_usable()
         start_step = arguments.checked_step(start_step, "start_step")
-        spec = self._table.spec
+        spec = self._spec
         rates = checked_rates(
             learning_rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step
         )
@@ -320,7 +321,7 @@ class WeightClient(Closing):
             NoTableError: there is no such checkpoint.
         """
         rows = self._rows(rows)
-        out = arguments.output_array(out, (len(rows), self._table.spec.dim))
+        out = arguments.output_array(out, (len(rows), self._spec.dim))
         self._fetch(rows, (out, None, None), step, checkpoint)
         return out
 
@@ -328,7 +329,7 @@ class WeightClient(Closing):
         self, rows: npt.ArrayLike, *, step: int | None = None, checkpoint: str | Checkpoint = ""
     ) -> RowState:
         """All state of `rows` (int64 [n]): before update `step`, or raw as stored if it is None. Raises as `fetch`."""
-        rows, dim = self._rows(rows), self._table.spec.dim
+        rows, dim = self._rows(rows), self._spec.dim
         weight, momentum_buffer = (np.empty((len(rows), dim), np.float32) for _ in range(2))
         last_step = np.empty(len(rows), np.int64)
         self._fetch(rows, (weight, momentum_buffer, last_step), step, checkpoint)
@@ -336,7 +337,7 @@ class WeightClient(Closing):
 
     def _fetch(self, rows: Int64Array, out: Output, step: int | None, checkpoint: str | Checkpoint) -> None:
         """Fetches into `out`, and all state of the rows if it has room for the momentum buffer."""
-        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._table.number)
+        request = pb.FetchRequest(state=out[1] is not None, raw=step is None, table=self._shards.table)
         rates = None
         if step is not None:
             request.step = arguments.checked_step(step, "step")
@@ -344,7 +345,7 @@ class WeightClient(Closing):
         if checkpoint:
             kept = find_checkpoint(self._shards, checkpoint)
             request.checkpoint, request.identity = kept.name, kept.checkpoint_id
-        fetch_rows(self._shards, self._table, request, rates, rows, out)
+        fetch_rows(self._shards, self._spec, request, rates, rows, out)
 
     def push_gradients(self, rows: npt.ArrayLike, gradients: npt.ArrayLike, *, step: int) -> None:
         """Applies update `step` with `gradients` (float32 [n, D]) to `rows` (int64 [n]); returns when durable.
@@ -358,10 +359,10 @@ class WeightClient(Closing):
             StepError: no learning rate is known for `step`, or a row would be infinite or NaN; nothing was written.
         """
         rows, step = self._rows(rows), arguments.checked_step(step, "step")
-        gradients = arguments.checked_values(gradients, (len(rows), self._table.spec.dim), "gradients")
+        gradients = arguments.checked_values(gradients, (len(rows), self._spec.dim), "gradients")
         if not arguments.is_strictly_increasing(rows):
             rows, gradients = arguments.sum_repeats(rows, gradients)
-        sent = self._table.precision.rounded(gradients, rows, step, GRADIENT)
+        sent = precision_of(self._spec).rounded(gradients, rows, step, GRADIENT)
         self._write(RowWrite(pb.PushGradientsRequest, step, rows, {"gradients": sent}))
 
     def write_state(
@@ -379,14 +380,14 @@ class WeightClient(Closing):
             StepError: a last_step beyond the horizon, or below that of the stored row.
         """
         rows = self._rows(rows)
-        shape = (len(rows), self._table.spec.dim)
+        shape = (len(rows), self._spec.dim)
         weight = arguments.checked_values(weight, shape, "weight")
         momentum_buffer = arguments.checked_values(momentum_buffer, shape, "momentum_buffer")
         steps = arguments.checked_last_step(last_step, len(rows))
         if not arguments.is_strictly_increasing(rows):
             order = arguments.distinct_order(rows)
             rows, weight, momentum_buffer, steps = rows[order], weight[order], momentum_buffer[order], steps[order]
-        last, precision = int(steps.max(initial=0)), self._table.precision
+        last, precision = int(steps.max(initial=0)), precision_of(self._spec)
         arrays: dict[str, StoredArray | Int64Array] = {
             "weight": precision.rounded(weight, rows, steps, WEIGHT),
             "momentum_buffer": precision.rounded(momentum_buffer, rows, steps, MOMENTUM_BUFFER),
@@ -396,12 +397,12 @@ class WeightClient(Closing):
 
     def _write(self, write: RowWrite) -> None:
         writer = self._require_session()
-        write_rows(self._shards, self._table, writer, write, self._schedule.used(write.num_steps))
+        write_rows(self._shards, self._spec, writer, write, self._schedule.used(write.num_steps))
 
     def _rows(self, rows: npt.ArrayLike) -> Int64Array:
         self._shards.require_usable()
         array = arguments.row_numbers(rows)
-        num_rows = self._table.spec.num_rows
+        num_rows = self._spec.num_rows
         if len(array) and array.max() >= num_rows:
             num_rows = self.describe().spec.num_rows  # another client may have enlarged the table
         arguments.check_rows_exist(array, num_rows)
@@ -455,7 +456,7 @@ class WeightClient(Closing):
             ClusterError: the shards do not hold one table, as after half an extend_table(); no shard was changed.
         """
         answers = self._shards.describe()
-        self._know(common_table(self._shards, answers))
+        self._know(*common_table(self._shards, answers))
         kept = checkpoint_in(answers, name)
         request = pb.CheckpointRequest(
             name=name, identity=kept.checkpoint_id, peers=self._shards.marks(), timeline=os.urandom(16)

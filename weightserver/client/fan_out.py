@@ -39,8 +39,8 @@ class Shards:
         self._lock = threading.Lock()
         self._connections: list[ShardConnection] | None = None
         self._closed = False
-        self.table = 0
-        """Number that names the table in requests; 0 while none is known."""
+        self.identity, self.table = b"", 0
+        """Of the table, and the number that names it in requests; empty and 0 while none is known."""
         self._process = os.getpid()
 
     # ---- calls
@@ -75,7 +75,7 @@ class Shards:
 
     def name_table(self, identity: bytes, number: int) -> None:
         """From now on, calls are for shards of this table; of any if the identity is empty and the number 0."""
-        self.table = number
+        self.identity, self.table = identity, number
         for connection in self.connections():
             connection.table = identity
 

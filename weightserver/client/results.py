@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from weightserver.client.checkpoints import checkpoints_of
 from weightserver.client.fan_out import Answers
-from weightserver.client.table import KnownTable
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.checkpoints import Checkpoint
 from weightserver.core.spec import TableSpec
@@ -65,7 +64,7 @@ class TableInfo:
         return {kept.name for shard in self.shards for kept in shard.checkpoints}
 
 
-def table_info(table: KnownTable, horizon: int, answers: Answers, addresses: Sequence[str]) -> TableInfo:
+def table_info(spec: TableSpec, horizon: int, answers: Answers, addresses: Sequence[str]) -> TableInfo:
     """Sums up what the shards at `addresses` answered, in the order of shards."""
     shards = tuple(
         ShardInfo(
@@ -82,8 +81,8 @@ def table_info(table: KnownTable, horizon: int, answers: Answers, addresses: Seq
     )
     newest = max(answers, key=lambda answer: answer.epoch)
     return TableInfo(
-        spec=table.spec,
-        identity=table.identity,
+        spec=spec,
+        identity=answers[0].table_identity,
         epoch=newest.epoch,
         run=newest.run,
         holder=answers[0].holder,

@@ -1,4 +1,4 @@
-"""The table as a client knows it, and how it is created, extended and dropped on all shards.
+"""What table the shards hold, and how it is created, extended and dropped on all of them.
 
 Each of these calls may be repeated if it failed halfway.
 """
@@ -6,44 +6,18 @@ Each of these calls may be repeated if it failed halfway.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from weightserver.client.connection import ShardConnection
 from weightserver.client.fan_out import ONE_CLUSTER, Answers, Shards
 from weightserver.core.errors import ClusterError, NoTableError, TableMismatchError
-from weightserver.core.precision import Precision, precision_of
-from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import spec_from_proto, spec_to_proto, table_number
 
 
-@dataclass(frozen=True)
-class KnownTable:
-    """A table that all shards hold."""
-
-    spec: TableSpec
-    identity: bytes
-    num_shards: int
-
-    @cached_property
-    def number(self) -> int:
-        """Names the table in requests."""
-        return table_number(self.spec, self.identity)
-
-    @cached_property
-    def precision(self) -> Precision:
-        """How values of rows are sent."""
-        return precision_of(self.spec)
-
-    @cached_property
-    def sharding(self) -> Sharding:
-        return Sharding(self.spec.rows_per_block, self.num_shards)
-
-
-def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False) -> KnownTable:
-    """The one table that all shards hold.
+def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False) -> tuple[TableSpec, bytes]:
+    """The spec and the identity of the one table that all shards hold.
 
     Args:
         is_extended: take the largest size where an extension has reached only some shards.
@@ -61,7 +35,7 @@ def common_table(shards: Shards, answers: Answers, *, is_extended: bool = False)
                 f"an extend_table() that failed halfway: repeat extend_table({largest.num_rows}), or 'weightserver "
                 "extend'"
             )
-    return KnownTable(largest, identity, len(answers))
+    return largest, identity
 
 
 def spec_of(answer: pb.DescribeResponse) -> TableSpec:
@@ -98,8 +72,8 @@ def common_identity(answers: Answers, names: Sequence[str]) -> bytes:
     return bytes(answers[0].table_identity)
 
 
-def create_table(shards: Shards, spec: TableSpec) -> KnownTable:
-    """See `WeightClient.create_table`."""
+def create_table(shards: Shards, spec: TableSpec) -> tuple[TableSpec, bytes]:
+    """See `WeightClient.create_table`. Returns the table's spec and identity."""
     answers = shards.describe()
     _require_creatable(answers, spec)
 
@@ -113,7 +87,7 @@ def create_table(shards: Shards, spec: TableSpec) -> KnownTable:
     identity = create(*first, b"")
     if others:
         shards.in_parallel(create, ((*other, identity) for other in others))
-    return KnownTable(spec, identity, len(answers))
+    return spec, identity
 
 
 def _require_creatable(answers: Answers, spec: TableSpec) -> None:
@@ -138,25 +112,25 @@ def _require_creatable(answers: Answers, spec: TableSpec) -> None:
         )
 
 
-def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> KnownTable:
-    """See `WeightClient.extend_table`; `epoch` is that of the client's session, if it has one."""
+def extend_table(shards: Shards, num_rows: int, epoch: int | None) -> tuple[TableSpec, bytes]:
+    """See `WeightClient.extend_table`; `epoch` is that of the client's session, if it has one. Returns the table's spec
+    and identity."""
     answers = shards.describe()
-    table = common_table(shards, answers, is_extended=True)
-    if num_rows < table.spec.num_rows:
+    spec, identity = common_table(shards, answers, is_extended=True)
+    if num_rows < spec.num_rows:
         raise ValueError(
-            f"the table has {table.spec.num_rows} rows and can only become larger, not {num_rows}: give at least as "
-            "many"
+            f"the table has {spec.num_rows} rows and can only become larger, not {num_rows}: give at least as many"
         )
-    extended = replace(table, spec=replace(table.spec, num_rows=num_rows))
+    extended, number = replace(spec, num_rows=num_rows), table_number(spec, identity)
 
     def extend(connection: ShardConnection, answer: pb.DescribeResponse) -> None:
-        if spec_of(answer) != extended.spec:
+        if spec_of(answer) != extended:
             newest = answer.epoch if epoch is None else epoch
-            request = pb.ExtendTableRequest(num_rows=num_rows, epoch=newest, table=table.number)
+            request = pb.ExtendTableRequest(num_rows=num_rows, epoch=newest, table=number)
             connection.call("ExtendTable", request)
 
     shards.in_parallel(extend, zip(shards.connections(), answers, strict=True))
-    return extended
+    return extended, identity
 
 
 def drop_table(shards: Shards) -> None:

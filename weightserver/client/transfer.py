@@ -18,17 +18,19 @@ from weightserver.client.calls import WATCH
 from weightserver.client.fan_out import Shards
 from weightserver.client.fetched_rows import BorrowedArrays, FetchedRows, Output
 from weightserver.client.rates import CarriedRates
-from weightserver.client.table import KnownTable
 from weightserver.client.writer import Writer
 from weightserver.common.metrics import size_class
 from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.precision import precision_of
+from weightserver.core.sharding import Sharding
+from weightserver.core.spec import TableSpec
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, MAX_WRITE_BYTES, MAX_WRITE_ROWS, rows_to_proto, to_bytes
 
 
 def fetch_rows(
     shards: Shards,
-    table: KnownTable,
+    spec: TableSpec,
     request: pb.FetchRequest,
     rates: CarriedRates | None,
     rows: Int64Array,
@@ -47,8 +49,8 @@ def fetch_rows(
         ]
     with BorrowedArrays() as borrowed:
         parts = [
-            (connections[shard], FetchedRows(distinct, positions, fetched, table.precision, borrowed))
-            for shard, positions in table.sharding.positions_by_shard(distinct).items()
+            (connections[shard], FetchedRows(distinct, positions, fetched, precision_of(spec), borrowed))
+            for shard, positions in Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct).items()
         ]
         try:
             shards.in_parallel(
@@ -141,18 +143,18 @@ class RowWrite:
             header = None
 
 
-def write_rows(shards: Shards, table: KnownTable, writer: Writer, write: RowWrite, rates: CarriedRates) -> None:
+def write_rows(shards: Shards, spec: TableSpec, writer: Writer, write: RowWrite, rates: CarriedRates) -> None:
     """Sends a write to each shard that holds rows of it; `rates` are those that it uses."""
-    by_shard = table.sharding.positions_by_shard(write.rows)
+    connections = shards.connections()
+    by_shard = Sharding(spec.rows_per_block, len(connections)).positions_by_shard(write.rows)
     if not by_shard:
         return
     write.check_size(by_shard)
-    connections = shards.connections()
 
     def send(number: int, those: Collection[int]) -> list[Any]:
         def send_to_shard(shard: int) -> pb.WriteResponse:
             header = partial(writer.header, number, step=write.step)
-            messages = partial(write.messages, header, by_shard[shard], table.spec.rows_per_block, borrowed)
+            messages = partial(write.messages, header, by_shard[shard], spec.rows_per_block, borrowed)
             used = rates.of_shard(write.num_steps_at(by_shard[shard]))
             num_rows = len(write.rows[by_shard[shard]])
             answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=used, num_rows=num_rows)
