@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.settings import SettingError, Settings, named_by_flags, resumable
 from weightserver.core.arrays import Float32Array, Float64Array, Int64Array
-from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.core.splitmix import derive_seed, splitmix64
 
 if TYPE_CHECKING:
     from weightserver.torch import VisitSchedule

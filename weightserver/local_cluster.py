@@ -28,21 +28,16 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
 
 
-class _ReservedPort:
-    """A free loopback port that stays this process's while the shard that listens there is down.
+def _reserved_port() -> socket.socket:
+    """Reserves a free loopback port, which stays this process's while the shard that listens there is down.
 
-    A bound socket that does not listen: the kernel gives the port to no connection and to no server that asks for any
-    port, while a server that names it and sets SO_REUSEADDR, as gRPC and the metrics server do, may listen there.
+    The socket does not listen: the kernel gives the port to no connection and to no server that asks for any port,
+    while a server that names it and sets SO_REUSEADDR, as gRPC and the metrics server do, may listen there.
     """
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _remove(directory: Path, process: int) -> None:
@@ -87,12 +82,12 @@ class LocalCluster(Closing):
         self._remove = None if directory else weakref.finalize(self, _remove, self.directory, self._process)
         make_directory(self.directory)
         self.processes, self.addresses, self.metrics_addresses = [], [], []
-        self._reserved_ports: list[tuple[_ReservedPort, _ReservedPort]] = []
+        self._reserved_ports: list[tuple[socket.socket, socket.socket]] = []
         try:
             finished = self._is_finished()
             if not finished:
                 self._mark(num_shards, finished=False)
-            self._reserved_ports = [(_ReservedPort(), _ReservedPort()) for _ in range(num_shards)]
+            self._reserved_ports = [(_reserved_port(), _reserved_port()) for _ in range(num_shards)]
             # Starts all at once, then waits for each.
             self.processes = [self._start(shard, num_shards, init=not finished) for shard in range(num_shards)]
             for shard, process in enumerate(self.processes):
@@ -149,10 +144,10 @@ class LocalCluster(Closing):
             atomic_write(marker, lambda path: path.write_text(text))
 
     def _start(self, shard: int, num_shards: int, *, init: bool = False) -> subprocess.Popen[str]:
-        port, metrics_port = self._reserved_ports[shard]
+        port, metrics_port = (reserved.getsockname()[1] for reserved in self._reserved_ports[shard])
         command = [*self._program, "serve", "--announce", "--stop-with-parent"]
-        command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", f"127.0.0.1:{port.number}"]
-        command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port.number)]
+        command += ["--data-dir", str(self.directory / f"shard-{shard}"), "--listen", f"127.0.0.1:{port}"]
+        command += ["--shard", str(shard), "--num-shards", str(num_shards), "--metrics-port", str(metrics_port)]
         command += [*(["--init"] if init else []), *self._serve_options]
         # These shards serve only loopback; a token in the environment is for other shards.
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}

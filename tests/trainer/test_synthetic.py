@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.data import SyntheticImages, load_dataset
 from trainer.evaluate.features import encoder_features, pixel_features
 from trainer.model import EncoderConfig, build_encoder
-from weightserver.core.initial import splitmix64
+from weightserver.core.splitmix import splitmix64
 
 BILLION = 10**9
 

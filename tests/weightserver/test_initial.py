@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from weightserver.core.initial import initial_rows, splitmix64
+from weightserver.core.initial import initial_rows
 from weightserver.core.spec import TableSpec
+from weightserver.core.splitmix import splitmix64
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "initial_rows.json"
 

@@ -35,7 +35,7 @@ def metrics() -> ShardMetrics:
 
 def test_every_moment_belongs_to_one_stage() -> None:
     started = time.perf_counter()
-    clock = StageClock("first", started)
+    clock = StageClock("first")
     for number in range(10):
         clock.start("even" if number % 2 else "odd")
         time.sleep(0.002)

@@ -42,7 +42,7 @@ from weightserver.core.spec import TableSpec
 from weightserver.core.versions import NEWEST, digest
 from weightserver.protocol.codec import table_number
 from weightserver.protocol.status import ERROR_OF_STATUS
-from weightserver.shard import checkpoints, reading, sweeper
+from weightserver.shard import changes, reading, sweeper
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Committer
 from weightserver.shard.shard import Shard
@@ -505,7 +505,7 @@ def test_lineages_are_cut_and_joined() -> None:
 def test_checkpoints_are_limited_in_number_and_to_scheduled_steps(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "MAX_CHECKPOINTS", 6)
+    monkeypatch.setattr(changes, "MAX_CHECKPOINTS", 6)
 
     for number in range(1, 7):
         served.do(lambda batch, n=number: batch.checkpoint(header(n), f"kept {n}"))

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weightserver.core.initial import splitmix64
+from weightserver.core.splitmix import splitmix64
 from weightserver.torch import to_device
 
 MAX_IMAGES = 10**9

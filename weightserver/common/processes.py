@@ -23,10 +23,10 @@ def end_at_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
-def end_process(process: subprocess.Popen[Any], *, seconds: float, stop_signal: int = signal.SIGTERM) -> None:
+def end_process(process: subprocess.Popen[Any], *, seconds: float) -> None:
     """Asks a process to end, and kills it if it still runs after `seconds`. Safe to repeat; its pipes stay open."""
     if process.poll() is None:
-        process.send_signal(stop_signal)
+        process.terminate()
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:

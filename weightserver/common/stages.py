@@ -8,10 +8,10 @@ from time import perf_counter
 
 
 class StageClock:
-    """Sums the seconds spent in each stage since `started`; `stage` is the current one."""
+    """Sums the seconds spent in each stage since it was made; `stage` is the current one."""
 
-    def __init__(self, stage: str, started: float | None = None) -> None:
-        self._started = self._since = perf_counter() if started is None else started
+    def __init__(self, stage: str) -> None:
+        self._started = self._since = perf_counter()
         self.stage = stage
         self.num_rows = 0
         """Rows that the task is about, as far as they are known."""

@@ -118,11 +118,6 @@ class BlockCodec:
         """Initial weights of `rows` (int64 [n]) as they are stored, [n, D]."""
         return self.precision.rounded(initial_rows(self._spec, rows), rows, 0, WEIGHT)
 
-    def array_bytes(self, num_rows: int) -> tuple[int, int, int]:
-        """Bytes of `num_rows` rows' weights, momentum buffers and last steps."""
-        values = self._spec.value_bytes * self.dim * num_rows
-        return values, values, 8 * num_rows
-
     @functools.cached_property
     def compiled(self) -> kernel.Table:
         """What the compiled kernel knows of the table."""

@@ -15,9 +15,7 @@ import xxhash
 
 from weightserver.core.precision import WEIGHT, precision_of
 from weightserver.core.spec import TableSpec
-from weightserver.core.splitmix import derive_seed, splitmix64
-
-__all__ = ["derive_seed", "initial_rows", "splitmix64"]
+from weightserver.core.splitmix import splitmix64
 
 _QUANTILES_XXH3 = 0x9DB855DD62EEDC28
 _CHUNK_WORDS = 1 << 13

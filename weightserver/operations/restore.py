@@ -8,7 +8,6 @@ from pathlib import Path
 
 from weightserver.common.atomic_files import to_path
 from weightserver.common.object_store import to_location
-from weightserver.core.arrays import Float32Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.errors import StorageError
 from weightserver.core.lineage import Lineage
@@ -53,22 +52,18 @@ def restore(directory: Path, data_dir: Path, *, shard: int, num_shards: int | No
 
         if digest(added()).hex() != made.shards[shard].get("digest"):
             raise StorageError(f"{place} has other blocks of shard {shard} than it had: use another backup")
-        builder.finish(_table_state(made, shard, reader.learning_rates(shard)), rows_stored=num_rows)
+        table = TableState(
+            made.spec,
+            reader.learning_rates(shard),
+            epoch=made.epoch,
+            run=made.run,
+            checkpoint=made.kept,
+            identity=bytes.fromhex(made.table_identity),
+            lineage=Lineage().joined(made.shards[shard]["lineage"]),
+            is_backed_up=True,
+        )
+        builder.finish(table, rows_stored=num_rows)
     return made, num_rows
-
-
-def _table_state(made: Backup, shard: int, learning_rates: Float32Array) -> TableState:
-    copied = made.shards[shard]
-    return TableState(
-        made.spec,
-        learning_rates,
-        epoch=made.epoch,
-        run=made.run,
-        checkpoint=made.kept,
-        identity=bytes.fromhex(made.table_identity),
-        lineage=Lineage().joined(copied["lineage"]),
-        is_backed_up=True,
-    )
 
 
 # ---- the command

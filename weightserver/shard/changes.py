@@ -6,14 +6,15 @@ import os
 from dataclasses import asdict, replace
 
 from weightserver.core.arrays import Int64Array, StoredArray
+from weightserver.core.checkpoints import ShardCheckpoint, require_readable
 from weightserver.core.errors import FencedError, InvalidRequestError, StepError, TableMismatchError
 from weightserver.core.lineage import split_mark
 from weightserver.core.spec import TableSpec
-from weightserver.shard import checkpoints, writing
+from weightserver.shard import writing
 from weightserver.shard.sessions import check_epoch, session_of
 from weightserver.shard.table import Table
 from weightserver.shard.transaction import WriteHeader, WriteTransaction
-from weightserver.storage.records import State, truncate_schedule, write_spec
+from weightserver.storage.records import MAX_CHECKPOINTS, State, truncate_schedule, write_spec
 
 MAX_EPOCH_STEP = 1 << 20
 """How far a session may lie beyond the shard's newest: others may have been opened on other shards only, or before a
@@ -179,27 +180,57 @@ class ShardChange(WriteTransaction):
 
         Args:
             peers: marks of all shards; rows that were written since this shard's own are not those that are meant.
+
+        Raises:
+            InvalidRequestError: the name was used for another step or other rows, or there are too many checkpoints.
+            StepError: rows may have seen more updates.
         """
         if not writing.admit(self, header):
             return False
         step = header.step
         table = writing.use_rates(self, header.rates, step)
         self.peers = peers or self.peers
-        known = checkpoints.find(self.state, name)
+        state, known = self.state, self._find(name)
         if known is None:
             if peers and split_mark(peers[self.shard])[1] < self.state.rows_commit:
                 raise InvalidRequestError(f"rows were written since checkpoint {name!r} was begun: choose another name")
-            self.state = checkpoints.taken(
-                self.state, name, step, checkpoint_id, self.mark, num_rows=table.spec.num_rows
+            require_readable(name, step, state.clock)
+            taken = ShardCheckpoint(
+                name,
+                step,
+                checkpoint_id,
+                (self.mark,),
+                generation=state.generation,
+                rows_stored=state.rows_stored,
+                num_rows=table.spec.num_rows,
             )
+            self._retain(taken, len(state.checkpoints))
+            # Its rows are read by the learning rates before its step, which stay; later writes go to a new generation.
+            self.state = replace(self.state, clock=step, generation=state.generation + 1)
             return True
+        if known.step != step:
+            raise InvalidRequestError(f"checkpoint {name!r} was taken at step {known.step}: choose another name")
+        if state.written > known.generation:
+            raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
         if self.shard == 0:
             checkpoint_id = known.checkpoint_id or checkpoint_id
-        again = checkpoints.taken_again(self.state, known, step, checkpoint_id, self.mark)
-        if self.state.written > known.generation:
-            raise InvalidRequestError(f"rows were written since checkpoint {name!r} was taken: choose another name")
-        self.state = again
+        again = replace(known, checkpoint_id=checkpoint_id, marks=(self.mark,))
+        self.state = replace(state, checkpoints=tuple(again if kept is known else kept for kept in state.checkpoints))
         return True
+
+    def _find(self, name: str) -> ShardCheckpoint | None:
+        return next((kept for kept in self.state.checkpoints if kept.name == name), None)
+
+    def _retain(self, checkpoint: ShardCheckpoint, position: int) -> None:
+        """Retains one more, before that of number `position`. Raises InvalidRequestError if there are too many."""
+        kept = self.state.checkpoints
+        if len(kept) >= MAX_CHECKPOINTS:
+            oldest = ", ".join(repr(known.name[:60]) for known in kept[:5])
+            raise InvalidRequestError(
+                f"the shard retains {len(kept)} checkpoints, the most there may be: release some, the oldest are "
+                f"{oldest}"
+            )
+        self.state = replace(self.state, checkpoints=(*kept[:position], checkpoint, *kept[position:]))
 
     def rollback(
         self,
@@ -224,7 +255,15 @@ class ShardChange(WriteTransaction):
         for version in list(self.txn.versions()):
             if version.generation > kept.generation:
                 self.txn.delete_block(version)
-        self.state = checkpoints.rolled_back(self.state, kept, timeline)
+        self.state = replace(
+            self.state,
+            clock=kept.step,
+            rows_stored=kept.rows_stored,
+            generation=kept.generation + 1,
+            written=min(self.state.written, kept.generation),
+            timeline=timeline,
+            checkpoints=tuple(other for other in self.state.checkpoints if other.generation <= kept.generation),
+        )
         table = self.table = replace(table, num_rollbacks=table.num_rollbacks + 1)
         if kept.step < len(table.rates):
             self.table = table.with_rates(table.rates.up_to(table.spec, kept.step))
@@ -238,14 +277,24 @@ class ShardChange(WriteTransaction):
         """
         if not writing.admit(self, header):
             return False
-        self.state = checkpoints.released(self.state, name)
+        others = tuple(kept for kept in self.state.checkpoints if kept.name != name)
+        self.state = replace(self.state, checkpoints=others)
         return True
 
     def copy_checkpoint(self, header: WriteHeader, name: str, source: str, checkpoint_id: bytes = b"") -> bool:
-        """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate."""
+        """Keeps the checkpoint `source` under `name` too, with its id; returns False for a duplicate.
+
+        Raises:
+            InvalidRequestError: the name is that of another checkpoint, or there are too many.
+        """
         if not writing.admit(self, header):
             return False
-        self.state = checkpoints.copied(self.state, self.state.checkpoint(source, checkpoint_id), name)
+        kept, known = self.state.checkpoint(source, checkpoint_id), self._find(name)
+        copy = replace(kept, name=name)
+        if known is None:
+            self._retain(copy, self.state.checkpoints.index(kept) + 1)
+        elif vars(known) != vars(copy):
+            raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
         return True
 
 

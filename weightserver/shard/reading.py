@@ -94,15 +94,11 @@ class SnapshotRows:
         codec, touched = table.codec, self.touched
         if (compiled := kernel.compiled()) is None:
             return None
-        sizes = enumerate(codec.array_bytes(len(touched.rows)), start=1)
-        heads = [field_head(number, size) for number, size in sizes]
-        return compiled.answer(
-            places(codec, touched, self.blocks),
-            coefficients,
-            step,
-            (heads[0], heads[1], heads[2]) if state else (heads[0], None, None),
-            last_step,
-        )
+        num_rows = len(touched.rows)
+        values = table.spec.value_bytes * table.spec.dim * num_rows
+        weight, momentum_buffer, steps = field_head(1, values), field_head(2, values), field_head(3, 8 * num_rows)
+        heads = (weight, momentum_buffer, steps) if state else (weight, None, None)
+        return compiled.answer(places(codec, touched, self.blocks), coefficients, step, heads, last_step)
 
 
 def chunks(rows: Int64Array, table: Table) -> Iterator[TouchedBlocks]:

@@ -21,7 +21,6 @@ from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import (
     DataLossError,
     MissingRatesError,
-    NoTableError,
     StepError,
     StorageError,
     TableMismatchError,
@@ -36,7 +35,7 @@ from weightserver.shard import reading
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
-from weightserver.shard.table import Table
+from weightserver.shard.table import Table, existing
 from weightserver.storage.interface import Storage, Transaction
 from weightserver.storage.records import (
     ShardIdentity,
@@ -127,10 +126,9 @@ class Shard:
 
     def require_table(self, number: int = 0) -> Table:
         """The table. Raises NoTableError if there is none, TableMismatchError unless `number` names it, or is 0."""
-        if self._table is None:
-            raise NoTableError("the shard holds no table: call create_table() first")
-        self._table.check_number(number)
-        return self._table
+        table = existing(self._table)
+        table.check_number(number)
+        return table
 
     def check_acknowledged(self, mark: str, table: str = "") -> None:
         """Checks that the shard's data descends from the state of that mark.

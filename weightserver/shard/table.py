@@ -10,7 +10,7 @@ import numpy as np
 from weightserver.core.arrays import Int64Array
 from weightserver.core.blocks import BlockCodec
 from weightserver.core.correction import Schedule
-from weightserver.core.errors import InvalidRequestError, TableMismatchError
+from weightserver.core.errors import InvalidRequestError, NoTableError, TableMismatchError
 from weightserver.core.sharding import Sharding
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import table_number
@@ -69,3 +69,10 @@ class Table:
         if elsewhere.any():
             row = int(rows[elsewhere.argmax()])
             raise InvalidRequestError(f"row {row} does not live on shard {shard} of {num_shards}", row=row)
+
+
+def existing(table: Table | None) -> Table:
+    """The table. Raises NoTableError if there is none."""
+    if table is None:
+        raise NoTableError("the shard holds no table: call create_table() first")
+    return table

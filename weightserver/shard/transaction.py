@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from weightserver.core.errors import NoTableError
 from weightserver.core.lineage import split_mark
 from weightserver.core.versions import by_block, unneeded
 from weightserver.shard.lease import Lease
 from weightserver.shard.rates import GivenRates, ScheduledRates
-from weightserver.shard.table import Table
+from weightserver.shard.table import Table, existing
 from weightserver.storage.interface import Transaction
 from weightserver.storage.records import State
 
@@ -60,6 +59,4 @@ class WriteTransaction:
 
     def require_table(self) -> Table:
         """The table. Raises NoTableError if there is none."""
-        if self.table is None:
-            raise NoTableError("the shard holds no table: call create_table() first")
-        return self.table
+        return existing(self.table)

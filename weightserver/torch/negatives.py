@@ -22,7 +22,7 @@ import numpy as np
 
 from weightserver.core.arrays import Int64Array, checked_number
 from weightserver.core.errors import ArgumentError
-from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.core.splitmix import derive_seed, splitmix64
 from weightserver.torch.ranks import ONE_OWNER, RowOwners
 from weightserver.torch.recency import ActiveRows, Visited, check_num_active
 from weightserver.torch.windows import RowOrder

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from weightserver.core.arrays import Int64Array
 from weightserver.core.errors import ArgumentError
-from weightserver.core.initial import derive_seed, splitmix64
+from weightserver.core.splitmix import derive_seed, splitmix64
 
 _NUM_ROUNDS = 6
 _KEPT_WINDOWS = 8
