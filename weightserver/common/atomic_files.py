@@ -144,6 +144,18 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
         raise ValueError(f"{directory} is not empty: give another directory")
 
 
+def lock_file(descriptor: int, path: Path) -> bool:
+    """Locks an open file until it is closed; returns False if another process has locked it. Raises OSError if the file
+    system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OSError(f"the file system of {path} has no locks ({error.strerror}): use a local disk") from None
+    return True
+
+
 @contextlib.contextmanager
 def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
     """Locks a directory against other callers of `directory_lock`.
@@ -159,14 +171,10 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
     lock = directory / LOCK
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # a file, because NFS cannot lock directories
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(descriptor, lock):
             raise OSError(
                 f"{directory} is being written by another process: wait for it to end, or give another directory"
-            ) from None
-        except OSError as error:
-            raise OSError(f"the file system of {lock} has no locks ({error.strerror}): use another one") from None
+            )
         try:
             yield
         finally:

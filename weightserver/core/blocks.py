@@ -57,6 +57,8 @@ _MAX_RANGES = 8
 """Ranges of damaged rows that a message names."""
 _HEADER_BYTES, _START = 16, struct.Struct("<HHI")
 """The header, and what is in it before the root."""
+PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
+"""LMDB stores a block in whole pages, the first of which begins with a header."""
 
 Buffer = bytes | bytearray | memoryview
 Slots = slice | npt.NDArray[np.int64]
@@ -106,6 +108,11 @@ class BlockCodec:
         ]
         """Where the weights and the momentum buffers of each group are, in bytes."""
         self._types = {name: (place[0].shape, place[0].base) for name, place in places}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a block takes in LMDB."""
+        return PAGE_BYTES * -(-(_PAGE_HEADER_BYTES + self.num_bytes) // PAGE_BYTES)
 
     def initial(self, block: int) -> bytearray:
         """An unsealed block whose rows hold their initial values; none is marked as written."""

@@ -17,8 +17,6 @@ from weightserver.core.blocks import BlockCodec
 from weightserver.core.correction import MAX_STEPS
 from weightserver.core.spec import TableSpec
 
-_PAGE_BYTES, _PAGE_HEADER_BYTES = 4096, 16
-"""LMDB stores a block in whole pages, the first of which begins with a header."""
 _MAX_WRITE_BACK_ROWS = 1 << 14
 """Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
 _SLOT_BYTES = 41
@@ -95,7 +93,7 @@ class Workload:
 
     @property
     def stored_block_bytes(self) -> int:
-        return _PAGE_BYTES * -(-(_PAGE_HEADER_BYTES + self.block_bytes) // _PAGE_BYTES)
+        return BlockCodec(self.spec).stored_bytes
 
     @property
     def pass_steps(self) -> float:

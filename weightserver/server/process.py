@@ -73,7 +73,8 @@ class _Stop:
     def __init__(self) -> None:
         # Not an Event: setting it in a signal handler deadlocks if the handler interrupts a wait for it.
         self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._serving = False
+        self.is_serving = False
+        """Whether a request lets the shard drain first."""
 
     def follow(self, *, parent: bool) -> None:
         """Listens for signals from now on, and with `parent` for the end of the parent process, which closes stdin."""
@@ -81,9 +82,6 @@ class _Stop:
             signal.signal(number, lambda number, _: self._request(128 + number))
         if parent:
             threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
-
-    def serving(self) -> None:
-        self._serving = True
 
     def fail(self, reason: str) -> None:
         self._requests.put(reason)
@@ -94,17 +92,14 @@ class _Stop:
         Raises:
             StorageError: the shard can no longer serve.
         """
-        reason = self._next()
-        if reason:
-            raise StorageError(reason)
-
-    def _next(self) -> str:
         while True:
-            with contextlib.suppress(queue.Empty):
-                return self._requests.get(timeout=0.5)  # a signal delivered to another thread does not end the wait
+            with contextlib.suppress(queue.Empty):  # a signal that another thread receives does not end the wait
+                if reason := self._requests.get(timeout=0.5):
+                    raise StorageError(reason)
+                return
 
     def _request(self, status: int) -> None:
-        if not self._serving:
+        if not self.is_serving:
             os._exit(status)
         self._requests.put("")
 
@@ -170,7 +165,7 @@ def _serve_shard(config: ServerConfig, front: _Front, shard: Shard, healthy: Sha
             on_write=healthy.wrote,
         )
         service.add_to_server(handlers, front.server)
-        stop.serving()
+        stop.is_serving = True
         healthy.serve()
         status, text = healthy.ready()
         if status is not HTTPStatus.OK:

@@ -8,12 +8,11 @@ from concurrent.futures import CancelledError, Future
 
 import grpc
 
-from weightserver.core.blocks import BlockCodec
+from weightserver.core.blocks import PAGE_BYTES, BlockCodec
 from weightserver.core.errors import InvalidRequestError
 from weightserver.core.spec import TableSpec
 from weightserver.protocol.codec import CHUNK_BYTES
 
-_PAGE, _PAGE_HEADER_BYTES = 4096, 16
 SCHEDULE_BYTES_PER_STEP = 80
 """A learning rate and its transfer products, up to twice what they need."""
 _BYTES_PER_ROW_NAMED = 56
@@ -93,7 +92,7 @@ def write_bytes(codec: BlockCodec, num_rows: int, num_blocks: int, num_arrays: i
 
 def blocks_bytes(codec: BlockCodec, num_blocks: int) -> int:
     """Bytes of blocks in a transaction until it is on disk: whole pages, and one more for the key of each."""
-    return num_blocks * (-(-(codec.num_bytes + _PAGE_HEADER_BYTES) // _PAGE) + 1) * _PAGE
+    return num_blocks * (codec.stored_bytes + PAGE_BYTES)
 
 
 def answer_bytes(num_bytes: int) -> int:

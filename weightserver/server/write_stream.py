@@ -33,16 +33,15 @@ def receive(
     Raises:
         InvalidRequestError: a message is malformed, or the write is too large.
     """
-    write: ReceivedWrite | None = None
-    for message in messages:
-        if write is None:
-            require(message.HasField("header"), "the first message of a write has no header")
-            write = _begun(message.header, names, shard, reserve)
-        else:
-            require(len(message.rows.ids) + len(message.rows.ranges) > 0, "a message of a write names no rows: omit it")
-        write.add(message)
-    if write is None:
+    first = next(messages, None)
+    if first is None or not first.HasField("header"):
         raise InvalidRequestError("the first message of a write has no header")
+    write = _begun(first.header, names, shard, reserve)
+    write.add(first)
+    del first  # its memory is the call's no longer
+    for message in messages:
+        require(len(message.rows.ids) + len(message.rows.ranges) > 0, "a message of a write names no rows: omit it")
+        write.add(message)
     write.check_complete()
     return write
 

@@ -66,7 +66,7 @@ class Shard:
         self.shard = shard
         self.num_shards = num_shards
         self.storage = storage
-        self._state = State()
+        self.state = State()
         self._table: Table | None = None
         self._next_table: Table | None = None
         """The table once the transaction that is being committed is durable."""
@@ -74,7 +74,8 @@ class Shard:
         """The newest learning rates that a fetch brought and no write has used so far, after those that were."""
         self.num_releases = 0
         """How often versions of blocks may have become unneeded that no write deletes."""
-        self._peers: Sequence[str] = []
+        self.peers: Sequence[str] = []
+        """The marks of all shards that a client reported last."""
         self.lease = Lease()
         self._incarnation = os.urandom(8).hex()
         self._checking = threading.Lock()
@@ -95,16 +96,12 @@ class Shard:
             self._load(txn)
 
     def _load(self, txn: Transaction) -> None:
-        self._state, self._lineage, self._peers = read_state(txn), read_lineage(txn), read_peers(txn)
+        self.state, self._lineage, self.peers = read_state(txn), read_lineage(txn), read_peers(txn)
         if (stored := read_table(txn)) is not None:
             table = Table.of(*stored)
             self._table = self._next_table = table.with_rates(ScheduledRates.of(table.spec, read_schedule(txn)))
 
     # ---- reading
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     @property
     def spec(self) -> TableSpec | None:
@@ -113,11 +110,6 @@ class Shard:
     @property
     def table_identity(self) -> bytes:
         return self._table.identity if self._table else b""
-
-    @property
-    def peers(self) -> Sequence[str]:
-        """The marks of all shards that a client reported last."""
-        return self._peers
 
     @property
     def used_rates(self) -> HashedRates:
@@ -141,7 +133,7 @@ class Shard:
             WrongShardError: they do not, and are of another table, or of none: this is another cluster's shard.
             DataLossError: they do not.
         """
-        state = self._state
+        state = self.state
         if not descends(state, self._lineage, mark):
             own = self.table_identity.hex()
             if table and table != own:
@@ -260,7 +252,7 @@ class Shard:
     @contextlib.contextmanager
     def batch(self) -> Iterator[ShardChange]:
         """A write transaction; what the shard keeps in memory follows once it is durable."""
-        before, lineage = self._state, self._lineage
+        before, lineage = self.state, self._lineage
         try:
             with self.storage.write() as txn:
                 mark = f"{self._incarnation}:{before.commit + 1}"
@@ -269,13 +261,13 @@ class Shard:
                     before,
                     mark,
                     self._table,
-                    self._peers,
+                    self.peers,
                     shard=self.shard,
                     ahead=self._ahead,
                     lease=self.lease,
                 )
                 yield batch
-                if batch.peers != self._peers:
+                if batch.peers != self.peers:
                     write_peers(txn, batch.peers)
                 if txn.changed or batch.state is not before:
                     state = replace(batch.state, incarnation=self._incarnation, commit=before.commit + 1)
@@ -285,8 +277,8 @@ class Shard:
                     write_state(txn, state, before)
                     batch.state = state
                 self._next_table = batch.table
-            self._lineage, self._peers = lineage, batch.peers
-            self._state = batch.state
+            self._lineage, self.peers = lineage, batch.peers
+            self.state = batch.state
             self._table = batch.table
         finally:
             self._next_table = self._table

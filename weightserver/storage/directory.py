@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import mmap
@@ -21,6 +20,7 @@ import lmdb
 from weightserver.common.atomic_files import (
     PRIVATE_DIRECTORY,
     PRIVATE_FILE,
+    lock_file,
     make_directory,
     make_private,
     require_empty,
@@ -130,6 +130,7 @@ class OwnerLock:
 
     Raises:
         StorageError: another process serves the directory.
+        OSError: its file system has no locks.
     """
 
     def __init__(self, directory: Path, *, readonly: bool) -> None:
@@ -144,7 +145,7 @@ class OwnerLock:
                 raise
             return
         deadline = time.monotonic() + _OWNER_SECONDS
-        while not _locked(descriptor, path):
+        while not lock_file(descriptor, path):
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 raise StorageError(
@@ -177,16 +178,6 @@ class OwnerLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _locked(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise StorageError(f"the file system of {path} has no locks ({error.strerror}): use a local disk") from error
-    return True
 
 
 def require_maps(directory: Path) -> None:
