@@ -88,7 +88,8 @@ def _absolute(path: Path) -> Path:
 
 def _on_ray(options: argparse.Namespace, of: int) -> None:
     paths = {name: _absolute(value) for name, value in vars(options).items() if isinstance(value, Path)}
-    settings = vars(options) | paths | {"engine": None, "decode_threads": options.decode_threads or 1}
+    here = {"engine": None, "address": None, "decode_threads": options.decode_threads or 1}
+    settings = vars(options) | paths | here
 
     def task(part: Part) -> None:
         _embed(argparse.Namespace(**settings | {"part": part}))
