@@ -17,14 +17,14 @@ def open_session(
     answers: Answers,
     name: str,
     *,
-    session_id: bytes = b"",
+    session_id: bytes,
     force: bool = False,
     take_over: bool = False,
 ) -> Session:
     """Opens a session newer than any that the shards describe.
 
     Args:
-        session_id: 16 random bytes; drawn here if empty.
+        session_id: 16 random bytes.
 
     Raises:
         DataLossError, ClusterError: as `require_common_state`, unless `force`.
@@ -34,7 +34,7 @@ def open_session(
     common_identity(answers, shards.names)
     if not force:
         require_common_state(shards, answers)
-    epoch, session_id = 1 + max(answer.epoch for answer in answers), session_id or os.urandom(16)
+    epoch = 1 + max(answer.epoch for answer in answers)
     peers = [] if force else shards.marks()
     request = pb.OpenSessionRequest(
         name=name,
@@ -80,7 +80,7 @@ def join_newest_session(shards: Shards, answers: Answers) -> Session:
     try:
         return join_session(shards, answers, newest.epoch)
     except FencedError:  # if another client opened a session meanwhile, shard 0 refuses this one too
-        return open_session(shards, answers, newest.run, take_over=True)
+        return open_session(shards, answers, newest.run, session_id=os.urandom(16), take_over=True)
 
 
 def require_common_state(shards: Shards, answers: Answers) -> None:

@@ -98,22 +98,19 @@ class ShardMetrics:
             status = grpc.StatusCode.UNAUTHENTICATED
             self._number(method, status.name, outcome_of(status)).inc()
 
-    def fetched(self, wanted: int, rows: int, num_bytes: int) -> None:
-        """Counts a fetch, and what of it was answered."""
-        self._count("fetch", wanted, rows, num_bytes)
-
     def fetch_stages(self, seconds: dict[str, float]) -> None:
         for name, stage in self._fetch_stages.items():
             stage.observe(seconds.get(name, 0.0))
 
     def wrote(self, operation: str, rows: int, num_bytes: int, seconds: dict[str, float], *, duplicate: bool) -> None:
         """Counts a push or state write, and times its stages."""
-        self._count(operation, rows, *((0, 0) if duplicate else (rows, num_bytes)))
+        self.count(operation, rows, *((0, 0) if duplicate else (rows, num_bytes)))
         self._duplicates.inc(duplicate)
         for name, stage in self._write_stages.items():
             stage.observe(seconds.get(name, 0.0))
 
-    def _count(self, operation: str, wanted: int, rows: int, num_bytes: int) -> None:
+    def count(self, operation: str, wanted: int, rows: int, num_bytes: int) -> None:
+        """Counts the rows of a request, and those that were answered or written, with their bytes."""
         asked, all_rows, all_bytes = self._of_rows[operation]
         asked.inc(wanted)
         all_rows.inc(rows)

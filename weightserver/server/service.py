@@ -171,7 +171,7 @@ class WeightServerService:
                 num_bytes += len(message)
                 yield message
         finally:
-            self._metrics.fetched(len(rows), num_rows, num_bytes)
+            self._metrics.count("fetch", len(rows), num_rows, num_bytes)
         clock.start("end")
         self._metrics.fetch_stages(clock.seconds)
 
@@ -228,8 +228,8 @@ class WeightServerService:
         return pb.SettleWriteResponse(applied=applied)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def take(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
-            return batch.checkpoint(header, name, checkpoint_id, self._peers(request.peers))
+        def take(batch: ShardChange, header: WriteHeader) -> bool:
+            return batch.checkpoint(header, request.name, request.identity, self._peers(request.peers))
 
         answer = self._on_checkpoint("Checkpoint", take, request, context, self._shard.check_contents)
         kept = [known for known in self._shard.state.checkpoints if known.name == request.name]
@@ -237,19 +237,22 @@ class WeightServerService:
         return answer
 
     def Rollback(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def go_back(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+        def go_back(batch: ShardChange, header: WriteHeader) -> bool:
             require_id(request.timeline, "timeline")
-            return batch.rollback(header, name, checkpoint_id, self._peers(request.peers), request.timeline.hex())
+            peers, timeline = self._peers(request.peers), request.timeline.hex()
+            return batch.rollback(header, request.name, request.identity, peers, timeline)
 
         return self._on_checkpoint("Rollback", go_back, request, context)
 
     def Release(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        return self._on_checkpoint("Release", ShardChange.release, request, context)
+        return self._on_checkpoint(
+            "Release", lambda batch, header: batch.release(header, request.name), request, context
+        )
 
     def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: grpc.ServicerContext) -> pb.WriteResponse:
-        def copy(batch: ShardChange, header: WriteHeader, name: str, checkpoint_id: bytes) -> bool:
+        def copy(batch: ShardChange, header: WriteHeader) -> bool:
             check_name(request.source)
-            return batch.copy_checkpoint(header, name, request.source, checkpoint_id)
+            return batch.copy_checkpoint(header, request.name, request.source, request.identity)
 
         return self._on_checkpoint("CopyCheckpoint", copy, request, context)
 
@@ -285,19 +288,19 @@ class WeightServerService:
     def _on_checkpoint(
         self,
         method: str,
-        change: Callable[[ShardChange, WriteHeader, str, bytes], bool],
+        change: Callable[[ShardChange, WriteHeader], bool],
         request: pb.CheckpointRequest | pb.CopyCheckpointRequest,
         context: grpc.ServicerContext,
         first: Callable[[], None] = lambda: None,
     ) -> pb.WriteResponse:
-        header, name, checkpoint_id = write_header(request.header), request.name, request.identity
+        header = write_header(request.header)
         self._shard.require_table(request.header.table)
-        check_name(name)
+        check_name(request.name)
         require(header.step >= 0, "step must not be negative")
-        require_id(checkpoint_id, "identity", optional=True)
-        applied = self.calls.commit(context, lambda batch: change(batch, header, name, checkpoint_id), first)
+        require_id(request.identity, "identity", optional=True)
+        applied = self.calls.commit(context, lambda batch: change(batch, header), first)
         if applied:
-            _log.info(_EVENTS[method], extra={"checkpoint": name})
+            _log.info(_EVENTS[method], extra={"checkpoint": request.name})
         return pb.WriteResponse(duplicate=not applied)
 
 

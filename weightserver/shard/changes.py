@@ -270,10 +270,10 @@ class ShardChange(WriteTransaction):
             truncate_schedule(self.txn, self.table.rates.hashed.values)
         return True
 
-    def release(self, header: WriteHeader, name: str, checkpoint_id: bytes = b"") -> bool:
+    def release(self, header: WriteHeader, name: str) -> bool:
         """Forgets a checkpoint, if it exists; returns False for a duplicate.
 
-        Versions that only it needed are deleted when their blocks are written again, or by `collect`.
+        Versions that only it needed are deleted when their blocks are written again, or in a sweep.
         """
         if not writing.admit(self, header):
             return False

@@ -58,14 +58,10 @@ def open_databases(
     try:
         return {name: environment.open_db(name.encode(), txn, create=create) for name in DATABASES}
     except lmdb.NotFoundError:
-        if is_of_earlier_version(environment):
-            raise StorageError(f"{directory} {refusal('0.2 or earlier')}") from None
+        with environment.begin() as earlier, earlier.cursor() as cursor:
+            if cursor.set_key(b"changes"):
+                raise StorageError(f"{directory} {refusal('0.2 or earlier')}") from None
         raise
-
-
-def is_of_earlier_version(environment: lmdb.Environment) -> bool:
-    with environment.begin() as txn, txn.cursor() as cursor:
-        return cursor.set_key(b"changes")
 
 
 class LmdbTransaction:
