@@ -241,3 +241,12 @@ def test_clients_are_compared_with_the_slowest_shard_of_the_same_fetches() -> No
     ours, theirs = "weightserver_client_fetch_seconds_bucket", "weightserver_client_slowest_shard_seconds_bucket"
     assert ours in whole
     assert (whole.replace(ours, theirs), whole_99.replace(ours, theirs)) == (slowest, slowest_99)
+
+
+def test_late_fetches_are_shown_over_the_windows_that_the_legends_tell() -> None:
+    """In a run of minutes all of its recorded windows look the same."""
+    (panel,) = (panel for panel in BOARDS["fetches"]["panels"] if panel["title"].startswith("Are more fetches late"))
+    windows = {legend.rpartition(", ")[2]: query for legend, query in panel["lines"].items() if ", " in legend}
+    assert windows == {"1 h": "pic:late_fetches:ratio_rate1h"}
+    assert set(panel["lines"].values()) - set(windows.values()) == {"pic:late_fetches:ratio_rate5m"}
+    assert "the last five minutes and the last hour" in " ".join(panel["about"].split())
