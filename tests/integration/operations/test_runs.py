@@ -88,9 +88,8 @@ def test_a_run_resumes_after_lost_shards_are_restored(
         monkeypatch.setattr(Checkpoints, "save", save)
         assert name not in client.describe().checkpoint_names
         before = client.describe().epoch
-        with WeightClient(cluster.addresses) as old_writer:
+        with WeightClient(cluster.addresses, retry_seconds=5) as old_writer:
             old_writer.open_session("another", join=before)
-            old_writer._shards.connections()[1]._retry_seconds = 5.0
             for shard in lost:
                 cluster.processes[shard].kill()
                 cluster.processes[shard].wait()
