@@ -27,9 +27,8 @@ class BorrowedArrays:
     """
 
     def __init__(self) -> None:
-        self.lock = (
-            threading.Lock()
-        )  # held by a thread while it uses them: entered itself, as a signal may come anywhere
+        self.lock = threading.Lock()
+        """Held by a thread while it uses them: entered itself, as a signal may come anywhere."""
         self._returned = False
 
     def require_caller(self) -> None:
