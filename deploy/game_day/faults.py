@@ -175,7 +175,7 @@ FAULTS = {
         "plain",
         _put_back,
         {"CallsFail": (180, 300)},
-        also=frozenset({"FetchSlow", "WritesUnavailable"}),  # each call fails
+        also=frozenset({"FetchSlow", "FetchStuck", "WritesUnavailable"}),  # each call is retried, and fails
         panels=(Panel("Does any shard fail calls for good?", max),),
         is_short=True,
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -102,12 +101,11 @@ def test_a_forked_process_cannot_use_an_inherited_client(cluster: LocalCluster, 
 def test_a_process_forked_while_others_call_makes_no_channel(cluster: LocalCluster, client: WeightClient) -> None:
     """gRPC's locks may be taken there: without the line some of such processes hung, and some aborted."""
     client.create_table(SPEC)
-    cluster.processes[0].send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(client.fetch, ROWS, step=0)
-        wait_until(lambda: bool(WATCH.waiting))
-        _, line = in_fork(lambda: WeightClient(cluster.addresses, connect_seconds=1).describe())
-        cluster.processes[0].send_signal(signal.SIGCONT)
+        with frozen(cluster, 0):
+            fetched = pool.submit(client.fetch, ROWS, step=0)
+            wait_until(lambda: bool(WATCH.waiting))
+            _, line = in_fork(lambda: WeightClient(cluster.addresses, connect_seconds=1).describe())
         assert line.startswith("ValueError: this process was forked while other threads called weight servers"), line
         assert fetched.result(60).shape == (100, 8)
 

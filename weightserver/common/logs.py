@@ -59,7 +59,8 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request = _request.get()
         fields = self._fields() | ({} if request is None else {"request": request})
-        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        extra = vars(record).keys() - _STANDARD
+        fields |= {name: vars(record)[name] for name in extra if not name.startswith("_")}  # Ray's begin so
         time = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         level, event = record.levelname.lower(), record.getMessage()
         traceback = self.formatException(record.exc_info) if record.exc_info else ""
