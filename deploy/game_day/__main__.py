@@ -55,7 +55,7 @@ def game_day(directory: Path, names: list[str], scrapes: dict[str, str], *, is_s
         scrapes: time between two scrapes of each Prometheus, and between two evaluations of its rules.
     """
     hurry = _HURRY if is_short else 1.0
-    faults = {name: FAULTS[name].shortened() if is_short else FAULTS[name] for name in names}
+    faults = {name: FAULTS[name] for name in names}
     with ExitStack() as stack:
         title("clusters")
         places = {name: stack.enter_context(place(directory / name, fault.kind)) for name, fault in faults.items()}

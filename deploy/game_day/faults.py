@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deploy.game_day.place import BROKEN, Place, client
@@ -47,11 +47,6 @@ class Fault:
     """Alerts that another one mutes in the end."""
     is_short: bool = False
     """Whether the short form has it."""
-
-    def shortened(self) -> Fault:
-        """For the short form, which is over before a write has waited for the minute after which it counts."""
-        alerts = {alert: limits for alert, limits in self.alerts.items() if alert != "WritesUnavailable"}
-        return replace(self, alerts=alerts, muted=self.muted & alerts.keys())
 
 
 def _kill(place: Place) -> None:
@@ -137,11 +132,11 @@ FAULTS = {
         "a shard's process is stopped (SIGSTOP)",
         "plain",
         _freeze,
-        {"FetchStuck": (120, 240), "ShardDown": (180, 300), "WritesUnavailable": (240, 360)},
+        {"FetchStuck": (120, 240), "ShardDown": (180, 300)},
         also=_STANDS_STILL,
         ready="no answer",
         panels=(Panel("Is every shard up?", min), Panel("Which shard do clients wait for now?", max)),
-        muted=frozenset({"FetchStuck", "WritesUnavailable"}),
+        muted=frozenset({"FetchStuck"}),
         is_short=True,
     ),
     "full": Fault(
