@@ -55,6 +55,7 @@ def parts(rows: list[tuple[int, int, tuple[int, ...], float]], image: int) -> tu
 
 @given(OBJECTS, DETECTIONS)
 @example([(0, 0, (0, 0, 4, 4), 0.0)], [(0, 0, (0, 0, 4, 2), 1.0)])  # by exactly half
+@example([(0, 0, (0, 0, 4, 4), 1.0), (1, 0, (0, 0, 4, 4), 0.0)], [(0, 0, (0, 0, 4, 4), 0.9)])  # the difficult one
 @settings(max_examples=30, deadline=None)
 def test_equals_vocs_rules_in_pixels(objects: list, detections: list) -> None:  # type: ignore[type-arg]
     """First and last pixels counted from 1, whose boxes are one wider than their difference."""
