@@ -174,7 +174,7 @@ def _about_disk(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least(1), default=2)
-    parser.add_argument("--steps", type=at_least(2), default=30)
+    parser.add_argument("--steps", type=at_least(WARM_UP + 1), default=30)
     parser.add_argument("--stored-rows", type=int, default=4_000_000)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
