@@ -14,14 +14,14 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from trainer.data.label_texts import label_text
-from trainer.data.left_out import LeftOut, Reason, is_image, reason_against
+from trainer.data.left_out import LeftOut, Reason, is_image
 
 IN_ZIP = -3
 """Offset of a zip's member, which is found by its name."""
@@ -128,7 +128,7 @@ def read_member(path: Path, member: Member) -> bytes:
 def images_in(path: Path, shown: str, found: Mapping[str, Member], left_out: LeftOut) -> Iterator[tuple[str, Member]]:
     """The members that are images, by suffix or content, with their names."""
     for name, member in found.items():
-        if reason := _reason_against(path, member):
+        if reason := _reason_against(path, member, found.keys(), left_out):
             left_out.add(reason, f"{shown}:{member.name}")
         else:
             yield name, member
@@ -147,7 +147,7 @@ def samples_in(
         samples.setdefault(key, []).append((suffix, member))
     for sample in samples.values():
         images = [one for one in sample if is_image(one[1].name)]
-        images = images or [one for one in sample if not _reason_against(path, one[1])]
+        images = images or [one for one in sample if not _reason_against(path, one[1], set(), left_out)]
         if not images:
             list(images_in(path, shown, dict(sample), left_out))  # which names each with its reason
             continue
@@ -212,5 +212,5 @@ def _key(name: str) -> tuple[str, str]:
     return f"{folder}/{key}", suffix.lower()
 
 
-def _reason_against(path: Path, member: Member) -> Reason | None:
-    return reason_against(member.name, lambda: io.BytesIO(read_member(path, member)))
+def _reason_against(path: Path, member: Member, beside: Set[str], left_out: LeftOut) -> Reason | None:
+    return left_out.reason_against(member.name, lambda: io.BytesIO(read_member(path, member)), beside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
@@ -18,9 +18,7 @@ _logged: set[str] = set()
 _TEXTS = frozenset(
     (".txt", ".json", ".jsonl", ".csv", ".tsv", ".xml", ".md", ".html", ".yaml", ".yml", ".log", ".py", ".cls")
 )
-"""Suffixes of files that are not opened: there may be one for each image."""
-_PICTURES = frozenset((".heic", ".heif", ".jxl", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr"))
-_ARCHIVES = frozenset((".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"))
+"""Suffixes of texts, of which there may be one for each image."""
 _MOST_QUOTED = 100
 _HEIC = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 """Brands of the format, after "ftyp". Source: ISO/IEC 23008-12."""
@@ -58,6 +56,14 @@ class Reason(Enum):
     OTHER_SPLIT = "image of another split", "images of other splits"
 
 
+_TABLES = (".parquet", ".arrow", ".feather")
+_SUFFIXES = {
+    Reason.TABLE: _TABLES,
+    Reason.COMPRESSED: (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar"),
+    Reason.UNREAD: (".heic", ".heif", ".jxl", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".exr"),
+}
+
+
 class LeftOut:
     """Files that a source leaves out, by reason, with the first name of each."""
 
@@ -66,10 +72,35 @@ class LeftOut:
         self._firsts: dict[Reason, str] = {}
         self.suffixes = set[str]()
         """Those of files beside samples' images, which may have the labels."""
+        self.by_content = False
+        """Whether any file was found to be an image by its content."""
 
     def add(self, reason: Reason, name: str, count: int = 1) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + count
-        self._firsts.setdefault(reason, name if name.isprintable() else repr(name))
+        self._firsts.setdefault(reason, printable(name))
+
+    def reason_against(self, name: str, opened: Callable[[], BinaryIO], beside: Set[str]) -> Reason | None:
+        """The reason why a file is no image; None for one by its suffix or, with another or none, by its content.
+
+        A text is not opened if an image of its name is `beside` it, among the names in its folder or archive.
+        """
+        if is_image(name):
+            return None
+        stem, suffix = os.path.splitext(name)
+        is_text = suffix.lower() in _TEXTS
+        if is_text and any({stem + one, stem + one.upper()} & beside for one in IMAGE_SUFFIXES):
+            return Reason.NO_IMAGE
+        try:
+            with opened() as file:
+                start = file.read(16)
+                if not (is_text and _begins_as_text(start)) and is_picture(file):
+                    self.by_content = True
+                    return None
+        except OSError:
+            return Reason.DAMAGED
+        if start[4:8] == b"ftyp" and start[8:12] in _HEIC:
+            return Reason.HEIC
+        return next((reason for reason, suffixes in _SUFFIXES.items() if suffix.lower() in suffixes), Reason.NO_IMAGE)
 
     def line(self, source: Path) -> Remark:
         """One line with the count and the first name for each reason; empty if nothing is left out."""
@@ -86,6 +117,11 @@ class LeftOut:
         if line and line not in _logged and int(os.environ.get("RANK", "0")) == 0:
             _logged.add(line)
             _log.warning("%(line)s", line.fields())
+
+
+def printable(name: str) -> str:
+    """A name of a file in a message: escaped if it has characters that cannot be printed."""
+    return name if name.isprintable() else repr(name)
 
 
 def quoted(text: str) -> str:
@@ -105,28 +141,9 @@ def is_image(name: str) -> bool:
 
 def is_table(name: str) -> bool:
     """Whether a name has the suffix of a table (Parquet or Arrow)."""
-    return os.path.splitext(name)[1].lower() in (".parquet", ".arrow", ".feather")
+    return os.path.splitext(name)[1].lower() in _TABLES
 
 
-def reason_against(name: str, opened: Callable[[], BinaryIO]) -> Reason | None:
-    """The reason why a file is no image; None for one by its suffix or, with another or none, by its content."""
-    if is_image(name):
-        return None
-    suffix = os.path.splitext(name)[1].lower()
-    if is_table(name):
-        return Reason.TABLE
-    if suffix in _TEXTS:
-        return Reason.NO_IMAGE
-    if suffix in _ARCHIVES:
-        return Reason.COMPRESSED
-    try:
-        with opened() as file:
-            if is_picture(file):
-                return None
-            file.seek(4)
-            kind = file.read(8)
-    except OSError:
-        return Reason.DAMAGED
-    if kind.startswith(b"ftyp") and kind[4:] in _HEIC:
-        return Reason.HEIC
-    return Reason.UNREAD if suffix in _PICTURES else Reason.NO_IMAGE
+def _begins_as_text(start: bytes) -> bool:
+    """Whether the first bytes of a file may be a text's; of images, only those of a PNM may."""
+    return start.isascii() and b"\0" not in start

@@ -19,7 +19,7 @@ from trainer.data.archives import are_shards
 from trainer.data.bucket_sources import local_source, numbered
 from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
-from trainer.data.left_out import LeftOut, Reason, is_table, name_of_class, quoted
+from trainer.data.left_out import LeftOut, Reason, is_image, is_table, name_of_class, printable, quoted
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
 from trainer.data.tree import Folder, Walk, add_archive, path_in
@@ -94,6 +94,11 @@ class Reading:
         if left:
             lines.append(f"{used + left:,} files: {counted(used, 'image')}, {left:,} left out")
             lines.append(self.left_out.line(self.source))
+        if self.left_out.by_content:
+            names = (entry.name for split in self.splits for entry in split.listing if not is_image(entry.name))
+            if first := next(names, None):
+                number = 1 + sum(1 for _ in names)
+                lines.append(f"used by content: {counted(number, 'file')}, for example {printable(first)}")
         return [*lines, *self.notes]
 
 

@@ -9,11 +9,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from trainer.data.archives import are_shards, images_in, members, prefix_of, samples_in
 from trainer.data.config import TRAINING, SourceOptions, split_of
-from trainer.data.left_out import LeftOut, Reason, is_image, quoted, reason_against
+from trainer.data.left_out import LeftOut, Reason, is_image, quoted
 
 _NUMBER = re.compile(r"\d{4,}")
 """Name of a folder that may be a shard; 001 may be a class."""
@@ -128,6 +130,7 @@ class Walk:
         with os.scandir(path or self._root) as found:
             children = sorted(found, key=lambda child: child.name)
         shown = [child for child in children if not child.name.startswith(".")]
+        names = {child.name for child in shown}
         tars = [child for child in shown if _is_tar(child)]
         shards = bool(tars) and self._are_shards(tars)
         self.has_tars = self.has_tars or bool(tars) or _NUMBER.fullmatch(name) is not None
@@ -144,7 +147,7 @@ class Walk:
                     into = here.folder(splits[child.name]) if splits else here
                     self._add_tar(into, child, shard=shards, tree=alone)
             elif self._keeps_file(child):
-                reason = reason_against(child.name, lambda child=child: open(child.path, "rb"))  # type: ignore[misc]  # noqa: SIM115
+                reason = self._left_out.reason_against(child.name, partial(FileIO, child.path), names)
                 if reason is Reason.TABLE and not child.name.startswith("cache-"):  # as `datasets` calls its own
                     self.tables.append(self._relative(child))
                 elif reason:

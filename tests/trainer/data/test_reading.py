@@ -348,6 +348,69 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
     )
 
 
+def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
+    """Texts stay texts, also those that begin as an image does."""
+    images = {"a/c.txt": jpeg(1), "b/d.JSON": encoded(piece(2), "PNG"), "b/e.gz": encoded(piece(3), "GIF")}
+    texts = {
+        "a/labels.csv": b"a.jpg,cat\n",
+        "a/notes.txt": b"GIF89a is the first of the formats with an animation" * 9,
+        "b/boxes.txt": b"P5 2 2 255 20 1\n" * 9,
+        "b/f.gz": b"\x1f\x8b" + bytes(50),
+    }
+    tree = tmp_path / "tree"
+    plain_tree(tree, 2)
+    for name, content in (images | texts).items():
+        (tree / name).write_bytes(content)
+    plain = ["a/0000.jpg", "b/0001.jpg"]
+    write_tar(tmp_path / "one.tar", {name: (tree / name).read_bytes() for name in [*plain, *images, *texts]})
+    with zipfile.ZipFile(tmp_path / "one.zip", "w") as archive:
+        for name in [*plain, *images, *texts]:
+            archive.write(tree / name, name)
+    for source, first in (("tree", "a/c.txt"), ("one.tar", "one.tar:a/c.txt"), ("one.zip", "one.zip:a/c.txt")):
+        listing, found = listed(tmp_path / source)
+        assert [entry.member or entry.path for entry in listing] == sorted([*plain, *images])
+        assert (found.classes, listing.labels().tolist()) == (("a", "b"), [0, 0, 1, 1, 1])
+        reading = read_source(tmp_path / source)
+        assert reading.left_out.counts == {Reason.NO_IMAGE: 3, Reason.COMPRESSED: 1}
+        assert f"used by content: 3 files, for example {first}" in reading.lines()
+    (tree / "c.txt").write_bytes(jpeg(4))
+    assert "used by content: 3 files, for example a/c.txt" in read_source(tree).lines(), "a stray is not used"
+
+
+def test_a_text_beside_its_image_belongs_to_it(tmp_path: Path) -> None:
+    """It is not opened, as there may be millions: pictures in its place show it."""
+    names = ["x/a.jpg", "x/a.txt", "x/a.json", "y/b.PNG", "y/b.XML", "y/a.txt"]
+    for name in names:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes(jpeg(1))
+    write_tar(tmp_path / "one.tar", dict.fromkeys(names, jpeg(1)))
+    for source in ("tree", "one.tar"):
+        listing, _ = listed(tmp_path / source)
+        assert [entry.member or entry.path for entry in listing] == ["x/a.jpg", "y/a.txt", "y/b.PNG"]
+        assert read_source(tmp_path / source).left_out.counts == {Reason.NO_IMAGE: 3}
+
+
+def test_samples_without_an_image_by_suffix_have_one_by_content(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "train-000000.tar",
+        {
+            "0.jpg": jpeg(0),
+            "0.txt": jpeg(9),
+            "0.cls": b"1",
+            "1.dat": jpeg(1),
+            "1.txt": b"a cat",
+            "1.cls": b"2",
+            "2.txt": b"none",
+        },
+    )
+    listing, found = listed(tmp_path)
+    assert [entry.member for entry in listing] == ["0.jpg", "1.dat"]
+    assert found.counts == {1: 1, 2: 1}
+    reading = read_source(tmp_path)
+    assert reading.left_out.counts == {Reason.LABEL: 2, Reason.SIDECAR: 2, Reason.NO_IMAGE: 1}
+    assert "used by content: 1 file, for example train-000000.tar:1.dat" in reading.lines()
+
+
 def test_heic_pictures_are_read_with_their_extra(tmp_path: Path) -> None:
     heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed: the extra heic")
     for name in ("a/1.HEIC", "b/2", "b/3.jpg"):
