@@ -180,7 +180,7 @@ def _say_choices(
     """Prints what was found and chosen, or logs it as one event if the log is JSON."""
     assert config.data.data_dir is not None, "otherwise there are problems"
     place = shown_path(config.data.data_dir)
-    lines = [*(dataset.reading.lines() if dataset.reading else ()), *sample.warnings()]
+    lines = [*(dataset.reading.lines() if dataset.reading else ()), *sample.lines()]
     if dataset.untested and images.num_classes and not images.num_tests:
         lines.append(dataset.untested)
     if broken := sample.broken:

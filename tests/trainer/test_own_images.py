@@ -145,13 +145,27 @@ def test_pixels_of_12_bits_are_warned_of(
     for number in range(4):
         Image.fromarray(np.full((40, 40), 3_000 + number, np.uint16)).save(tmp_path / f"pictures/{number}.png")
     images_config(["--data-dir", "pictures", "--device", "cpu"])
-    assert "values up to 3,003 only, which are shown dark: --pixel-range 0 4095" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    values = "\n  values: 3,000 to 3,003 of 65,535 in 4 of 4 sampled images of 16 bits or more"
+    assert f"{values}, which are shown dark: --pixel-range 0 4095 uses their range\n" in said
     config = images_config(["--data-dir", "pictures", "--device", "cpu", "--pixel-range", "0", "4095"])
     said = capsys.readouterr().err
-    assert "--pixel-range 0 4095 uses" not in said
+    assert f"{values}\n" in said
     assert "--pixel-range 0.0 4095.0 " in said, "as it is given again"
     pixels = load_dataset("folder", tmp_path / "pictures", options=config.data).train_images[:]
     assert 186 <= int(pixels.min()) <= int(pixels.max()) <= 188
+
+
+def test_labels_stored_as_images_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        Image.fromarray(np.full((40, 40), number, np.uint8)).save(tmp_path / f"pictures/{number}.png")
+    images_config(["--data-dir", "pictures", "--device", "cpu"])
+    line = "\n  values: 0 to 3 of 255 in 4 of 4 sampled images of 8 bits, which are shown nearly black: name the"
+    assert line in capsys.readouterr().err
 
 
 def test_images_of_one_class_have_no_labels(

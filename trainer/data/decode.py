@@ -176,6 +176,10 @@ def is_picture(file: BinaryIO) -> bool:
         return False
 
 
+SHALLOW, GREY, COLOUR = "8 bits", "16 bits or more", "16 bits of colour"
+"""Depths of pixels. Of 16 bits of colour, only the higher 8 are known."""
+
+
 class ImageFacts(NamedTuple):
     """What an intact image is."""
 
@@ -187,34 +191,44 @@ class ImageFacts(NamedTuple):
     height: int
     num_bytes: int
     """Size of the encoded image."""
-    values: tuple[int, int] | None
-    """Smallest and largest value, of images of 16 bits or more; of colour only the higher 8 bits are known."""
+    depth: str
+    """`SHALLOW`, `GREY`, `COLOUR`, or another text for floats."""
+    values: tuple[int, int]
+    """Smallest and largest value, those of transparent pixels included; floats as they are shown."""
     fourth_band: bool
     """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
-    @property
-    def suffix(self) -> str:
-        """The format's suffix, such as jpg."""
-        return _SUFFIX_OF_FORMAT[self.format]
+
+def suffix_of(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> str:
+    """Decodes a whole image, a JPEG small, and returns its format's suffix, such as jpg. Raises BrokenImageError if it
+    cannot."""
+    with _foreign():
+        image = _open(content, rendering)
+        _load(image, rendering, 1)
+        return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
 def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFacts:
-    """Decodes a whole image, a JPEG small, and says what it is. Raises BrokenImageError if it cannot."""
+    """Decodes a whole image, a large JPEG small, and says what it is. Raises BrokenImageError if it cannot."""
     with _foreign():
         image = _open(content, rendering)
         only_8_bits, size = _only_8_bits(image), _upright_size(image)  # which loads a PNG
-        rendering.reduction(image)
-        image.draft(None, (1, 1))  # a JPEG's pixels are not needed, but that it has all of them
-        ImageOps.exif_transpose(image, in_place=True)
-        values = None
-        if only_8_bits or image.mode.startswith("I"):
-            pixels = np.asarray(image.convert("RGB") if only_8_bits else image)
-            values = int(pixels.min()), int(pixels.max())
-        if values and only_8_bits:
-            values = 256 * values[0], 256 * values[1] + 255
+        _load(image, rendering, 256)
+        depth = COLOUR if only_8_bits else GREY if image.mode.startswith("I") else SHALLOW
+        depth = "floats" if image.mode == "F" else depth
+        pixels = np.asarray(image if depth == GREY else _rgb(image, rendering._replace(background=None)))
+        low, high = int(pixels.min()), int(pixels.max())
+        values = (256 * low, 256 * high + 255) if only_8_bits else (low, high)
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]
         fourth_band = not is_alpha and image.mode == "RGBA"
-        return ImageFacts(image.format or "", image.mode, *size, len(content), values, fourth_band)
+        return ImageFacts(image.format or "", image.mode, *size, len(content), depth, values, fourth_band)
+
+
+def _load(image: Image.Image, rendering: Rendering, least_side: int) -> None:
+    """Decodes an opened image to upright pixels; a JPEG as small as can be with sides of at least `least_side`."""
+    rendering.reduction(image)
+    image.draft(None, (least_side, least_side))  # reads all of the file
+    ImageOps.exif_transpose(image, in_place=True)
 
 
 def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.uint8]:

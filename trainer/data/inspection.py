@@ -74,8 +74,7 @@ def _lines(part: Stored, options: SourceOptions) -> Iterator[str]:
         yield f"shorter side {min(sides):,} to {max(sides):,} px, median {found.shorter_side:,.0f} ({of})"
         kinds = Counter(f"{one.format} {one.mode}" for one in found.intact)
         yield f"formats and pixels: {', '.join(f'{kind} {count:,}' for kind, count in kinds.most_common(_SHOWN))}"
-        yield from found.value_range()
-        yield from found.warnings()
+        yield from found.lines()
     if broken := found.broken:
         images.broken.list(broken)
         after = f"runs and packs end at more than {found.max_broken:,}: --max-broken allows more"

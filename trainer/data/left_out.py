@@ -93,7 +93,8 @@ class LeftOut:
         try:
             with opened() as file:
                 start = file.read(16)
-                if not (is_text and _begins_as_text(start)) and is_picture(file):
+                stays_text = is_text and start.isascii() and b"\0" not in start  # as of images only a PNM could begin
+                if not stays_text and is_picture(file):
                     self.by_content = True
                     return None
         except OSError:
@@ -142,8 +143,3 @@ def is_image(name: str) -> bool:
 def is_table(name: str) -> bool:
     """Whether a name has the suffix of a table (Parquet or Arrow)."""
     return os.path.splitext(name)[1].lower() in _TABLES
-
-
-def _begins_as_text(start: bytes) -> bool:
-    """Whether the first bytes of a file may be a text's; of images, only those of a PNM may."""
-    return start.isascii() and b"\0" not in start

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.decode import BrokenImageError, facts, why
+from trainer.data.decode import BrokenImageError, suffix_of, why
 from trainer.data.decoded_images import BrokenImages, broken_line
 from trainer.data.index import INDEX, add_records, cut_index, read_records
 from trainer.data.listing import NO_LABEL, Listing
@@ -286,7 +286,7 @@ class _Packer:
         while True:
             try:
                 content = self._listing.read(shown)
-                suffix = facts(content, self._rendering).suffix
+                suffix = suffix_of(content, self._rendering)
             except (BrokenImageError, OSError) as error:
                 broken = broken or why(error)
                 self._broken.note(shown, broken_line(self._listing.path(shown), error))

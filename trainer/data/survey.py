@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,12 +12,20 @@ import torch
 
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import Dataset
-from trainer.data.decode import ImageFacts
+from trainer.data.decode import COLOUR, GREY, SHALLOW, ImageFacts
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL
 from weightserver.common.logs import Remark
 
 _SAMPLE = 256
+_DARK = {
+    # masks, labels of few classes, values 0..1 that were rounded; no set of dark photographs is as dark
+    SHALLOW: (31, 0.9, 255, "nearly black: name the images' folder if these are masks or labels, or store up to 255"),
+    # 12 bits and less; a few images may have brighter pixels
+    GREY: (32_767, 0.75, 65_535, "dark: --pixel-range 0 {range} uses their range"),
+    COLOUR: (32_767, 0.75, 65_535, "dark: the higher 8 bits are read; --pixel-range is for grey images: store 8 bits"),
+}
+"""For each depth: the largest value of dark images, their least share, the largest value of all, and what to do."""
 
 
 class Sample(NamedTuple):
@@ -49,40 +57,23 @@ class Sample(NamedTuple):
         """Number of broken images beyond which a run or a pack ends."""
         return self.options.limit_of_broken(self.number)
 
-    def value_range(self) -> Iterator[str]:
-        """A line for the values of images of 16 bits or more; apart from few that use more than the others."""
-        values = [one.values for one in self.intact if one.values]
-        if values:
-            top = max(_dark([high for _, high in values]) or (high for _, high in values))
-            lows = [low for low, high in values if high <= top]
-            of = " of 65,535" if top < 1 << 16 else ""
-            yield f"values: {min(lows):,} to {top:,}{of} in {len(lows):,} of {len(values):,} images of 16 bits or more"
-
-    def warnings(self) -> Iterator[str]:
-        """A line for pixels that may not be what they are taken for: 16 bits with few used, a fourth band as alpha."""
-        deep, of_colour = (
-            [one.values[1] for one in self.intact if one.values and one.mode.startswith("I") == is_grey]
-            for is_grey in (True, False)
-        )
-        if dark := _dark(of_colour):
-            yield (
-                f"{len(dark):,} of {len(of_colour):,} sampled colour images of 16 bits have values up to {max(dark):,} "
-                "only, which are shown dark: their higher 8 bits are read, and --pixel-range is for grey images: store "
-                "them in 8"
-            )
-        if (dark := _dark(deep)) and not self.options.pixel_range:
-            yield (
-                f"{len(dark):,} of {len(deep):,} sampled images of 16 bits have values up to {max(dark):,} only, which "
-                f"are shown dark: --pixel-range 0 {(1 << max(dark).bit_length()) - 1} uses their range"
-            )
+    def lines(self) -> Iterator[str]:
+        """For people: the range of values for each depth of pixels, with a warning if most images use few of them, and
+        a line for a fourth band that is taken for opacity."""
+        for depth, (most, share, whole, advice) in _DARK.items():
+            if not (values := [one.values for one in self.intact if one.depth == depth]):
+                continue
+            few = [one for one in values if one[1] <= most]
+            is_dark = len(few) >= share * len(values)
+            lows, highs = zip(*(few if is_dark else values), strict=True)
+            top = max(highs)
+            of = f" of {whole:,}" if top <= whole else ""
+            line = f"values: {min(lows):,} to {top:,}{of} in {len(lows):,} of {len(values):,} sampled images of {depth}"
+            if is_dark and not (depth == GREY and self.options.pixel_range):
+                line += f", which are shown {advice.format(range=(1 << top.bit_length()) - 1)}"
+            yield line
         if self.options.alpha != "ignore" and (bands := sum(one.fourth_band for one in self.intact)):
             yield f"{bands:,} sampled TIFFs have a fourth band, which is taken for opacity: --alpha ignore if it is not"
-
-
-def _dark(largest: Sequence[int]) -> list[int]:
-    """The largest values of images that use less than half of 16 bits; none if more than a quarter use more."""
-    dark = [value for value in largest if value < 1 << 15]
-    return dark if 4 * len(dark) >= 3 * len(largest) else []
 
 
 def sample(images: DecodedImages, most: int = _SAMPLE) -> Sample:

@@ -24,6 +24,7 @@ from trainer.data.decode import (
     decode,
     decoded_side,
     facts,
+    suffix_of,
 )
 from trainer.data.survey import Sample
 from trainer.loading import loading_libraries
@@ -156,7 +157,7 @@ def test_a_large_image_gives_no_warning_in_a_command(monkeypatch: pytest.MonkeyP
         warnings.simplefilter("always")
         with loading_libraries("trainer.data"):
             pass
-        assert facts(content).suffix == "png"
+        assert suffix_of(content) == "png"
     assert not warned
 
 
@@ -164,7 +165,7 @@ def test_only_broken_files_are_refused(tmp_path: Path) -> None:
     odd_tree(tmp_path, num_images=3)
     for path in sorted(tmp_path.rglob("[!.]*.[jpw][pne]*g*")) + sorted(tmp_path.rglob("*.webp")):
         if str(path.relative_to(tmp_path)) in BROKEN:
-            for call in (facts, lambda content: square(content, 16)):
+            for call in (facts, suffix_of, lambda content: square(content, 16)):
                 with pytest.raises(BrokenImageError) as caught:
                     call(path.read_bytes())
                 assert "\n" not in str(caught.value)
@@ -175,7 +176,7 @@ def test_only_broken_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_suffix_is_of_the_format_and_not_of_the_name() -> None:
-    assert [facts(encoded(piece(6), name)).suffix for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")] == [
+    assert [suffix_of(encoded(piece(6), name)) for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")] == [
         "jpg", "png", "webp", "gif", "bmp", "tif", "ppm",
     ]  # fmt: skip
 
@@ -249,15 +250,16 @@ def test_colour_of_12_bits_in_16_is_warned_of_and_takes_no_range(channels: int) 
     content = deep_png(np.full((8, 8, channels), 3_000, np.uint16))
     found = facts(content)
     assert found.values == (11 * 256, 11 * 256 + 255)
-    (line,) = Sample(1, SourceOptions(), [found], []).warnings()
-    assert "1 sampled colour images of 16 bits have values up to 3,071 only, which are shown dark" in line
+    (line,) = Sample(1, SourceOptions(), [found], []).lines()
+    assert " 2,816 to 3,071 of 65,535 in 1 of 1 sampled images of 16 bits of colour, which are shown dark: the" in line
     for call in (facts, lambda *rest: decode(rest[0], [Crop(4, centre)], rest[1])):
         with pytest.raises(
             BrokenImageError, match=r"--pixel-range is for grey images: of 16 bits of colour 8 are read"
         ):
             call(content, Rendering(pixel_range=(0, 4_095)))
     bright = facts(deep_png(np.full((8, 8, channels), 60_000, np.uint16)))
-    assert not list(Sample(1, SourceOptions(), [bright], []).warnings())
+    (line,) = Sample(1, SourceOptions(), [bright], []).lines()
+    assert line.endswith(" 1 of 1 sampled images of 16 bits of colour")
 
 
 def test_values_of_12_bits_and_a_fourth_band_are_what_one_says_they_are() -> None:
@@ -282,7 +284,7 @@ def test_images_of_many_megapixels() -> None:
         decode(encoded(large), [Crop(300, centre)], Rendering(max_megapixels=most))[0] for most in (179, 0.1)
     )
     assert np.abs(whole.astype(int) - reduced).mean() < 20, "decoded at a quarter"
-    assert facts(encoded(large), Rendering(max_megapixels=0.1)).suffix == "jpg"
+    assert facts(encoded(large), Rendering(max_megapixels=0.1)).format == "JPEG"
     for content, most in ((encoded(large), 0.01), (encoded(large, "PNG"), 1)):
         with pytest.raises(BrokenImageError, match=f"1.92 megapixels, more than --max-megapixels {most}"):
             decode(content, [Crop(300, centre)], Rendering(max_megapixels=most))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.image_tree import deep_png, encoded, odd_tree, plain_tree
+from tests.helpers.image_tree import deep_png, encoded, odd_tree, piece, plain_tree
 from trainer.data.__main__ import main
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
@@ -61,8 +61,8 @@ def test_inspect_says_what_a_source_is_and_what_its_images_are(
         "classes, largest first: a 9, b 9, c 9",
         "shorter side 1 to 48 px, median 48 (of 27 images that were decoded)",
         "JPEG RGB 14",
-        "values: 0 to 4,095 of 65,535 in 1 of 1 images of 16 bits or more",
-        "1 of 1 sampled images of 16 bits have values up to 4,095 only, which are shown dark: --pixel-range 0 4095",
+        "values: 0 to 255 of 255 in 22 of 22 sampled images of 8 bits\n",
+        "values: 0 to 4,095 of 65,535 in 1 of 1 sampled images of 16 bits or more, which are shown dark: --pixel-",
         "1 sampled TIFFs have a fourth band",
         "broken: 4 of 27 images that were decoded, about 4 in all; runs and packs end at more than 100: --max-broken",
         f"duplicates by bytes: 1, first {tree}/b/0001.jpg of {tree}/a/again.jpg",
@@ -99,15 +99,49 @@ def test_few_bright_pixels_hide_no_range_of_12_bits(
         (tmp_path / f"{number}.png").write_bytes(deep_png(deep))
     assert call("inspect", tmp_path) == 0
     printed, high = capsys.readouterr().out, "4,095" if channels == 3 else "4,071"
-    assert f"values: 0 to {high} of 65,535 in 48 of 50 images" in printed
-    assert f"48 of 50 sampled {'colour ' * (channels == 3)}images of 16 bits have values up to {high} only" in printed
+    bits = "16 bits of colour" if channels == 3 else "16 bits or more"
+    assert f"values: 0 to {high} of 65,535 in 48 of 50 sampled images of {bits}, which are shown dark: " in printed
     assert ("--pixel-range 0 4095 uses" in printed) == (channels == 1)
     for number in range(0, 50, 3):
         (tmp_path / f"{number}.png").write_bytes(deep_png(np.full((8, 8, channels), 65_535, np.uint16)))
     assert call("inspect", tmp_path) == 0
     printed = capsys.readouterr().out
     assert "shown dark" not in printed
-    assert "values: 0 to 65,535 of 65,535 in 50 of 50 images" in printed
+    assert "values: 0 to 65,535 of 65,535 in 50 of 50 sampled images of 16 bits " in printed
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("L", "PNG"), ("RGB", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("1", "PNG"), ("L", "JPEG")]
+)
+def test_labels_stored_as_images_are_warned_of(
+    mode: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image in ten may be another; the values of a palette are its colours."""
+    labels = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) // 16).resize((320, 320), 0)
+    if mode == "P":
+        labels.putpalette([0, 0, 0, 1, 2, 3, 1, 0, 0, 0, 3, 0])
+    elif mode == "1":
+        labels = labels.point(lambda value: 255 * value).convert("1")
+    else:
+        labels = labels.convert(mode)
+    for number in range(18):
+        (tmp_path / f"{number}.x").write_bytes(encoded(labels, kind, quality=95))
+    for number in range(2):
+        (tmp_path / f"photo{number}.png").write_bytes(encoded(piece(number), "PNG"))
+    assert call("inspect", tmp_path) == 0
+    is_black = mode != "1"
+    of = "0 to 3 of 255 in 18 of 20" if is_black else "0 to 255 of 255 in 20 of 20"
+    end = ", which are shown nearly black: name the images' folder " if is_black else "\n"
+    assert f"  values: {of} sampled images of 8 bits{end}" in capsys.readouterr().out
+
+
+def test_dark_photographs_are_not_taken_for_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sixth of their light, and in every fifth one nothing."""
+    for number in range(20):
+        dark = piece(number).point(lambda value, part=0.16 if number % 5 else 0.0: int(value * part))
+        (tmp_path / f"{number}.png").write_bytes(encoded(dark, "PNG"))
+    assert call("inspect", tmp_path) == 0
+    assert "images of 8 bits\n" in capsys.readouterr().out
 
 
 def test_pack_names_the_splits_that_it_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
