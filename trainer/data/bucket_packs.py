@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
-from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, shards_path, tar_path
+from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, packs_in, shards_path, tar_path
 from trainer.data.pack_files import SEGMENT_BYTES
 from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.common.object_store import (
@@ -21,8 +21,6 @@ from weightserver.common.object_store import (
     shown,
     upload,
 )
-
-_TESTS = "test"
 
 
 @contextmanager
@@ -66,11 +64,8 @@ def upload_pack(directory: Path, target: Path) -> None:
     Raises:
         ValueError: the bucket refuses or does not answer, or holds another pack.
     """
-    packs = [(directory, target)]
-    if is_packed(directory / _TESTS):
-        packs.insert(0, (directory / _TESTS, target / _TESTS))
-    for here, there in packs:
-        _upload(here, there)
+    for here in reversed(packs_in(directory)):
+        _upload(here, target / here.relative_to(directory))
 
 
 def _upload(here: Path, there: Path) -> None:

@@ -438,7 +438,7 @@ def _load_fashion_mnist(directory: Path | None) -> Dataset:
         return _read_directory(directory, verify=True)
     downloaded = CACHE_DIRECTORY / "FashionMNIST" / "raw"
     for place in (SYSTEM_DIRECTORY, downloaded):
-        if _is_complete(place):
+        if all(find_idx(place, name) for name in _FILES):
             return _read_directory(place, verify=True)
     failures = [f"no copy in {SYSTEM_DIRECTORY}"]
     try:
@@ -450,10 +450,6 @@ def _load_fashion_mnist(directory: Path | None) -> Dataset:
         f"fashion-mnist not found: {'; '.join(failures)}. Install the Debian package {DEBIAN_PACKAGE}, or put the four "
         ".gz files of github.com/zalandoresearch/fashion-mnist into a folder and give it as --data-dir"
     )
-
-
-def _is_complete(directory: Path) -> bool:
-    return all(find_idx(directory, name) for name in _FILES)
 
 
 def _read_directory(directory: Path, *, verify: bool) -> Dataset:

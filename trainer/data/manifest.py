@@ -17,11 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
@@ -132,7 +131,7 @@ class Manifest:
             lines = b"".join(map(_line, part.shards))
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
         content = {"format": FORMAT} | vars(self) | {"options": self.options.given}
-        content["ranges"] = [_without(vars(part), "shards") for part in self.ranges]
+        content["ranges"] = [{key: vars(part)[key] for key in vars(part) if key != "shards"} for part in self.ranges]
         text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
         atomic_write(directory / "manifest.json", lambda path: path.write_text(text))
 
@@ -150,7 +149,10 @@ class Manifest:
                 raise ValueError(
                     f"{path} is of another version of this program: pack the images again, into a new directory"
                 )
-            ranges = [_with_shards(directory, Range(**part, shards=())) for part in content.pop("ranges")]
+            ranges = [Range(**part, shards=()) for part in content.pop("ranges")]
+            ranges = [
+                replace(part, shards=shards_in(shards_path(directory, part.first), part.tars(WHOLE))) for part in ranges
+            ]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
                     f"{path} names an incomplete range before its last: pack the images again, into a new directory"
@@ -180,6 +182,11 @@ def is_packed(directory: Path) -> bool:
     return find(path) is not None if is_remote(path) else path.is_file()
 
 
+def packs_in(directory: Path) -> list[Path]:
+    """The directories of a pack that exist: its own, and that of its test images."""
+    return list(filter(is_packed, (directory, directory / "test")))
+
+
 def _read(path: Path) -> bytes:
     return read(path) if is_remote(path) else path.read_bytes()
 
@@ -200,16 +207,8 @@ def shards_path(directory: Path, first: int, part: str = "") -> Path:
     return directory / f"shards-{first:012d}{part}.jsonl"
 
 
-def _without(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key != name}
-
-
 def _line(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
-
-
-def _with_shards(directory: Path, part: Range) -> Range:
-    return replace(part, shards=shards_in(shards_path(directory, part.first), part.tars(WHOLE)))
 
 
 def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:

@@ -121,7 +121,7 @@ def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
         for line in filter(None, (reading.left_out.line(reading.source), *map(Remark, reading.notes))):
             say(line, logging.WARNING)
     plans = dict[Path, Manifest]()
-    for split, directory in reading.to_pack(output):
+    for split, directory in zip(reading.splits, (output, output / "test"), strict=False):  # others are not used
         directory.mkdir(exist_ok=True)
         extended = replace(options, extend=options.extend and (directory == output or is_packed(directory)))
         plans[directory] = planned(split, directory, extended, plans[output].classes if plans else ())
@@ -168,26 +168,18 @@ def verify(directory: Path) -> list[str]:
 
 
 def _damage(directory: Path, part: Range) -> Iterator[str]:
-    yield from _file_damage(listing_path(directory, part.first), part.listing_sha256)
-    for shard in part.shards:
-        yield from _file_damage(tar_path(directory, shard.first), shard.sha256)
-    if not part.shards:
-        return
-    path = index_path(directory, part.first)
-    if not path.is_file():
-        yield f"{path} is missing"
-        return
-    for shard in part.shards:
+    index = index_path(directory, part.first)
+    digests = {listing_path(directory, part.first): part.listing_sha256}
+    digests |= {tar_path(directory, shard.first): shard.sha256 for shard in part.shards}
+    for path in (*digests, index) if part.shards else digests:
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif path != index and sha256(path) != digests[path]:
+            yield f"{path} is damaged"
+    for shard in part.shards if index.is_file() else ():
         start = shard.first - part.first
-        if hashlib.sha256(read_records(path, start, start + shard.count)).hexdigest() != shard.index_sha256:
-            yield f"{path} is damaged in rows {shard.first}..{shard.first + shard.count - 1}"
-
-
-def _file_damage(path: Path, expected: str) -> Iterator[str]:
-    if not path.is_file():
-        yield f"{path} is missing"
-    elif sha256(path) != expected:
-        yield f"{path} is damaged"
+        if hashlib.sha256(read_records(index, start, start + shard.count)).hexdigest() != shard.index_sha256:
+            yield f"{index} is damaged in rows {shard.first}..{shard.first + shard.count - 1}"
 
 
 class _Packer:

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trainer.data.cache import Cache, Piece
 from trainer.data.config import SourceOptions
@@ -36,22 +36,8 @@ class File(NamedTuple):
     """Identifies its content."""
 
 
-class PackFiles(Protocol):
-    """Thread-safe."""
-
-    def read(self, file: File, offset: int, length: int) -> bytes:
-        """A part of a file. Raises OSError if it cannot be read, ValueError if that ends the run."""
-
-    def read_ahead(self, file: File, offset: int, length: int) -> float:
-        """Begins to read the segments of a part that will be read; returns how much of what may be read ahead that is,
-        0 … 1."""
-
-    def whole(self, path: Path) -> Path:
-        """A file on this machine with the content of `path`."""
-
-
-def pack_files(directory: Path, options: SourceOptions) -> PackFiles:
-    """The files of a pack. Raises ValueError for one in a bucket without --cache-dir."""
+def pack_files(directory: Path, options: SourceOptions) -> LocalFiles | CachedFiles:
+    """The files of a pack; both kinds are thread-safe. Raises ValueError for one in a bucket without --cache-dir."""
     return CachedFiles(options) if is_remote(directory) else LocalFiles()
 
 
@@ -67,12 +53,15 @@ class LocalFiles:
         self._lock = threading.Lock()
 
     def read(self, file: File, offset: int, length: int) -> bytes:
+        """A part of a file. Raises OSError if it cannot be read, ValueError if that ends the run."""
         content = self._open(file.path).read(offset, length)
         if len(content) != length:
             raise OSError(f"{file.path} is cut off: pack the images again, into a new directory")
         return content
 
     def read_ahead(self, file: File, offset: int, length: int) -> float:
+        """Begins to read the segments of a part that will be read; returns how much of what may be read ahead that is,
+        0 … 1."""
         return sum(self._advised(file.path, one.start) for one in _segments(file, offset, offset + length))
 
     def _advised(self, path: Path, start: int) -> float:
@@ -92,6 +81,7 @@ class LocalFiles:
         return SEGMENT_BYTES / _AHEAD_BYTES
 
     def whole(self, path: Path) -> Path:
+        """A file on this machine with the content of `path`."""
         return path
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.data.index import check_index
-from trainer.data.manifest import Manifest, Range, Shard, index_path, is_packed, shards_in, shards_path
+from trainer.data.manifest import Manifest, Range, Shard, index_path, packs_in, shards_in, shards_path
 from trainer.data.parts import Part
 from trainer.data.reading import counted
 from weightserver.common.atomic_files import atomic_write, sha256
@@ -64,7 +64,7 @@ def merge(output: Path) -> Manifest:
     Raises:
         ValueError: parts that are missing, not finished, or do not belong together; nothing is changed.
     """
-    joined = {each: _joined(each, output) for each in (output, output / "test") if each == output or is_packed(each)}
+    joined = {each: _joined(each, output) for each in (output, *packs_in(output))}
     with locked(output / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
         for directory, manifest in joined.items():
             range_ = manifest.ranges[-1]

@@ -12,7 +12,7 @@ from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
-from trainer.data.manifest import Manifest, Range, is_packed, listing_path
+from trainer.data.manifest import Manifest, Range, is_packed, listing_path, packs_in
 from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
@@ -76,7 +76,7 @@ def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
     Raises:
         ValueError: the pack is another one.
     """
-    directories = [directory for directory in (output, output / "test") if is_packed(directory)]
+    directories = packs_in(output)
     if output not in directories:
         return []
     manifests = [Manifest.load(directory) for directory in directories]

@@ -66,7 +66,7 @@ class PackedImages:
 
     def read(self, image: int) -> bytes:
         """The encoded bytes that stand for image 0..N-1. Raises OSError if they cannot be read."""
-        return self.read_row(self._row(image))
+        return self.read_row(int(self.order.rows(np.array([image]))[0]))
 
     def read_row(self, row: int) -> bytes:
         """The encoded bytes of row 0..N-1. Raises OSError if they cannot be read."""
@@ -154,6 +154,3 @@ class PackedImages:
             f"the index of {shown(self.directory)} is damaged, in the records from row {row} on: "
             "'pic verify' names the damaged files; pack the images again, into a new directory"
         )
-
-    def _row(self, image: int) -> int:
-        return int(self.order.rows(np.array([image]))[0])

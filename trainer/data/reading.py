@@ -76,12 +76,6 @@ class Reading:
     def test(self) -> Split | None:
         return self.splits[1] if len(self.splits) > 1 else None
 
-    def to_pack(self, output: Path) -> Iterator[tuple[Split, Path]]:
-        """The splits that a run uses, each with the directory of its pack."""
-        yield self.train, output
-        if self.test:
-            yield self.test, output / "test"
-
     def lines(self) -> list[str]:
         """The reading for people: kind, images and classes of each split, what is left out, and what was decided."""
         lines = []

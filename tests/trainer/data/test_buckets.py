@@ -147,7 +147,7 @@ def wait_for_the_fetching(images: PackedImages) -> None:
     """Until each thread that fetches ahead has come to a last job."""
     ended = threading.Barrier(cache._THREADS + 1)
     for _ in range(cache._THREADS):
-        images._files._cache._queue.put(lambda: ended.wait(60))  # type: ignore[attr-defined]
+        images._files._cache._queue.put(lambda: ended.wait(60))  # type: ignore[union-attr]
     ended.wait(60)
 
 
@@ -219,7 +219,7 @@ def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory
     for row in range(len(images)):
         assert images.read_row(row) == near.read_row(row)
         assert cached_bytes(tmp_path) <= limit
-        images._files._open.cache_clear()  # type: ignore[attr-defined]  # as with more segments than open files
+        images._files._open.cache_clear()
         assert images.read_row(0) == first
     fetched = [one for one in bucket.ranges() if one.path.endswith("rows-000000000000.tar")]
     assert sum(one.range.startswith("0-") for one in fetched) == 1
@@ -467,7 +467,7 @@ def test_bad_arguments_and_disks_are_one_line(
     for call_of_disk, message in (("os.utime", "cannot be written"), ("os.pread", "cannot be read")):
         read = PackedImages(PACK, options(tmp_path / "read"))
         read.read_row(0)
-        read._files._open.cache_clear()  # type: ignore[attr-defined]
+        read._files._open.cache_clear()
         with monkeypatch.context() as failing:
             failing.setattr(call_of_disk, fail)
             with pytest.raises(ValueError, match=message):
