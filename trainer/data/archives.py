@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.data.decode import may_begin_picture
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
 
@@ -117,7 +118,8 @@ def read_member(path: Path, member: Member) -> bytes:
     """The bytes of a member. Raises OSError if they cannot be read."""
     if member.offset == IN_ZIP:
         try:
-            return _opened_zip(*version(path)).read(member.name)
+            with _opened_zip(*version(path)).open(member.name) as file:
+                return file.read(member.length)  # up to its end, where its checksum is compared
         except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise OSError(f"damaged in its zip file ({error})") from None
     with path.open("rb") as file:
@@ -213,4 +215,8 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def _reason_against(path: Path, member: Member, beside: Set[str], left_out: LeftOut) -> Reason | None:
-    return left_out.reason_against(member.name, lambda: io.BytesIO(read_member(path, member)), beside)
+    def opened() -> io.BytesIO:
+        start = read_member(path, member._replace(length=min(16, member.length)))
+        return io.BytesIO(read_member(path, member) if may_begin_picture(start) else start)  # others may be large
+
+    return left_out.reason_against(member.name, opened, beside)

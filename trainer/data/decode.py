@@ -176,6 +176,12 @@ def is_picture(file: BinaryIO) -> bool:
         return False
 
 
+def may_begin_picture(start: bytes) -> bool:
+    """Whether the first 16 bytes of a file, or all of a shorter one, have the mark of a supported format."""
+    Image.init()
+    return any(accepts(start.ljust(16, b"\0")) for name in _MARKED if (accepts := Image.OPEN[name][1]))
+
+
 SHALLOW, GREY, COLOUR = "8 bits", "16 bits or more", "16 bits of colour"
 """Depths of pixels. Of 16 bits of colour, only the higher 8 are known."""
 

@@ -93,7 +93,7 @@ class LeftOut:
         try:
             with opened() as file:
                 start = file.read(16)
-                stays_text = is_text and start.isascii() and b"\0" not in start  # as of images only a PNM could begin
+                stays_text = is_text and start[:4].isascii() and b"\0" not in start  # of images, only a PNM begins so
                 if not stays_text and is_picture(file):
                     self.by_content = True
                     return None

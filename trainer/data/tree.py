@@ -285,7 +285,7 @@ def is_output(folder: Path) -> bool:
     """Whether a folder is a run's directory or a pack, which hold pictures of their own."""
     for name in ("config.json", "manifest.json"):
         try:
-            content = json.loads((folder / name).read_bytes())
+            content = json.loads((folder / name).read_bytes()) if (folder / name).is_file() else None
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and isinstance(content.get("format"), int):

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -350,10 +351,14 @@ def test_images_are_known_by_their_content(tmp_path: Path) -> None:
 
 def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
     """Texts stay texts, also those that begin as an image does."""
-    images = {"a/c.txt": jpeg(1), "b/d.JSON": encoded(piece(2), "PNG"), "b/e.gz": encoded(piece(3), "GIF")}
+    commented = b"\xff\xd8\xff\xfe\x01\x22" + b"x" * 288 + jpeg(1)[2:]
+    images = {"a/c.txt": commented, "b/d.JSON": encoded(piece(2), "PNG")}
+    images |= {name: encoded(piece(3), "GIF") for name in ("b/e.gz", "b/g.csv")}
     texts = {
         "a/labels.csv": b"a.jpg,cat\n",
         "a/notes.txt": b"GIF89a is the first of the formats with an animation" * 9,
+        "a/utf8.md": "P1 10 20 été 30 40 hiver\n".encode() * 9,
+        "b/latin1.log": "qoif \xe9tait le premier\n".encode("latin-1") * 9,
         "b/boxes.txt": b"P5 2 2 255 20 1\n" * 9,
         "b/f.gz": b"\x1f\x8b" + bytes(50),
     }
@@ -369,12 +374,34 @@ def test_an_image_may_have_any_suffix(tmp_path: Path) -> None:
     for source, first in (("tree", "a/c.txt"), ("one.tar", "one.tar:a/c.txt"), ("one.zip", "one.zip:a/c.txt")):
         listing, found = listed(tmp_path / source)
         assert [entry.member or entry.path for entry in listing] == sorted([*plain, *images])
-        assert (found.classes, listing.labels().tolist()) == (("a", "b"), [0, 0, 1, 1, 1])
+        assert (found.classes, listing.labels().tolist()) == (("a", "b"), [0, 0, 1, 1, 1, 1])
         reading = read_source(tmp_path / source)
-        assert reading.left_out.counts == {Reason.NO_IMAGE: 3, Reason.COMPRESSED: 1}
-        assert f"used by content: 3 files, for example {first}" in reading.lines()
+        assert reading.left_out.counts == {Reason.NO_IMAGE: 5, Reason.COMPRESSED: 1}
+        assert f"used by content: 4 files, for example {first}" in reading.lines()
     (tree / "c.txt").write_bytes(jpeg(4))
-    assert "used by content: 3 files, for example a/c.txt" in read_source(tree).lines(), "a stray is not used"
+    assert "used by content: 4 files, for example a/c.txt" in read_source(tree).lines(), "a stray is not used"
+
+
+@pytest.mark.parametrize("suffix", ["tar", "zip"])
+def test_of_a_large_member_that_is_no_image_the_start_is_read(suffix: str, tmp_path: Path) -> None:
+    """An archive may hold archives that do not fit into memory."""
+    files = {"a/0.jpg": jpeg(0), "b/1.jpg": jpeg(1), "b/inner.tar.gz": b"\x1f\x8b" + bytes(1 << 24), "b/1": b"P"}
+    source = tmp_path / f"one.{suffix}"
+    if suffix == "tar":
+        write_tar(source, files)
+    else:
+        with zipfile.ZipFile(source, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+    read_source(source)  # loads what it needs
+    tracemalloc.start()
+    try:
+        left_out = read_source(source).left_out.counts
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert left_out == {Reason.COMPRESSED: 1, Reason.NO_IMAGE: 1}
+    assert most < 1 << 23
 
 
 def test_a_text_beside_its_image_belongs_to_it(tmp_path: Path) -> None:
