@@ -200,7 +200,7 @@ class ImageFacts(NamedTuple):
     depth: str
     """`SHALLOW`, `GREY`, `COLOUR`, or another text for floats."""
     values: tuple[int, int]
-    """Smallest and largest value, those of transparent pixels included; floats as they are shown."""
+    """Smallest and largest value: of 8 bits and of floats as they are shown, of more bits as they are stored."""
     fourth_band: bool
     """Whether it is a TIFF with a band beside red, green and blue that it does not call alpha."""
 
@@ -222,7 +222,9 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
         _load(image, rendering, 256)
         depth = COLOUR if only_8_bits else GREY if image.mode.startswith("I") else SHALLOW
         depth = "floats" if image.mode == "F" else depth
-        pixels = np.asarray(image if depth == GREY else _rgb(image, rendering._replace(background=None)))
+        if only_8_bits:  # whose transparent pixels have as many bits, other than the background
+            rendering = rendering._replace(background=None)
+        pixels = np.asarray(image if depth == GREY else _rgb(image, rendering))
         low, high = int(pixels.min()), int(pixels.max())
         values = (256 * low, 256 * high + 255) if only_8_bits else (low, high)
         is_alpha = image.format != "TIFF" or image.tag_v2.get(_EXTRA_SAMPLES) in ((1,), (2,))  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from weightserver.common.logs import Remark
 _SAMPLE = 256
 _DARK = {
     # masks, labels of few classes, values 0..1 that were rounded; no set of dark photographs is as dark
-    SHALLOW: (31, 0.9, 255, "nearly black: name the images' folder if these are masks or labels, or store up to 255"),
+    SHALLOW: (31, 0.9, 255, "nearly black: name the images' folder if these are masks or labels, or store 0 to 255"),
     # 12 bits and less; a few images may have brighter pixels
     GREY: (32_767, 0.75, 65_535, "dark: --pixel-range 0 {range} uses their range"),
     COLOUR: (32_767, 0.75, 65_535, "dark: the higher 8 bits are read; --pixel-range is for grey images: store 8 bits"),

@@ -278,6 +278,14 @@ def test_values_of_12_bits_and_a_fourth_band_are_what_one_says_they_are() -> Non
     assert pixels[:, 5, 5].tolist() == [10, 200, 30]
 
 
+def test_the_values_of_a_large_jpeg_are_those_of_256_pixels() -> None:
+    """An eighth of its size would show the means of these squares of 4 pixels."""
+    board = np.kron(np.indices((128, 128)).sum(0) % 2 * 255, np.ones((4, 4))).astype(np.uint8)
+    low, high = facts(encoded(Image.fromarray(board))).values
+    assert low < 32
+    assert high > 223
+
+
 def test_images_of_many_megapixels() -> None:
     large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 60, 3), np.uint8)).resize((1_200, 1_600))
     whole, reduced = (

@@ -135,6 +135,20 @@ def test_labels_stored_as_images_are_warned_of(
     assert f"  values: {of} sampled images of 8 bits{end}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("background", ["white", "none"])
+def test_black_symbols_are_not_taken_for_labels_unless_they_are_shown_so(
+    background: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Symbols on a transparent ground often have no colour but black."""
+    for number in range(9):
+        symbol = Image.new("LA", (48, 48))
+        symbol.putalpha(piece(number).convert("L").resize((48, 48)))
+        (tmp_path / f"{number}.png").write_bytes(encoded(symbol, "PNG"))
+    assert call("inspect", tmp_path, "--background", background) == 0
+    end = "\n" if background == "white" else ", which are shown nearly black: "
+    assert f"9 of 9 sampled images of 8 bits{end}" in capsys.readouterr().out
+
+
 def test_dark_photographs_are_not_taken_for_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sixth of their light, and in every fifth one nothing."""
     for number in range(20):
