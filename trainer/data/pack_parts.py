@@ -64,7 +64,7 @@ def merge(output: Path) -> Manifest:
     Raises:
         ValueError: parts that are missing, not finished, or do not belong together; nothing is changed.
     """
-    joined = {each: _joined(each, output) for each in (output, *packs_in(output))}
+    joined = {each: _joined(each, output) for each in dict.fromkeys((output, *packs_in(output)))}
     with locked(output / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
         for directory, manifest in joined.items():
             range_ = manifest.ranges[-1]
