@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.nodes import no_network
 from tests.helpers.watching import wait_until
 from tests.trainer.test_embed import CONFIG, run_with
 from trainer.data.manifest import Manifest
@@ -51,7 +52,7 @@ embed.main(sys.argv[1:])
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
+def cluster(folder: Path, inside: list[str]) -> Iterator[tuple[psutil.Process, str]]:
     """A Ray cluster with three workers: its first process, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.2", 0))
@@ -61,7 +62,7 @@ def cluster(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
     log = folder / "head.log"
     with log.open("w") as output:
         head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *arguments], stdout=output, stderr=output, cwd=ROOT
+            [*inside, sys.executable, "-m", "ray.scripts.scripts", *arguments], stdout=output, stderr=output, cwd=ROOT
         )
     process = psutil.Process(head.pid)
     try:
@@ -76,6 +77,13 @@ def end(process: psutil.Process) -> None:
     """Kills a process and all that it started."""
     for each in [*process.children(recursive=True), process]:
         each.kill()
+
+
+@pytest.fixture
+def inside() -> Iterator[list[str]]:
+    """The prefix of commands that use Ray, whose processes listen on all addresses."""
+    with no_network() as prefix:
+        yield prefix
 
 
 @pytest.fixture
@@ -122,12 +130,14 @@ def files(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): sha256(path) for path in directory.rglob("[!.]*") if path.is_file()}
 
 
-def test_a_killed_worker_and_a_cluster_that_goes_away(stuck: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_cluster_that_goes_away(
+    stuck: Path, folder: Path, inside: list[str], tmp_path: Path
+) -> None:
     """The part of a killed worker is repeated; the command continues on another cluster. The files are those of one
     process."""
     output, tars = tmp_path / "packed", Manifest.load(tmp_path / "packed").ranges[-1].num_tars
-    with cluster(folder) as (head, address):
-        command = [sys.executable, "-c", PACK, str(tmp_path / "images"), str(output), address]
+    with cluster(folder, inside) as (head, address):
+        command = [*inside, sys.executable, "-c", PACK, str(tmp_path / "images"), str(output), address]
         packing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         try:
             wait_until(lambda: lines(output) == tars - 1 and len(busy(head)) == 1, seconds=200)
@@ -145,18 +155,18 @@ def test_a_killed_worker_and_a_cluster_that_goes_away(stuck: Path, folder: Path,
         assert "repeat the command, which continues" in line
     stuck.unlink()
     shutil.copy(tmp_path / "kept.jpg", stuck)
-    with cluster(folder) as (_, address):
+    with cluster(folder, inside) as (_, address):
         subprocess.run([*command[:-1], address], check=True, cwd=ROOT, timeout=300)
     assert files(output) == files(tmp_path / "whole")
 
 
-def test_features_are_computed_in_parts(folder: Path, tmp_path: Path) -> None:
+def test_features_are_computed_in_parts(folder: Path, inside: list[str], tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     tree = plain_tree(tmp_path / "tree", 20)
     run = run_with(CONFIG, tmp_path / "run", tree)
     whole, parts = tmp_path / "whole.parquet", tmp_path / "parts"
-    with cluster(folder) as (_, address):
-        command = [sys.executable, "-c", EMBED, str(run), str(tree), "--device", "cpu", "--output"]
+    with cluster(folder, inside) as (_, address):
+        command = [*inside, sys.executable, "-c", EMBED, str(run), str(tree), "--device", "cpu", "--output"]
         subprocess.run([*command, str(whole)], check=True, cwd=ROOT, timeout=300)
         on_ray = ["--engine", "ray", "--address", address]
         subprocess.run([*command, str(parts), *on_ray], check=True, cwd=ROOT, timeout=300)
