@@ -1028,7 +1028,8 @@ def test_missing_and_empty_files_are_left_out_and_reported_in_one_line(
     (tree / "stray.jpg").write_bytes(b"")  # no image beside the folders, which stay classes
     (tree / "c/zero.png").write_bytes(b"")
     (tree / "b/gone.jpg").symlink_to("nothing")
-    os.mkfifo(tree / "b/pipe.jpg")
+    for pipe in ("manifest.json", "pipe.jpg", "pipe.txt"):  # whoever opens one waits
+        os.mkfifo(tree / "b" / pipe)
     (tree / "empty class").mkdir()
     (tree / "empty class/zero.jpg").write_bytes(b"")
     for _ in range(2):  # as an `images` run, which lists them before and when it begins
@@ -1038,7 +1039,7 @@ def test_missing_and_empty_files_are_left_out_and_reported_in_one_line(
     (record,) = caplog.records
     assert record.getMessage() == (
         f"left out of {tree}: 5 names with a tab or a line break (first 'a/tab\\t0.jpg'), 1 link to a missing file "
-        "(b/gone.jpg), 1 name that is no file (b/pipe.jpg), 3 empty files (first c/zero.png)"
+        "(b/gone.jpg), 3 names that are no files (first b/manifest.json), 3 empty files (first c/zero.png)"
     )
     pack(tree, tmp_path / "packed", PackOptions())
     assert capsys.readouterr().err == f"{record.getMessage()}\n"
