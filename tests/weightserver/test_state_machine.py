@@ -1038,6 +1038,24 @@ def test_a_write_on_some_of_its_shards_is_not_repeated_after_another_writers_rol
     assert_only_a_rollback_helps(machine, writer)
 
 
+def test_a_client_that_opens_a_session_remembers_a_push_beside_it(machine: Machine) -> None:
+    """It asks whether a shard holds a state that another shard has seen; the answer may be of a newer process."""
+    once = Plan((), False, (), None)
+    machine.another_client(opens=False, plan=once)
+    machine.restart(shard=0)
+    machine.change_the_table(action=Action("force_session"), plan=once, which=0)
+    machine.copy_a_directory(shard=0)
+    machine.put_a_copy_back(which=0)
+    turns = [False, False, False, False, False, True, False]
+    push = Action("push", (0,), 0)
+    machine.two_threads(
+        first=Action("open_session"), its_plan=once, other=0, plan=once, second=push, turns=turns, which=1
+    )
+    machine.put_a_copy_back(which=0)
+    machine.change_checkpoints(action=Action("release", name="a"), plan=once, which=1)
+    machine.same()
+
+
 def test_failed_writes_are_repeated_after_another_clients_session(machine: Machine) -> None:
     """One of two shards has applied it, the other one refuses it until there is a session again."""
     (writer,) = machine.writers

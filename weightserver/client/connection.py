@@ -161,6 +161,7 @@ class ShardConnection:
         """Raises DataLossError unless the shard's data descends from the state of that mark."""
         if mark and mark != self.acknowledged and not is_earlier(mark, self.acknowledged):
             self.call("Describe", pb.DescribeRequest(), acknowledged=mark)
+            self.call("Describe", pb.DescribeRequest())  # the mark of that answer may be none that follows the own one
 
     def fetch(self, like: pb.FetchRequest, rates: CarriedRates | None, rows: FetchedRows) -> None:
         """Fetches `rows` by requests like the given one. Each attempt asks for those that have not arrived."""
