@@ -71,17 +71,18 @@ def require_process(process: int) -> None:
         )
 
 
-def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
-    """A channel straight to a shard, with TLS if credentials are given.
-
-    Raises:
-        ValueError: this process was forked while a thread was within gRPC, whose locks nobody gives back.
-    """
+def require_grpc() -> None:
+    """Raises ValueError in a process that was forked while a thread was within gRPC, whose locks nobody gives back."""
     if _is_cut_off:
         raise ValueError(
             "this process was forked while other threads called weight servers, so gRPC could hang or end it: start it "
             "by 'forkserver' or 'spawn', such as multiprocessing_context='forkserver' of a DataLoader"
         )
+
+
+def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
+    """A channel straight to a shard, with TLS if credentials are given. Raises as `require_grpc`."""
+    require_grpc()
     if credentials is None:
         return grpc.insecure_channel(address, _OPTIONS)
     return grpc.secure_channel(address, credentials() if callable(credentials) else credentials, _OPTIONS)
@@ -157,6 +158,7 @@ class Channels:
     """The channels to one address, which may change. Safe to use from any thread."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
+        require_grpc()  # here: a thread that such a process starts has ended it (Python 3.12)
         self.address, self._credentials = address, credentials
         self._process, self._lock = os.getpid(), threading.Lock()
         self._is_closed = False
