@@ -12,9 +12,9 @@ ROW_RATE = 0.24
 DECAY = 1e-3
 LEARNING_RATES = {PIC: 0.025, "simclr": 0.025, "mocov2": 0.025, "diet": 0.001}
 """The encoder's, by method: the best of those tried on the validation images, once the trials have run."""
-_TRIED = (0.00625, 0.0125, 0.025, 0.05)
+_TRIED = (0.00625, 0.0125, 0.025, 0.05, 0.1)
 _DIET: dict[str, Any] = {"optimizer": "adamw", "weight_decay": 0.05}
-_TRIED_FOR_DIET = (0.00025, 0.0005, 0.001, 0.002)
+_TRIED_FOR_DIET = (0.00025, 0.0005, 0.001, 0.002, 0.004)
 LINEAR, KNN = "linear.top1", "knn.top1"
 _PROBES = (
     Evaluation(name="linear", arguments=("linear-cached", "--folds", "5"), all_images=True),
