@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce as _all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -42,7 +43,20 @@ class BatchNormOfRanks(_BatchNorm):
         self.running_var.lerp_(variance, factor)
 
 
-def _summed(values: Tensor) -> Tensor:
+class _SumOfRanks(torch.autograd.Function):
     """The sum over ranks, whose gradient is the sum of all ranks' gradients."""
-    total: Tensor = _all_reduce(values)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return _SumOfRanks.forward(_, gradient)
+
+
+def _summed(values: Tensor) -> Tensor:
+    total: Tensor = _SumOfRanks.apply(values)  # type: ignore[no-untyped-call]
     return total
