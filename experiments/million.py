@@ -41,9 +41,10 @@ _SETTINGS = ("batch_size", "num_negatives", "window_size", "window_stride")
 
 
 def _train_command(data: Path, output: Path, number: int, *extent: str) -> list[str]:
-    """Trains with a rank for each core. A window holds about an eighth of the images and moves by half of it: the rows
-    of all others wait at the servers until the next pass."""
-    window = 1 << max(10, (number // 8).bit_length() - 1)
+    """Trains with a rank for each core. A window holds about a hundredth of the images and moves by half of it: the rows
+    of all others wait at the servers until the next pass. With a larger one, an image came back so late that the encoder
+    had changed, and it learned nothing from six visits."""
+    window = 1 << max(10, (number // 100).bit_length() - 1)
     settings: dict[str, object] = {
         "data-dir": data,
         "output": output,
@@ -54,6 +55,7 @@ def _train_command(data: Path, output: Path, number: int, *extent: str) -> list[
         "window-size": window,
         "window-stride": window // 2,
         "num-negatives": max(512, window // 8),
+        "embedding-norm": "batch",
         "num-shards": 2,
         "precision": "float32",
         "encoder.name": "small",
