@@ -75,9 +75,11 @@ def test_refuses_a_missing_font_and_a_glyph_that_shows_nothing(fonts: Path) -> N
 
 @pytest.mark.slow
 def test_end_to_end_and_what_is_there_is_not_made_again(
-    fonts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    fonts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install -c constraints.txt '.[ray]'")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # its processes listen on all addresses
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     sizes = {"train": 2_000, "test": 100}
     found = million.make(tmp_path / "out", fonts, sizes, 4.0)
     assert found["summary"]["fetched_rows"] >= 2_000
