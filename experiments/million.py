@@ -41,9 +41,9 @@ _SETTINGS = ("batch_size", "num_negatives", "window_size", "window_stride")
 
 
 def _train_command(data: Path, output: Path, number: int, *extent: str) -> list[str]:
-    """Trains with a rank for each core. A window holds about a hundredth of the images and moves by half of it: the rows
-    of all others wait at the servers until the next pass. With a larger one, an image came back so late that the encoder
-    had changed, and it learned nothing from six visits."""
+    """Trains with a rank for each core. A window holds a hundredth of the images and moves by half of it: the rows
+    of all others wait at the servers until the next pass. With a larger one, images came back so late that the
+    encoder had changed, and it learned nothing from six visits."""
     window = 1 << max(10, (number // 100).bit_length() - 1)
     settings: dict[str, object] = {
         "data-dir": data,
