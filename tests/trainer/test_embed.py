@@ -18,6 +18,7 @@ import torch
 from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
 from tests.helpers.small_run import small_run
 from trainer.data import load_dataset
+from trainer.data.index import INDEX
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET
@@ -27,6 +28,8 @@ from trainer.export.encoders import export_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.pic import main as pic_main
 from weightserver.common.installing import install_advice
+from weightserver.core.arrays import Int64Array
+from weightserver.torch.windows import RowOrder
 
 CONFIG = EncoderConfig(
     in_channels=3, image_size=28, width=8, stem_stride=2, blocks=(1,), pixel_mean=IMAGENET.mean, pixel_std=IMAGENET.std
@@ -186,6 +189,33 @@ def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFix
     rows = images.order.images(np.arange(8))  # 26 images in three parts
     expected = {images.path(image) for image in rows.tolist()} - {str(tree / "train/b/broken.jpg")}
     assert set(parquet.read_table(files[0])["path"].to_pylist()) == expected
+
+
+def test_a_part_of_a_pack_reads_the_records_of_its_own_images_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the parts together read the index once, and compute each image's row a few times, however many."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    tree, walk, computed = plain_tree(tmp_path / "tree", 40), RowOrder._walk, list[int]()
+    run = run_with(CONFIG, tmp_path / "run", tree)
+    pack(tree, tmp_path / "packed", PackOptions())
+
+    def counted(self: RowOrder, values: Int64Array, seeds: list[int], *, swapped: bool) -> Int64Array:
+        computed.append(len(values))
+        return walk(self, values, seeds, swapped=swapped)
+
+    monkeypatch.setattr(RowOrder, "_walk", counted)
+    own, path = range(10, 15), tmp_path / "packed/index-000000000000.bin"
+    index = np.fromfile(path, np.uint8).reshape(40, INDEX.itemsize)
+    for damaged, status in ((np.delete(np.arange(40), own), 0), ([own[2]], 1)):
+        content = index.copy()
+        content[damaged] = 0xFF
+        path.write_bytes(content.tobytes())
+        computed.clear()
+        output = tmp_path / f"status {status}"
+        assert embed(run, tmp_path / "packed", "--output", output, "--part", "2/8") == status
+        assert sum(computed) <= 5 * len(own), computed
+    assert f"the index of {tmp_path / 'packed'} is damaged, in the records from row 1" in capsys.readouterr().err
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

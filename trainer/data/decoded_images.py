@@ -25,7 +25,6 @@ from weightserver.core.arrays import Float32Array, Int64Array
 _log = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
 NUM_CHANNELS = 3
-_IDS_TOGETHER = 1 << 20
 _named: set[str] = set()
 """Lines about broken images that this process has shown; `SourceOptions.limit_of_broken` and surveys bound their
 number."""
@@ -48,9 +47,12 @@ class EncodedImages(Protocol):
     def read_ahead(self, images: Int64Array, /) -> float:
         """Begins to read images, int64 [n]; returns how much of what may be read ahead that is, 0 … 1."""
 
-    @property
-    def replaced(self) -> Int64Array:
-        """The ids of images that others stand for, because they were broken when they were packed."""
+    def between(self, start: int, stop: int, /) -> Int64Array:
+        """The images at positions start … stop−1, ascending: int64 [n]."""
+
+    def replaced(self, images: Int64Array, /) -> Int64Array:
+        """Those of images (int64 [n]) that others stand for, because they were broken when they were packed; ascending,
+        int64 [m]."""
 
 
 class Chosen:
@@ -74,9 +76,12 @@ class Chosen:
     def read_ahead(self, images: Int64Array) -> float:
         return self._images.read_ahead(self._ids[images])
 
-    @property
-    def replaced(self) -> Int64Array:
-        return np.flatnonzero(np.isin(self._ids, self._images.replaced))
+    def between(self, start: int, stop: int) -> Int64Array:
+        positions = self._images.positions(self._ids)
+        return np.flatnonzero((start <= positions) & (positions < stop))
+
+    def replaced(self, images: Int64Array) -> Int64Array:
+        return np.sort(images[np.isin(self._ids[images], self._images.replaced(self._ids[images]))])
 
 
 def named(lines: Iterable[str]) -> None:
@@ -259,7 +264,7 @@ class DecodedImages:
 
     def strict(self) -> DecodedImages:
         """The same images, all of which count: a broken one is an error. Raises ValueError if packing replaced one."""
-        replaced = self._images.replaced
+        replaced = self._images.replaced(np.arange(len(self)))
         if len(replaced):
             raise ValueError(
                 f"{len(replaced)} images were broken when they were packed, so that others stand for them, first for "
@@ -269,13 +274,8 @@ class DecodedImages:
         return self._with(_strict=True)
 
     def between(self, start: int, stop: int) -> Int64Array:
-        """The images at positions start … stop−1, which are read from one place: int64 [stop − start], ascending."""
-        found = []
-        for first in range(0, len(self), _IDS_TOGETHER):
-            images = np.arange(first, min(len(self), first + _IDS_TOGETHER))
-            positions = self._images.positions(images)
-            found.append(images[(start <= positions) & (positions < stop)])
-        return np.concatenate(found)
+        """The images at positions start … stop−1, which are read from one place: int64 [n], ascending."""
+        return self._images.between(start, stop)
 
     def paths(self, images: Int64Array) -> list[str]:
         """Paths of images (int64 [n]) when they were listed; in a tar, followed by a colon and the member's name."""
@@ -284,7 +284,7 @@ class DecodedImages:
     def intact(self, images: Int64Array) -> tuple[Int64Array, Tensor, list[Remark]]:
         """The ids, among int64 [n], of images that can be read, their centre squares uint8 [m, 3, side, side], and a
         line for each of the others."""
-        replaced = frozenset(self._images.replaced.tolist())
+        replaced = frozenset(self._images.replaced(images).tolist())
         squares = self._each(
             images, lambda content: decode(content, [Crop(self._side, centre)], self._rendering)[0], replaced
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from trainer.data.config import SourceOptions
@@ -45,7 +46,8 @@ def _title(images: PackedImages) -> Iterator[str]:
     order = f"in the order of seed {manifest.order_seed}"
     yield f"{shown(images.directory)}: a pack of {len(images):,} images, {kind}, {order}:"
     yield from (f"  {part.count:,} images of {part.source}" for part in manifest.ranges)
-    broken = f"; {len(images.replaced):,} broken, others stand for them" if len(images.replaced) else ""
+    replaced = sum(shard.num_broken for shard in manifest.shards)
+    broken = f"; {replaced:,} broken, others stand for them" if replaced else ""
     yield f"  read with {manifest.options.said or 'no options'}{broken}"
 
 
@@ -91,7 +93,7 @@ def _duplicates(images: Listing | PackedImages) -> Iterator[str]:
     lengths: dict[int, list[int]] = {}
     for image, length in enumerate(images.lengths()):
         lengths.setdefault(int(length), []).append(image)
-    copies, first, apart = 0, "", frozenset(images.replaced.tolist())
+    copies, first, apart = 0, "", frozenset(images.replaced(np.arange(len(images))).tolist())
     for alike in lengths.values():
         known: dict[int, int] = {}
         for image in alike if len(alike) > 1 else ():

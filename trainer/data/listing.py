@@ -123,8 +123,11 @@ class Listing:
         """Single files are not read ahead."""
         return 0.0
 
-    @property
-    def replaced(self) -> Int64Array:
+    def between(self, start: int, stop: int) -> Int64Array:
+        """The images at positions start … stop−1, ascending: int64 [n]."""
+        return np.arange(max(0, start), min(len(self), stop))
+
+    def replaced(self, images: Int64Array) -> Int64Array:
         """No image stands for another one."""
         return np.empty(0, np.int64)
 

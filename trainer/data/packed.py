@@ -91,14 +91,29 @@ class PackedImages:
         part = self.manifest.ranges[number]
         return Listing.open(self._files.whole(listing_path(self.directory, part.first)), Path(part.root))
 
-    def shown(self) -> Int64Array:
-        """The id of the image that stands for each image, int64 [N]: another one if the image is broken."""
-        return self._by_image("shown", limit=len(self))
+    def between(self, start: int, stop: int) -> Int64Array:
+        """The images of rows start … stop−1, ascending: int64 [n]."""
+        if start <= 0 and len(self) <= stop:
+            return np.arange(len(self))
+        return np.sort(self.order.images(np.arange(max(0, start), min(len(self), stop))))
 
-    @functools.cached_property
-    def replaced(self) -> Int64Array:
-        """The ids of broken images, for which others stand."""
-        return np.flatnonzero(self.shown() != np.arange(len(self)))
+    def replaced(self, images: Int64Array) -> Int64Array:
+        """The broken ones of images (int64 [n]), for which others stand; ascending, int64 [m]. Reads the records of
+        their rows only.
+
+        Raises:
+            ValueError: an index that does not match the manifest.
+        """
+        rows = np.sort(self.order.rows(images))
+        tars = np.searchsorted(self._firsts, rows, side="right")
+        apart = np.flatnonzero((np.diff(rows) != 1) | (np.diff(tars) != 0)) + 1
+        found = [np.empty(0, np.int64)]
+        for own in np.split(rows, apart) if len(rows) else ():
+            records = self._records(int(own[0]), int(own[-1]) + 1)
+            if not np.array_equal(records["image"], self.order.images(own)):
+                raise self._damaged(int(own[0]))
+            found.append(records["image"][records["image"] != records["shown"]])
+        return np.sort(np.concatenate(found))
 
     def lengths(self) -> Int64Array:
         """The number of bytes that stand for each image, int64 [N]."""

@@ -67,7 +67,10 @@ def test_every_row_is_the_orders_image(packed: Path, listing: Listing) -> None:
     assert list(map(images.read_row, range(len(images)))) == [listing.read(image) for image in expected]
     for image in range(len(listing)):
         assert images.read(image) == listing.read(intact(listing, image))
-    assert images.shown().tolist() == [intact(listing, image) for image in range(len(listing))]
+    replaced = [image for image in range(len(listing)) if intact(listing, image) != image]
+    assert images.replaced(np.arange(len(listing))[::-1]).tolist() == replaced
+    assert images.replaced(np.array([replaced[1], 0, 1])).tolist() == [replaced[1]]
+    assert len(images.replaced(np.arange(0))) == 0
     assert images.labels().tolist() == listing.labels().tolist(), "a broken image keeps its own label"
 
 
@@ -77,8 +80,9 @@ def test_broken_images_are_reported_with_their_substitutes(
     manifest = pack(tree, tmp_path, options())
     lines = capsys.readouterr().err.splitlines()
     images = PackedImages(tmp_path)
-    assert sum(shard.num_broken for shard in manifest.shards) == len(images.replaced)
-    assert sorted(map(images.path, images.replaced.tolist())) == [f"{tree}/{name}" for name in BROKEN]
+    replaced = images.replaced(np.arange(len(images))).tolist()
+    assert sum(shard.num_broken for shard in manifest.shards) == len(replaced)
+    assert sorted(map(images.path, replaced)) == [f"{tree}/{name}" for name in BROKEN]
     assert sum(line.startswith("broken: ") for line in lines) == len(BROKEN)
     (line,) = (line for line in lines if "text.jpg" in line)
     assert line == f"broken: {tree}/b/text.jpg (not an image of a known format), replaced by {tree}/b/turned.jpg"

@@ -267,8 +267,6 @@ def test_an_image_that_breaks_later_is_logged_and_shown_as_the_next(
 class _Counted:
     """Encoded images that are broken from the sixth to the 25th; counts how often each is read."""
 
-    replaced = np.empty(0, np.int64)
-
     def __init__(self) -> None:
         self.reads, self._content = Counter[int](), encoded(piece(0))
 
@@ -287,6 +285,12 @@ class _Counted:
 
     def read_ahead(self, images: Int64Array) -> float:
         return 0.0
+
+    def between(self, start: int, stop: int) -> Int64Array:
+        return np.arange(start, stop)
+
+    def replaced(self, images: Int64Array) -> Int64Array:
+        return images[:0]
 
 
 def test_broken_images_are_read_once(caplog: pytest.LogCaptureFixture) -> None:
