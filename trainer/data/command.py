@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.data.bucket_packs import staging, upload_pack
-from trainer.data.bucket_sources import local_source
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
@@ -61,11 +60,10 @@ def _pack_on_disk(options: argparse.Namespace) -> list[str]:
         source=of_source,
         part=options.part,
     )
-    source = local_source(options.source, of_source)
     if options.engine:
-        manifest = pack_on_ray(source, options.output, how, options.address)
+        manifest = pack_on_ray(options.source, options.output, how, options.address)
     else:
-        manifest = pack(source, options.output, how)
+        manifest = pack(options.source, options.output, how)
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
         return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]

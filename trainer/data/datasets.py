@@ -29,6 +29,7 @@ from trainer.data.reading import Reading, read_source
 from trainer.data.synthetic import NUM_CHANNELS, SyntheticImages
 from trainer.torchvision_schemas import import_module
 from weightserver.common.logs import Remark, say
+from weightserver.common.object_store import shown
 from weightserver.torch import RangesOrder
 
 SYSTEM_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -388,7 +389,7 @@ def _decoded(source: Source, image_size: int, threads: int | None) -> Dataset:
         labels = as_in_training(own, test.classes, train)
         others = torch.nonzero((labels == NO_LABEL) & (own != NO_LABEL))[:, 0].tolist()
         if not (labels != NO_LABEL).any():
-            untested = f"no training image is of a class of the test images in {source.test_place}"
+            untested = f"no training image is of a class of the test images in {shown(source.test_place)}"
             labels = labels[:0]
         elif others:
             left_out = LeftOut()

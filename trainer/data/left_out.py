@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from trainer.data.decode import IMAGE_SUFFIXES, is_picture
 from weightserver.common.logs import Remark
+from weightserver.common.object_store import shown
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -110,7 +111,7 @@ class LeftOut:
             for reason, count in self.counts.items()
         ]
         counts = {reason.name.lower(): count for reason, count in self.counts.items()}
-        return Remark(f"left out of {source}: {', '.join(parts)}" if parts else "", left_out=counts)
+        return Remark(f"left out of {shown(source)}: {', '.join(parts)}" if parts else "", left_out=counts)
 
     def log(self, source: Path) -> None:
         """Logs the line, once in the life of the process and on the first rank only."""

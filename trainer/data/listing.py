@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trainer.data.archives import Member, read_member
 from trainer.data.tables import IN_TABLE, read_cell
+from weightserver.common.object_store import shown
 from weightserver.core.arrays import Int64Array
 
 NO_LABEL = -1
@@ -50,23 +51,27 @@ class Listing:
 
     `content` may be a mapped file: only the position of every 64th line is kept in memory.
 
+    Args:
+        root: the folder to which paths are relative; by its name, images are told apart.
+        place: where that folder is read, if `root` lies in a bucket.
+
     Raises:
         ValueError: `content` is not a listing, or is empty.
     """
 
-    def __init__(self, content: bytes | mmap.mmap, root: Path) -> None:
-        self.content, self.root = content, root
+    def __init__(self, content: bytes | mmap.mmap, root: Path, place: Path | None = None) -> None:
+        self.content, self.root, self.place = content, root, place or root
         self._number, self._starts = _line_starts(content)
         if not self._number or content[-1:] != b"\n":
             raise ValueError("a list of images is empty or cut off")
 
     @classmethod
-    def open(cls, path: Path, root: Path) -> Listing:
+    def open(cls, path: Path, root: Path, place: Path | None = None) -> Listing:
         """Opens the listing in a file."""
         if not path.is_file() or not path.stat().st_size:
             raise ValueError(f"{path} is missing or empty")
         with path.open("rb") as file:
-            return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), root)
+            return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), root, place)
 
     def __len__(self) -> int:
         return self._number
@@ -92,15 +97,15 @@ class Listing:
     def read_entry(self, entry: Entry) -> bytes:
         """The encoded bytes of an entry. Raises OSError if they cannot be read."""
         if entry.length == IN_TABLE:
-            return read_cell(self.root / entry.path, entry.member, entry.offset)
+            return read_cell(self.place / entry.path, entry.member, entry.offset)
         if not entry.member:
-            return (self.root / entry.path).read_bytes()
-        return read_member(self.root / entry.path, Member(entry.member, entry.offset, entry.length))
+            return (self.place / entry.path).read_bytes()
+        return read_member(self.place / entry.path, Member(entry.member, entry.offset, entry.length))
 
     def length(self, entry: Entry) -> int:
         """Number of encoded bytes of an entry, for which a table's image is read."""
         if not entry.member:
-            return (self.root / entry.path).stat().st_size
+            return (self.place / entry.path).stat().st_size
         return len(self.read_entry(entry)) if entry.length == IN_TABLE else entry.length
 
     def lengths(self) -> Iterator[int]:
@@ -113,7 +118,7 @@ class Listing:
 
     def path(self, image: int) -> str:
         """Path of an image's file; in a tar, followed by a colon and the member's name."""
-        return os.path.join(self.root, self[image].name)
+        return os.path.join(shown(self.root), self[image].name)
 
     def positions(self, images: Int64Array) -> Int64Array:
         """Positions in whose order images (int64 [n]) are read fastest."""

@@ -22,11 +22,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from trainer.data.bucket_sources import numbered
 from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
-from weightserver.common.object_store import find, is_remote, read
+from weightserver.common.object_store import find, is_remote, read, shown
 
 FORMAT = 5
 
@@ -53,7 +54,7 @@ class Range:
     first: int
     count: int
     source: str
-    """The folder or list that they came from."""
+    """The folder or list that they came from; of one in a bucket, its name there."""
     root: str
     """The folder to which the listing's paths are relative."""
     listing_sha256: str
@@ -83,8 +84,10 @@ class Range:
 
     def is_of(self, source: Path) -> bool:
         """Whether images of a source are packed: of a folder all of it, not of one in it."""
-        source, root = source.resolve(), str((source if source.is_dir() else source.parent).resolve())
-        return self.root == root and Path(self.source).is_relative_to(source)
+        is_folder = not numbered(source) and find(source) is None if is_remote(source) else source.is_dir()
+        source = source if is_remote(source) else source.resolve()
+        root = source if is_folder else source.parent
+        return self.root == shown(root) and Path(self.source).is_relative_to(source)
 
 
 @dataclass(frozen=True, kw_only=True)

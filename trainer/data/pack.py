@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.data.bucket_sources import local_source, place_of
 from trainer.data.decode import BrokenImageError, suffix_of, why
 from trainer.data.decoded_images import BrokenImages, broken_line
 from trainer.data.index import INDEX, add_records, cut_index, read_records
@@ -50,6 +51,7 @@ from trainer.data.reading import Reading, read_source
 from trainer.display import Counting, counting, stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
+from weightserver.common.object_store import is_remote, shown
 from weightserver.torch import RangesOrder
 
 _ROWS_TOGETHER = 1 << 16
@@ -96,11 +98,13 @@ def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[l
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
-    source = source.resolve()
+    source = source if is_remote(source) else source.resolve()
     if is_packed(source):
-        raise ValueError(f"{source} holds packed images: give the folder or list of images that they came from")
+        raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
+    if options.part:
+        local_source(source, options.source)
     reading = None if options.part else read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
     with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
@@ -188,8 +192,8 @@ class _Packer:
     def __init__(self, output: Path, manifest: Manifest, options: PackOptions, progress: Counting) -> None:
         self._output, self._progress, self._options = output, progress, options
         self._range = manifest.ranges[-1]
-        first = self._range.first
-        self._listing = Listing.open(listing_path(output, first), Path(self._range.root))
+        first, root = self._range.first, Path(self._range.root)
+        self._listing = Listing.open(listing_path(output, first), root, place_of(root, options.source))
         if len(self._listing) != self._range.count:
             raise ValueError(f"{listing_path(output, first)} does not have as many images as the manifest says")
         self._tars = self._range.tars(options.part or WHOLE)

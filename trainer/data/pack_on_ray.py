@@ -11,6 +11,7 @@ from trainer.data.pack_parts import merge
 from trainer.data.parts import WHOLE, Part
 from trainer.display import counting, stage
 from trainer.ray_tasks import MOST_PARTS, on_ray
+from weightserver.common.object_store import is_remote
 
 
 def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str | None) -> Manifest:
@@ -19,7 +20,11 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     Raises:
         ValueError, OSError: as `pack`, `merge` and `on_ray`.
     """
-    source, output = source.resolve(), output.resolve()
+    output = output.resolve()
+    if not is_remote(source):
+        source = source.resolve()
+    elif cache := options.source.cache_dir:  # a worker has another working directory
+        options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
     with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as directories:
         manifests = list(map(Manifest.load, directories))
     if all(manifest.complete for manifest in manifests):

@@ -17,6 +17,7 @@ from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
 from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.common.object_store import is_remote, shown
 
 _MEASURED = 1_000
 
@@ -92,7 +93,12 @@ def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
 def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     yield from _contradictions_of_options(manifest, options)
-    last = manifest.ranges[-1]
+    root, last = split.listing.root, manifest.ranges[-1]
+    for part in manifest.ranges if is_remote(root) else ():  # before, ranges had the names of copies in --cache-dir
+        cache, copy, _ = f"{part.root}/".partition(f"/sources/{root.parts[1]}/")
+        if copy:
+            remedy = f"replace {cache}/sources/ by s3:// in its manifest.json if it does"
+            yield f"may hold images of {shown(root)} already, by the name of their copy {part.root}", remedy
     if last.source != split.source and (not manifest.complete or not options.extend):
         remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
         yield f"holds images of {last.source}", remedy
@@ -122,7 +128,9 @@ def _with_range(
     Raises:
         ValueError: as `checked_sample`.
     """
-    listing = new if isinstance(new, Listing) else Listing(b"".join(map(Entry.line, new)), split.listing.root)
+    listing = split.listing
+    if new is not listing:
+        listing = Listing(b"".join(map(Entry.line, new)), listing.root, listing.place)
     checked_sample(DecodedImages(listing, 1, options.source, threads=options.threads))
     names = tuple(dict.fromkeys((*manifest.classes, *known, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
@@ -138,13 +146,12 @@ def _with_range(
             file.writelines(map(line, new))
 
     atomic_write(listing_path(output, first), write)
-    root = str(split.listing.root)
     rows_per_tar = max(1, options.tar_bytes // _mean_bytes(split.listing, new))
     part = Range(
         first=first,
         count=len(new),
         source=split.source,
-        root=root,
+        root=shown(split.listing.root),
         listing_sha256=sha256(listing_path(output, first)),
         rows_per_tar=rows_per_tar,
         shards=(),

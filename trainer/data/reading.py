@@ -24,6 +24,7 @@ from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
 from trainer.data.tree import Folder, Walk, add_archive, path_in
 from trainer.settings import flag
+from weightserver.common.object_store import shown
 
 _NAMED = 5
 """Most classes that the reading names."""
@@ -108,7 +109,7 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
         ValueError: no such source, one that cannot be read, or one without images.
     """
     options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
-    source = local_source(source, options)
+    given, source = source, local_source(source, options)
     top, kind, used = _found(source, options, left_out, notes)
     for name, what in _NEEDS.items():
         if name in options.given and name not in used:
@@ -119,12 +120,12 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
         named = bool(found and found[0].classes)
         listed, labels, kinds = _listed(folder, options, left_out, notes, named=named)
         if listed:
-            root = source if source.is_dir() else source.parent
+            root, place = (one if source.is_dir() else one.parent for one in (given, source))
             found.append(
                 Split(
                     name=name,
-                    source=str(source / above / name),
-                    listing=Listing(listed, root),
+                    source=shown(given / above / name),
+                    listing=Listing(listed, root, place),
                     classes=kinds,
                     counts=Counter(labels),
                 )
@@ -138,15 +139,15 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
         for split in found[2:]
     ]
     if not found:
-        why = f" ({line})" if (line := left_out.line(source)) else ""
-        raise ValueError(f"no images in {source}{why}: give a folder, an archive or a list of images")
+        why = f" ({line})" if (line := left_out.line(given)) else ""
+        raise ValueError(f"no images in {shown(given)}{why}: give a folder, an archive or a list of images")
     if found[0].labelled and (without := found[0].counts[NO_LABEL]):
         have = "has" if without == 1 else "have"
         notes.append(f"{counted(without, 'image')} {have} no label: training uses all, evaluations and probes do not")
     if "label_key" in used and not any(split.labelled for split in found):
         notes += _note_of_keys(options, left_out)
     kind = kind or ("images in class folders" if found[0].classes else "images without labels")
-    return Reading(source=source, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
+    return Reading(source=given, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
 
 
 def _found(

@@ -43,7 +43,8 @@ from weightserver.common.object_store import ObjectStoreError, Reason
 NUM_IMAGES = 120
 ROOT = Path(__file__).parents[3]
 PACK = Path("s3://images/packed")
-SOURCE = Path("s3://images/source/{00000..00002}.tar")
+SOURCE_NAME = "s3://images/source/{00000..00002}.tar"
+SOURCE = Path(SOURCE_NAME)
 SEGMENT_BYTES = 10_000
 READ_ALL = """
 import sys
@@ -535,6 +536,50 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert len(copied) == 36
     assert {one.path for one in bucket.ranges()} == {"/images/source/00001.tar"}
     assert contents_of(copied)[:12] == contents_of(copied)[12:24], "what the object holds now"
+
+
+def test_images_of_a_bucket_have_their_names_there(
+    bucket: Proxy, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever --cache-dir copies them: none is added twice, parts join, and no file or message names the copies."""
+    packed = tmp_path / "packed"
+
+    def command(source: Path, output: Path, cache_dir: str, *more: str) -> list[str]:
+        return ["pack", objects.shown(source), str(output), "--cache-dir", str(tmp_path / cache_dir), *more]
+
+    assert call(*command(SOURCE, packed, "one")) == 0
+    whole = Manifest.load(packed)
+    assert call(*command(SOURCE, packed, "two")) == call(*command(SOURCE, packed, "two", "--extend")) == 0
+    assert Manifest.load(packed) == whole
+    assert whole.sizes == (36,)
+    for number, source in enumerate((SOURCE, SOURCE.parent, SOURCE.with_name("00001.tar"))):
+        joined = tmp_path / f"joined-{number}"
+        for part, cache_dir in enumerate(("one", "two")):
+            assert call(*command(source, joined, cache_dir, "--part", f"{part}/2")) == 0
+        assert call("pack", "merge", str(joined)) == 0
+        assert Manifest.load(joined).is_of(source)
+        assert Manifest.load(joined).shards == whole.shards or source.name == "00001.tar"
+    assert Manifest.load(tmp_path / "joined-0") == whole
+    capsys.readouterr()
+    assert call("inspect", str(packed)) == call("inspect", str(SOURCE), "--cache-dir", str(tmp_path / "two")) == 0
+    said = capsys.readouterr().out
+    assert f"  36 images of {SOURCE_NAME}\n" in said
+    assert f"\n{SOURCE_NAME}\n" in said
+    assert f"{SOURCE_NAME.replace('{00000..00002}', '00001')}:10000.jpg of s3://" in said, "the first duplicate"
+    files = [path for path in tmp_path.glob("[pj]*/*") if path.is_file()]
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
+    assert str(tmp_path / "two") not in said
+    manifest = packed / "manifest.json"
+    cache = f"{tmp_path}/old/sources/"  # as packs were written before
+    manifest.write_text(manifest.read_text().replace("s3://", cache))
+    assert call(*command(SOURCE, packed, "two", "--extend")) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"pic pack: {packed} may hold images of s3://images/source already, by the name of their copy "
+        f"{cache}images/source: replace {cache} by s3:// in its manifest.json if it does, or give another directory"
+    )
+    manifest.write_text(manifest.read_text().replace(cache, "s3://"))
+    assert call(*command(SOURCE, packed, "two", "--extend")) == 0
+    assert Manifest.load(packed) == whole
 
 
 def contents_of(listing: Listing) -> list[bytes]:
