@@ -77,6 +77,15 @@ class Claim:
     worse: str
     """The names of the two cells."""
     measure: str = LINEAR
+    beyond: tuple[str, str] | None = None
+    """Another pair of cells: the claim is that the first pair's difference is larger than theirs."""
+    paper: str = ""
+    """What the paper reports of it, in its words and numbers; empty where it has no such comparison."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The cells of which all runs are needed."""
+        return (self.better, self.worse, *(self.beyond or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +109,6 @@ class Table:
 
     def __post_init__(self) -> None:
         names = [cell.name for cell in self.cells]
-        named = {*self.paper, *(name for claim in self.claims for name in (claim.better, claim.worse))}
+        named = {*self.paper, *(name for claim in self.claims for name in claim.names)}
         if len(set(names)) < len(names) or not named <= set(names):
             raise ValueError(f"table {self.name}: cells with equal names, or unknown ones: {named - set(names)}")

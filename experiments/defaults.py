@@ -18,11 +18,14 @@ DEFAULTS_FILE = "defaults.json"
 
 
 def defaults() -> dict[str, dict[str, Any]]:
-    """Method to name of a setting to its default, as in JSON; without settings of the trainer that change no number."""
-    _, preset = PRESETS["fashion-mnist"]
-    trainers = json.loads(preset.to_json())
-    changing = {name: value for name, value in trainers.items() if name not in RESUMABLE and name != "output"}
-    return {PIC: changing, **{method: settings_of(method, {}) for method in METHODS}}
+    """Method or preset to name of a setting to its default, as in JSON; without settings that change no number."""
+    presets = {PIC: "fashion-mnist", "cifar-10": "cifar-10"}
+    trainers = {name: json.loads(PRESETS[preset][1].to_json()) for name, preset in presets.items()}
+    changing = {
+        name: {setting: value for setting, value in each.items() if setting not in RESUMABLE and setting != "output"}
+        for name, each in trainers.items()
+    }
+    return changing | {method: settings_of(method, {}) for method in METHODS}
 
 
 def check_defaults(folder: Path) -> None:

@@ -63,10 +63,12 @@ def effects(table: Table, runs: Runs) -> list[Effect | None]:
     cells = {cell.name: cell for cell in table.cells}
     found: list[Effect | None] = []
     for claim in table.claims:
-        better, worse = (values(runs, cells[name], claim.measure) for name in (claim.better, claim.worse))
-        seeds = sorted(better.keys() & worse.keys())
-        is_judged = len(seeds) >= max(2, table.seeds)
-        found.append(paired_effect(*([of[seed] for seed in seeds] for of in (better, worse))) if is_judged else None)
+        measured = [values(runs, cells[name], claim.measure) for name in claim.names]
+        seeds = sorted(set.intersection(*map(set, measured)))
+        better, worse, *others = ([of[seed] for seed in seeds] for of in measured)
+        if others:
+            worse = [low + more - less for low, more, less in zip(worse, *others, strict=True)]
+        found.append(paired_effect(better, worse) if len(seeds) >= max(2, table.seeds) else None)
     corrected = holm([1.0 if effect is None else effect.p for effect in found])
     return [
         None if effect is None else Effect(effect.mean, effect.half_width, effect.p, p)

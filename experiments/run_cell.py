@@ -23,19 +23,19 @@ from typing import Any
 import torch
 
 from experiments.baselines import METHODS, REFERENCES, reference_features, train_baseline
-from experiments.cells import PIC, Cell, Evaluation
+from experiments.cells import PIC, PIXELS, Cell, Evaluation
 from experiments.results import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE, read_cpu_seconds
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
-from trainer.evaluate.features import FeatureSet, encoder_features
+from trainer.evaluate.features import FeatureSet, encoder_features, untrained_encoder
 from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import load_subject
 from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
-from trainer.model import load_encoder
-from trainer.run.directory import ENCODER_FILE
+from trainer.model import load_encoder, save_encoder
+from trainer.run.directory import ENCODER_FILE, METRICS_FILE, read_metrics
 from trainer.run_dataset import dataset_of, with_pixel_scale
 from trainer.stopping import exit_on_error
 from weightserver.common.atomic_files import atomic_write
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not (directory / RESULT_FILE).exists():
             _write(directory / RESULT_FILE, _trained(cell, config))
         for each in content["evaluations"]:
-            _evaluate(Evaluation(**each), config)
+            _evaluate(cell.method, Evaluation(**each), config)
     return 0
 
 
@@ -108,13 +108,27 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
         summary = {name: value for name, value in train(config).summary.items() if name != "warnings"}
     elif cell.method in METHODS:
         summary = train_baseline(cell.method, config, config.run.output)
+    elif cell.method != PIXELS:
+        images = dataset_of(config)
+        untrained = with_pixel_scale(config, images, Ranks()).model.encoder
+        encoder = untrained_encoder(untrained, images, config.sampling.seed)
+        save_encoder(encoder, untrained, config.run.output / ENCODER_FILE)
     probes = evaluate_features(_features(cell.method, config))
     return {
         "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
+        "curve": _curve(config.run.output / METRICS_FILE),
         "processor": processor(),
         "date": date.today().isoformat(),
         "commit": evaluations.source_commit(),
     }
+
+
+def _curve(metrics: Path) -> list[tuple[float, float]]:
+    """The evaluations by kNN while it trained, if there are any: share of the steps, top-1 in percent."""
+    records = list(read_metrics(metrics)) if metrics.exists() else []
+    begun = [(0.0, record["initial_knn_top1"]) for record in records if "initial_knn_top1" in record]
+    steps = 1 + max((record["step"] for record in records), default=0)
+    return begun + [((record["step"] + 1) / steps, record["knn_top1"]) for record in records if "knn_top1" in record]
 
 
 def _features(method: str, config: TrainConfig) -> FeatureSet:
@@ -126,12 +140,13 @@ def _features(method: str, config: TrainConfig) -> FeatureSet:
     return encoder_features(encoder.to(config.compute.torch_device()), images, encoder_config.pixels)
 
 
-def _evaluate(evaluation: Evaluation, config: TrainConfig) -> None:
+def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:
     """Evaluates the run's encoder by one protocol, unless that has finished."""
     file = config.run.output / EVALUATIONS / f"{evaluation.name}.json"
     if file.exists():
         return
-    command = parse([*evaluation.arguments, "--encoder", str(config.run.output / ENCODER_FILE)])
+    subject_options = ["--pixels"] if method == PIXELS else ["--encoder", str(config.run.output / ENCODER_FILE)]
+    command = parse([*evaluation.arguments, *subject_options])
     images = dataset_of(config.with_settings(num_images=None) if evaluation.all_images else config)
     if evaluation.validation:
         images = _validated(images)

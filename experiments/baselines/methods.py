@@ -75,9 +75,10 @@ class MoCoV2(Method):
     """Chen et al., 2003.04297: a queue of keys, by an encoder that follows the trained one.
 
     Shuffled BatchNorm on one device (He et al., 1911.05722, section 3.3): queries and keys are computed in parts of
-    `batch_norm_size`, the images of one of their GPUs, and keys are shuffled before, so that BatchNorm does not give
-    away which key belongs to a query. The queue holds at most half of the images, so that it seldom holds an image of
-    the batch. Default queue and momentum: those of the authors' demo on CIFAR-10, whose runs are short, too.
+    `batch_norm_size`, by default the 32 images of one of their GPUs or half of a smaller batch, and keys are shuffled
+    before, so that BatchNorm does not give away which key belongs to a query. The queue holds at most half of the
+    images, so that it seldom holds an image of the batch. Default queue and momentum: those of the authors' demo on
+    CIFAR-10, whose runs are short, too.
     """
 
     num_views = 2
@@ -90,10 +91,11 @@ class MoCoV2(Method):
         temperature: float = 0.2,
         queue_size: int = 4_096,
         momentum: float = 0.99,
-        batch_norm_size: int = 32,
+        batch_norm_size: int | None = None,
     ) -> None:
         super().__init__(model)
-        self._momentum, self._batch_norm_size = momentum, batch_norm_size
+        self._momentum = momentum
+        self._batch_norm_size = batch_norm_size or min(32, max(2, task.batch_size // 2))
         self._utils = _lightly("lightly.models.utils")
         self.key_model = copy.deepcopy(model)
         self._utils.deactivate_requires_grad(self.key_model)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from scipy import stats
 
-from experiments.__main__ import main
+from experiments.__main__ import RESULTS, main
 from experiments.cells import PIC, Cell, Claim, Table
 from experiments.page import text_of
 from experiments.paired import effects, holm, paired_effect
-from experiments.results import Run
+from experiments.results import Run, load, values
 from experiments.run_cell import _validated
-from experiments.tables.cifar import CIFAR_10, METHODS, SEEDS, TRIALS
+from experiments.tables.cifar import CIFAR_10, LEARNING_RATES, METHODS, SEEDS, TRIALS
 from experiments.tables.gpu import GPU
 from trainer.data import Dataset
 from trainer.presets import PRESETS
@@ -41,7 +41,18 @@ def test_every_cell_can_run_and_has_five_seeds() -> None:
             config.check_classes(config.data.num_images or 0)
             assert all(each.validation == (table is TRIALS) for each in cell.evaluations)
     identities = {cell.identity(0) for table in CIFAR_10[1:] for cell in table.cells}
-    assert len(TRIALS.cells) + SEEDS * len(identities) == 135, "PLAN.md counts them"
+    assert len(TRIALS.cells) + SEEDS * len(identities) == 235, "PLAN.md counts them"
+
+
+def test_learning_rates_are_the_best_of_the_trials() -> None:
+    """Of methods whose trials have all run."""
+    measured = load(RESULTS)
+    for method, chosen in LEARNING_RATES.items():
+        cells = [cell for cell in TRIALS.cells if cell.name.startswith(f"{method}, η")]
+        assert len(cells) == 5
+        found = {cell.name: values(measured, cell, "linear-validated.top1") for cell in cells}
+        if all(found.values()):
+            assert max(found, key=lambda name: found[name][0]) == f"{method}, η = {chosen:g}"
 
 
 def test_settings_are_chosen_on_images_that_no_run_is_trained_on() -> None:
@@ -63,6 +74,17 @@ def test_paired_effects_are_those_of_the_t_test() -> None:
     assert paired_effect([50.0, 51.0], [50.0, 51.0]).p == 1.0
     with pytest.raises(ValueError, match="1 pairs of runs tell no spread: give at least 2"):
         paired_effect([1.0], [2.0])
+
+
+def test_a_difference_of_differences_is_paired_by_seed() -> None:
+    """The first pair differs by 1, 2 and 3, the second by 1, 1 and 1."""
+    claim = Claim(text="", better="ours", worse="worse", measure="top1", beyond=("alike", "late"))
+    table = replace(PAIRED, claims=(claim,))
+    measured = runs("ours", 11, 22, 33) | runs("worse", 10, 20, 30) | runs("alike", 5, 6, 7)
+    assert effects(table, measured | runs("late", 4, 5)) == [None]
+    (found,) = effects(table, measured | runs("late", 4, 5, 6))
+    assert found is not None
+    assert (found.mean, found.p) == pytest.approx((1.0, stats.ttest_1samp([0, 1, 2], 0).pvalue))
 
 
 def test_holms_correction() -> None:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +186,15 @@ def test_runs_with_other_defaults_are_refused(tmp_path: Path, capsys: pytest.Cap
     del made["pic"]["label_smoothing"]  # an option of today
     file.write_text(json.dumps(made))
     check_defaults(directory)
-    for setting in ("temperature", "encoder.width", "init_std"):
+    for setting in ("pic.temperature", "pic.encoder.width", "pic.init_std", "cifar-10.temperature"):
         settings = json.loads(json.dumps(made))
         *nested, name = setting.split(".")
-        of_pic = settings["pic"][nested[0]] if nested else settings["pic"]
-        of_pic[name] *= 2
+        changed = reduce(getitem, nested, settings)
+        changed[name] *= 2
         file.write_text(json.dumps(settings))
         assert main(["run", "--directory", str(directory), "--results", str(tmp_path / "results")]) == 1
         error = capsys.readouterr().err
-        assert f"{directory} was made with the default pic.{setting} {of_pic[name]}" in error
+        assert f"{directory} was made with the default {setting} {changed[name]}" in error
         assert error.count("\n") == 1
 
 
