@@ -98,7 +98,7 @@ FORMS = {
         aside="kubectl exec weightserver-tools -- ",
         calling="kubectl exec service/weightserver -- ",
         stop="kubectl scale statefulset/weightserver --replicas 0 && kubectl wait --for=delete pod/weightserver-{}",
-        shard="weightserver-{}.weightserver",
+        shard="weightserver-{}.weightserver.default.svc",
         trainer="kubectl exec job/trainer-first-0 -- ",
         resume="kubectl delete jobset trainer --ignore-not-found && kubectl apply -k deploy/kubernetes/overlays/small",
         prometheus="",

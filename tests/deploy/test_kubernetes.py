@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import kubernetes_validate
 import pytest
 import torch.distributed.run
@@ -29,6 +31,7 @@ from tests.helpers.watching import wait_until
 from trainer.data.parts import Part
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
+from weightserver.operations.certificates import write_certificates
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -110,8 +113,32 @@ def run(found: list[Manifest], template: Manifest, folder: Path, **environment: 
     return started
 
 
-def addresses(num_shards: int) -> list[str]:
-    return [f"weightserver-{shard}.weightserver:50051" for shard in range(num_shards)]
+def addresses(num_shards: int, namespace: str = "default") -> list[str]:
+    return [f"weightserver-{shard}.weightserver.{namespace}.svc:50051" for shard in range(num_shards)]
+
+
+def assert_clients_accept(names: list[str], *, num_shards: int, namespace: str, folder: Path) -> None:
+    """A server with a certificate for `names` is every shard for gRPC's client, and not a name of another namespace."""
+    write_certificates(folder / "certificates", names)
+    ca, chain, key = (
+        (folder / "certificates" / file).read_bytes() for file in ("ca.pem", "server.pem", "server-key.pem")
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, chain)]))
+    server.start()
+    try:
+        for address in (*addresses(num_shards, namespace), *addresses(1, "elsewhere")):
+            host = address.partition(":")[0]
+            credentials, options = grpc.ssl_channel_credentials(ca), [("grpc.ssl_target_name_override", host)]
+            with (
+                grpc.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel,
+                pytest.raises(grpc.RpcError) as raised,
+            ):
+                channel.unary_unary("/no.such/Method")(b"", timeout=20)
+            accepted = raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert accepted == (f".{namespace}." in address), raised.value
+    finally:
+        server.stop(None)
 
 
 @pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS])
@@ -157,35 +184,39 @@ def test_the_schemas_refuse_unknown_fields() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_numbers_are_in_one_place(overlay: str, tmp_path: Path) -> None:
-    """Five shards and four nodes of the trainer, by a change of the ConfigMap alone."""
+    """Seventy shards and thirty nodes of the trainer in another namespace, by a change of the ConfigMap alone."""
     copy = shutil.copytree(KUBERNETES, tmp_path / "kubernetes") / "overlays" / overlay
     text = (copy / "cluster.yaml").read_text()
-    for name, number in (("NUM_SHARDS", 5), ("MORE_NODES", 3), ("RANKS_PER_NODE", 2)):
-        text, changes = re.subn(rf'{name}: "\d+"', f'{name}: "{number}"', text)
+    changed = {"NUM_SHARDS": '"70"', "MORE_NODES": '"29"', "RANKS_PER_NODE": '"2"', "NAMESPACE": "pic"}
+    for name, value in changed.items():
+        text, changes = re.subn(rf'{name}: ("\d+"|default)', f"{name}: {value}", text)
         assert changes == 1
     (copy / "cluster.yaml").write_text(text)
     found = rendered(copy)
 
+    assert {each["metadata"]["namespace"] for each in found} == {"pic"}
     stateful = the(found, "StatefulSet")["spec"]
-    assert stateful["replicas"] == 5
-    served = weightserver.cli._parser().parse_args(run(found, stateful["template"], tmp_path, SHARD="4").arguments)
-    assert (served.shard, served.num_shards) == (4, 5)
+    assert stateful["replicas"] == 70
+    served = weightserver.cli._parser().parse_args(run(found, stateful["template"], tmp_path, SHARD="69").arguments)
+    assert (served.shard, served.num_shards) == (69, 70)
     if jobs := [each for each in found if each["kind"] == "JobSet"]:
-        assert [job["replicas"] for job in jobs[0]["spec"]["replicatedJobs"]] == [1, 3]
+        assert [job["replicas"] for job in jobs[0]["spec"]["replicatedJobs"]] == [1, 29]
     else:
         replicas = the(found, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]
-        assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 3)
+        assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 29)
     for template in of_trainer(found):
         started = run(found, template, tmp_path)
         assert started.environment["PET_NPROC_PER_NODE"] == "2"
         assert started.environment.get("PET_NNODES") == (
-            None if overlay == "pytorchjob" else "4"
+            None if overlay == "pytorchjob" else "30"
         )  # the operator sets it
-        assert trainer.arguments.parse_config(started.arguments).servers.addresses == addresses(5)
+        assert trainer.arguments.parse_config(started.arguments).servers.addresses == addresses(70, "pic")
     started = run(found, dict(pods(found))["weightserver-backup"], tmp_path)
     backup = weightserver.cli._parser().parse_args(started.arguments)
-    assert parse_addresses(*backup.addresses) == addresses(5)
+    assert parse_addresses(*backup.addresses) == addresses(70, "pic")
     assert (backup.output.parent, backup.keep) == (Path("/backups"), 7)
+    for certificate in (each["spec"] for each in found if each["kind"] == "Certificate"):
+        assert_clients_accept(certificate["dnsNames"], num_shards=70, namespace="pic", folder=tmp_path)
 
 
 def test_shards_start_empty_only_if_told(tmp_path: Path) -> None:
@@ -221,19 +252,18 @@ def test_a_shard_is_found_probed_and_stopped_as_it_serves(tmp_path: Path) -> Non
 
 
 def test_certificates_are_renewed_by_a_schedule() -> None:
-    """Well before CertificateExpires, for the names of all shards, under the names of the files that a shard reads."""
+    """Well before CertificateExpires, under the names of the files that a shard reads."""
     found = manifests("large")
     certificate, stateful = the(found, "Certificate")["spec"], the(found, "StatefulSet")["spec"]
     assert certificate["issuerRef"] == {"kind": "Issuer", "name": the(found, "Issuer")["metadata"]["name"]}
     days_ahead = SECTIONS["CertificateExpires"]["stages"][0]["threshold"]
     assert int(certificate["renewBefore"].removesuffix("h")) / 24 > days_ahead + 7
-    names = {address.partition(":")[0] for address in addresses(stateful["replicas"])}
-    assert names <= set(certificate["dnsNames"])
     volume = next(each for each in stateful["template"]["spec"]["volumes"] if each["name"] == "certificates")
     clients, server = (source["secret"] for source in volume["projected"]["sources"])
     assert server["name"] == certificate["secretName"]
     assert clients == {"name": "weightserver-clients"}
     assert "weightserver-clients --from-file=certs/ca.pem --from-file=certs/token" in DEPLOYMENT
+    assert "weightserver certs certs/ --host '*.weightserver.default.svc' localhost 127.0.0.1" in DEPLOYMENT
     assert "kubectl create secret tls weightserver-ca --cert=certs/ca.pem --key=certs/ca-key.pem" in DEPLOYMENT
     files = {f"/certs/{name}" for name in ("token", *(item["path"] for item in server["items"]))}
     assert files == {word.partition("=")[2] for word in container(stateful["template"])["args"] if "=/certs/" in word}
