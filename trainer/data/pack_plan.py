@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
@@ -118,7 +124,7 @@ def _contradictions_of_options(manifest: Manifest, options: PackOptions) -> Iter
 def _with_range(
     manifest: Manifest,
     split: Split,
-    new: Listing | list[Entry],
+    listing: Listing,
     output: Path,
     options: PackOptions,
     known: tuple[str, ...],
@@ -128,9 +134,6 @@ def _with_range(
     Raises:
         ValueError: as `checked_sample`.
     """
-    listing = split.listing
-    if new is not listing:
-        listing = Listing(b"".join(map(Entry.line, new)), listing.root, listing.place)
     checked_sample(DecodedImages(listing, 1, options.source, threads=options.threads))
     names = tuple(dict.fromkeys((*manifest.classes, *known, *split.classes))) if split.classes else ()
     number_of = {name: number for number, name in enumerate(names)}
@@ -143,15 +146,15 @@ def _with_range(
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            file.writelines(map(line, new))
+            file.writelines(map(line, listing))
 
     atomic_write(listing_path(output, first), write)
-    rows_per_tar = max(1, options.tar_bytes // _mean_bytes(split.listing, new))
+    rows_per_tar = max(1, options.tar_bytes // _mean_bytes(listing))
     part = Range(
         first=first,
-        count=len(new),
+        count=len(listing),
         source=split.source,
-        root=shown(split.listing.root),
+        root=shown(listing.root),
         listing_sha256=sha256(listing_path(output, first)),
         rows_per_tar=rows_per_tar,
         shards=(),
@@ -159,22 +162,30 @@ def _with_range(
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
 
 
-def _added(split: Split, output: Path, manifest: Manifest) -> list[Entry]:
-    """The images of a split that are not packed yet, by their paths."""
+def _added(split: Split, output: Path, manifest: Manifest) -> Listing | None:
+    """The images of a split that are not packed yet, by their paths; None if all are."""
     listings = (Listing.open(listing_path(output, part.first), Path(part.root)) for part in manifest.ranges)
-    packed = {_place(listing, entry) for listing in listings for entry in listing}
-    return [entry for entry in split.listing if _place(split.listing, entry) not in packed]
+    places = (_place(listing, entry) for listing in listings for entry in listing)
+    packed: NDArray[np.bytes_] = np.fromiter(places, "S16", manifest.num_images)
+    packed.sort()
+    content = BytesIO()
+    for entry in split.listing:
+        place = _place(split.listing, entry)
+        if packed.searchsorted(place) == packed.searchsorted(place, "right"):
+            content.write(entry.line())
+    return Listing(content.getvalue(), split.listing.root, split.listing.place) if content.tell() else None
 
 
-def _place(listing: Listing, entry: Entry) -> str:
-    return f"{listing.root / entry.path}\0{entry.member}"
+def _place(listing: Listing, entry: Entry) -> bytes:
+    """A hash, of 16 bytes, of where an image is."""
+    return xxh3_128_digest(os.fsencode(f"{listing.root / entry.path}\0{entry.member}"))
 
 
-def _mean_bytes(listing: Listing, images: Listing | list[Entry]) -> int:
+def _mean_bytes(images: Listing) -> int:
     """The mean size of an image in a tar, with its headers and label, estimated from a thousand of the images or so."""
     sizes = []
     for image in range(0, len(images), 1 + len(images) // _MEASURED):
         with suppress(OSError):
             blocks = 2 if images[image].label == NO_LABEL else 4
-            sizes.append(listing.length(images[image]) + blocks * tarfile.BLOCKSIZE)
+            sizes.append(images.length(images[image]) + blocks * tarfile.BLOCKSIZE)
     return sum(sizes) // len(sizes) if sizes else 1

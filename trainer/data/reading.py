@@ -13,6 +13,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 from trainer.data.archives import are_shards
@@ -118,7 +119,7 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
     found = list[Split]()
     for name, folder in folders.items():
         named = bool(found and found[0].classes)
-        listed, labels, kinds = _listed(folder, options, left_out, notes, named=named)
+        listed, counts, kinds = _listed(folder, options, left_out, notes, named=named)
         if listed:
             root, place = (one if source.is_dir() else one.parent for one in (given, source))
             found.append(
@@ -127,7 +128,7 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
                     source=shown(given / above / name),
                     listing=Listing(listed, root, place),
                     classes=kinds,
-                    counts=Counter(labels),
+                    counts=counts,
                 )
             )
     if options.split is None and len(found) > 2 and not found[1].labelled and any(one.labelled for one in found[2:]):
@@ -308,21 +309,21 @@ def _names_of_splits(
 
 def _listed(
     folder: Folder, options: SourceOptions, left_out: LeftOut, notes: list[str], *, named: bool
-) -> tuple[bytes, list[int], tuple[str, ...]]:
-    """The listing of a split's images, their labels, and the names of the labels, by number.
+) -> tuple[bytes, Counter[int], tuple[str, ...]]:
+    """The listing of a split's images, the number of those of each label, and the names of the labels, by number.
 
-    Labels are those of the class folders if there are any, otherwise the images' own: numbers if all of them
-    are, unless the training images' labels are names (`named`).
+    The images are then gone from the folder: each is kept once, as its line. Labels are those of the class folders if
+    there are any, otherwise the images' own: numbers if all of them are, unless the training images' labels are names
+    (`named`).
     """
     by_folder, strays = _class_folders(folder, options, notes)
-    texts, rests = [], list[bytes]()
+    texts = Counter[str]()
     for place, text, rest in folder.lines():
         if by_folder and not place and not strays:
             left_out.add(Reason.STRAY, path_in(rest))
-            continue
-        texts.append(place if by_folder else text)
-        rests.append(rest)
-    numbers = {text: label_number(text) for text in set(texts)}
+        else:
+            texts[place if by_folder else text] += 1
+    numbers = {text: label_number(text) for text in texts}
     missing = sorted(text for text in numbers if text.lower() in MISSING_TEXTS)
     classes: tuple[str, ...] = ()
     if by_folder or named or any(number is None for text, number in numbers.items() if text not in missing):
@@ -340,8 +341,14 @@ def _listed(
         numbers = {text: number for number, text in enumerate(classes)}
     else:
         notes += _note_of_none({text for text, number in numbers.items() if number in (None, NO_LABEL)})
-    labels = [NO_LABEL if (number := numbers.get(text)) is None else number for text in texts]
-    return b"".join(b"%d\t%s\n" % pair for pair in zip(labels, rests, strict=True)), labels, classes
+    labels = {text: NO_LABEL if (number := numbers.get(text)) is None else number for text in texts}
+    content, counts = BytesIO(), Counter[int]()
+    for place, text, rest in folder.lines(forget=True):
+        if place or strays or not by_folder:
+            content.write(b"%d\t%s\n" % (labels[place if by_folder else text], rest))
+    for text, number in texts.items():
+        counts[labels[text]] += number
+    return content.getvalue(), counts, classes
 
 
 def _note_of_keys(options: SourceOptions, left_out: LeftOut) -> Iterator[str]:

@@ -17,6 +17,8 @@ from trainer.data.archives import are_shards, images_in, members, prefix_of, sam
 from trainer.data.config import TRAINING, SourceOptions, split_of
 from trainer.data.left_out import LeftOut, Reason, is_image, quoted
 
+_BLOCK_BYTES = 1 << 14
+"""Lines of images that are kept, and forgotten, together."""
 _NUMBER = re.compile(r"\d{4,}")
 """Name of a folder that may be a shard; 001 may be a class."""
 
@@ -66,10 +68,9 @@ class Folder:
         if any(mark in path or mark in member for mark in "\t\n\r"):
             self._left_out.add(Reason.SEPARATOR, f"{path}:{member}" if member else path)
             return
-        if not self._parts or isinstance(self._parts[-1], Folder):
-            self._parts.append(bytearray())
-        last = self._parts[-1]
-        assert isinstance(last, bytearray)
+        last = self._parts[-1] if self._parts else None
+        if not isinstance(last, bytearray) or len(last) > _BLOCK_BYTES:
+            self._parts.append(last := bytearray())
         last += os.fsencode(f"{label or ''}\t{offset}\t{length}\t{path}\t{member}\n")
         self.loose += 1
         self.own = self.own or label is not None
@@ -84,18 +85,20 @@ class Folder:
         self._parts += [part for part in other._parts if isinstance(part, bytearray)]
         self.loose += other.loose
 
-    def lines(self) -> Iterator[tuple[str, str, bytes]]:
+    def lines(self, *, forget: bool = False) -> Iterator[tuple[str, str, bytes]]:
         """For each image, in order: the class folder that it lies in (empty for none), its own label as a text, and the
-        rest of its line."""
-        for part in self._parts:
+        rest of its line. With `forget`, the images are gone from here when they were yielded."""
+        for number, part in enumerate(self._parts):
             if isinstance(part, Folder):
                 place = "" if part.own_labels else part.name
-                for _, label, rest in part.lines():
+                for _, label, rest in part.lines(forget=forget):
                     yield place, label, rest
             else:
                 for line in bytes(part).split(b"\n")[:-1]:
                     text, _, fields = line.partition(b"\t")
                     yield "", os.fsdecode(text), fields
+                if forget:
+                    self._parts[number] = bytearray()
 
 
 def path_in(line: bytes) -> str:

@@ -10,7 +10,9 @@ import sys
 import tarfile
 import tracemalloc
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import inspect_source
 from trainer.data.left_out import Reason
-from trainer.data.listing import Entry, Listing
-from trainer.data.manifest import Manifest
+from trainer.data.listing import NO_LABEL, Entry, Listing
+from trainer.data.manifest import Manifest, Range, Shard, listing_path
 from trainer.data.pack import PackOptions, pack
+from trainer.data.pack_plan import planned
 from trainer.data.packed import PackedImages
 from trainer.data.reading import Split, read_source
 from trainer.data.survey import survey
@@ -49,6 +52,16 @@ def paths(listing: Listing) -> list[str]:
 
 def jpeg(number: int) -> bytes:
     return encoded(piece(number))
+
+
+def peak_memory(work: Callable[[], object]) -> int:
+    """Most bytes of Python objects that work takes."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
@@ -251,6 +264,34 @@ def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
         assert notes == [f"--{name.replace('_', '-')}" for name in unused], source
 
 
+def test_a_listing_takes_little_more_memory_than_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per image: listing a source its line, finding those that are not packed yet a hash of 16 bytes."""
+    samples = {f"{number:03d}{suffix}": b"17" for number in range(300) for suffix in (".jpg", ".cls")}
+    for directory, num_shards in (("few", 4), ("many", 12)):
+        for shard in range(num_shards):
+            write_tar(tmp_path / directory / f"a shard with a long name {shard:05d}.tar", samples)
+    line = len(Entry(17, 1024, 2, "a shard with a long name 00000.tar", "000.jpg").line())
+    few, many = (peak_memory(partial(read_source, tmp_path / name)) for name in ("few", "many"))
+    assert (many - few) / (8 * 300) < 1.5 * line, (many - few) / 2400
+
+    monkeypatch.setattr(listing_module, "_SCANNED_BYTES", 1 << 12)  # whatever the size of a listing
+    peaks = list[int]()
+    for number in (5_000, 20_000):
+        (output := tmp_path / f"{number}").mkdir()
+        lines = b"".join(Entry(-1, -1, -1, f"folder/{image:06d}.jpg", "").line() for image in range(number))
+        listing_path(output, 0).write_bytes(lines)
+        tar = Shard(first=0, count=number, bytes=0, sha256="", index_sha256="", num_broken=0)
+        range_ = Range(
+            first=0, count=number, source="/a", root="/a", listing_sha256="", rows_per_tar=number, shards=(tar,)
+        )
+        manifest = Manifest(order_seed=0, labelled=False, classes=(), ranges=(range_,))
+        manifest.save(output)
+        listing, counts = Listing(lines, Path("/a")), Counter({NO_LABEL: number})
+        split = Split(name="", source="/a", listing=listing, classes=(), counts=counts)
+        peaks.append(peak_memory(partial(planned, split, output, PackOptions(extend=True))))
+    assert (peaks[1] - peaks[0]) / 15_000 < 2 * 16, peaks
+
+
 def test_folders_of_shards_are_no_classes(tmp_path: Path) -> None:
     for number, folder in enumerate(("x", "y/z")):
         write_shard(tmp_path / folder / f"{number:06d}.tar", ["3", "5"])
@@ -393,15 +434,8 @@ def test_of_a_large_member_that_is_no_image_the_start_is_read(suffix: str, tmp_p
         with zipfile.ZipFile(source, "w") as archive:
             for name, content in files.items():
                 archive.writestr(name, content)
-    read_source(source)  # loads what it needs
-    tracemalloc.start()
-    try:
-        left_out = read_source(source).left_out.counts
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert left_out == {Reason.COMPRESSED: 1, Reason.NO_IMAGE: 1}
-    assert most < 1 << 23
+    assert read_source(source).left_out.counts == {Reason.COMPRESSED: 1, Reason.NO_IMAGE: 1}
+    assert peak_memory(lambda: read_source(source)) < 1 << 23
 
 
 def test_a_text_beside_its_image_belongs_to_it(tmp_path: Path) -> None:
