@@ -45,17 +45,67 @@ pytestmark = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="there is no kubectl with Kustomize 5: see kubernetes.io/docs/tasks/tools"
 )
 
-OF_CUSTOM_RESOURCES = {
-    "JobSet": {"network", "failurePolicy", "replicatedJobs"},
-    "PyTorchJob": {"runPolicy", "pytorchReplicaSpecs"},
-    "Issuer": {"ca"},
-    "Certificate": {
-        *("secretName", "issuerRef", "duration", "renewBefore", "privateKey", "usages", "dnsNames", "ipAddresses")
+CHECKED_AS_KUBERNETES = object()
+"""A template of a pod or job, which has a schema of Kubernetes itself."""
+LABELS = {"matchLabels": {str: str}}
+RELABELING = {"sourceLabels": [str], "separator": str, "targetLabel": str, "replacement": str}
+ENDPOINTS = [{"port": str, "relabelings": [RELABELING]}]
+REPLICA = {"replicas": int, "restartPolicy": {"Always", "OnFailure", "Never"}, "template": CHECKED_AS_KUBERNETES}
+CUSTOM_RESOURCES: dict[tuple[str, str], Any] = {
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): {
+        "network": {"enableDNSHostnames": bool, "subdomain": str},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "restartStrategy": {"Recreate", "BlockingRecreate"},
+            "rules": [
+                {
+                    "name": str,
+                    "action": {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"},
+                    "onJobFailureReasons": [
+                        {"BackoffLimitExceeded", "DeadlineExceeded", "MaxFailedIndexesExceeded", "PodFailurePolicy"}
+                    ],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": str, "replicas": int, "template": CHECKED_AS_KUBERNETES}],
     },
-    "ServiceMonitor": {"selector", "endpoints"},
-    "PodMonitor": {"selector", "podMetricsEndpoints"},
+    ("kubeflow.org/v1", "PyTorchJob"): {
+        "runPolicy": {"backoffLimit": int, "cleanPodPolicy": {"All", "Running", "None"}},
+        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
+    },
+    ("cert-manager.io/v1", "Issuer"): {"ca": {"secretName": str}},
+    ("cert-manager.io/v1", "Certificate"): {
+        "secretName": str,
+        "issuerRef": {"name": str, "kind": {"Issuer", "ClusterIssuer"}},
+        "duration": str,
+        "renewBefore": str,
+        "privateKey": {
+            "algorithm": {"RSA", "ECDSA", "Ed25519"},
+            "encoding": {"PKCS1", "PKCS8"},
+            "rotationPolicy": {"Never", "Always"},
+        },
+        "usages": [{"digital signature", "key encipherment", "server auth", "client auth"}],
+        "dnsNames": [str],
+        "ipAddresses": [str],
+    },
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): {"selector": LABELS, "endpoints": ENDPOINTS},
+    ("monitoring.coreos.com/v1", "PodMonitor"): {"selector": LABELS, "podMetricsEndpoints": ENDPOINTS},
 }
-"""Fields of resources whose schemas come with their operators."""
+"""The fields that we use of resources whose schemas come with their operators, at all levels, after the documentation
+of their APIs: a type, the allowed words, or in a list those of each element."""
+
+
+def mistakes(found: Any, known: Any, place: str = "spec") -> list[str]:
+    """The places of what is not known, or not of its type."""
+    if known is CHECKED_AS_KUBERNETES:
+        return []
+    if isinstance(known, dict) and isinstance(found, dict):
+        inner = ((f"{place}.{name}", value, known.get(name, known.get(str))) for name, value in found.items())
+        return [each for where, value, of in inner for each in (mistakes(value, of, where) if of else [where])]
+    if isinstance(known, list) and isinstance(found, list):
+        return [each for index, one in enumerate(found) for each in mistakes(one, known[0], f"{place}[{index}]")]
+    is_right = found in known if isinstance(known, set) and isinstance(found, str) else type(found) is known
+    return [] if is_right else [place]
 
 
 def rendered(overlay: Path) -> list[Manifest]:
@@ -145,8 +195,8 @@ def assert_clients_accept(names: list[str], *, num_shards: int, namespace: str, 
 def test_manifests_follow_the_schemas(overlay: str) -> None:
     found = manifests(overlay)
     for each in found:
-        if fields := OF_CUSTOM_RESOURCES.get(each["kind"]):
-            assert set(each["spec"]) == fields
+        if known := CUSTOM_RESOURCES.get((each["apiVersion"], each["kind"])):
+            assert mistakes(each["spec"], known) == []
         else:
             kubernetes_validate.validate(each, VERSION, strict=True)
     for name, template in pods(found):
@@ -156,7 +206,6 @@ def test_manifests_follow_the_schemas(overlay: str) -> None:
         for job in each["spec"].get("replicatedJobs", []) if each["kind"] == "JobSet" else []:
             document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}} | job["template"]
             kubernetes_validate.validate(document, VERSION, strict=True)
-            assert set(job) == {"name", "replicas", "template"}
 
 
 def test_the_pod_for_commands_has_what_a_shard_has() -> None:
@@ -180,6 +229,29 @@ def test_the_schemas_refuse_unknown_fields() -> None:
     document = document | {"spec": document["spec"] | {"replica": 2}}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
         kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("overlay", "kind", "written", "wrong", "place"),
+    [
+        ("small", "JobSet", "maxRestarts: 20", "maxRestart: 20", "spec.failurePolicy.maxRestart"),
+        ("small", "JobSet", "BlockingRecreate", "Blocking", "spec.failurePolicy.restartStrategy"),
+        ("small", "JobSet", "- PodFailurePolicy", "- Preempted", "spec.failurePolicy.rules[0].onJobFailureReasons[0]"),
+        ("small", "ServiceMonitor", "targetLabel: job", "target: job", "spec.endpoints[0].relabelings[2].target"),
+        ("small", "PodMonitor", "port: metrics", "port: 9200", "spec.podMetricsEndpoints[0].port"),
+        ("pytorchjob", "PyTorchJob", "backoffLimit: 100", "backoff: 100", "spec.runPolicy.backoff"),
+        ("large", "Certificate", "algorithm: ECDSA", "algorithm: P256", "spec.privateKey.algorithm"),
+        ("large", "Issuer", "secretName:", "secret:", "spec.ca.secret"),
+    ],
+)
+def test_a_wrong_field_inside_a_custom_resource_is_found(
+    overlay: str, kind: str, written: str, wrong: str, place: str
+) -> None:
+    document = the(manifests(overlay), kind)
+    text = yaml.safe_dump(document)
+    assert written in text
+    broken = yaml.safe_load(text.replace(written, wrong, 1))
+    assert mistakes(broken["spec"], CUSTOM_RESOURCES[document["apiVersion"], kind]) == [place]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -217,6 +289,33 @@ def test_the_numbers_are_in_one_place(overlay: str, tmp_path: Path) -> None:
     assert (backup.output.parent, backup.keep) == (Path("/backups"), 7)
     for certificate in (each["spec"] for each in found if each["kind"] == "Certificate"):
         assert_clients_accept(certificate["dnsNames"], num_shards=70, namespace="pic", folder=tmp_path)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_images_and_backups_may_be_in_a_bucket(overlay: str, tmp_path: Path) -> None:
+    """As docs/deployment.md says: named in the ConfigMap, with the credentials of a secret that no manifest has."""
+    found = manifests(overlay)
+    settings = dict(re.findall(r"^      ([A-Z]+): (.*)$", DEPLOYMENT, re.MULTILINE))
+    assert "kubectl create secret generic bucket --from-literal=AWS_REGION=" in DEPLOYMENT
+    backup = dict(pods(found))["weightserver-backup"]
+    for template in (*of_trainer(found), backup, dict(pods(manifests(PARTS)))["parts"]):
+        assert {"secretRef": {"name": "bucket", "optional": True}} in container(template)["envFrom"]
+    assert "Secret" not in {each["kind"] for each in found}
+    for template in of_trainer(found):
+        config = trainer.arguments.parse_config(run(found, template, tmp_path, **settings).arguments)
+        config.check()
+        assert config.data.data_dir == Path("s3://images/packed")
+        assert config.data.cache_dir is not None
+        mounts = {mount["mountPath"] for mount in container(template)["volumeMounts"]}
+        assert str(config.data.cache_dir.parent) in mounts
+    (tmp_path / "programs/date").write_text('#!/bin/sh\nPATH=/usr/bin:/bin exec date -d "$TODAY" "$@"\n')
+    (tmp_path / "programs/date").chmod(0o755)
+    for today, is_increment in (("2026-11-28", True), ("2026-11-29", False), ("2026-11-30", True)):  # a Sunday
+        started = run(found, backup, tmp_path, TODAY=today, **settings)
+        arguments = weightserver.cli._parser().parse_args(started.arguments)
+        assert arguments.output.parent == Path(settings["BACKUPS"])
+        assert arguments.output.name.startswith(f"{today}T")
+        assert arguments.incremental is is_increment
 
 
 def test_shards_start_empty_only_if_told(tmp_path: Path) -> None:
