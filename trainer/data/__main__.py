@@ -6,6 +6,7 @@ pic pack more-images packed/ --extend        # new images get the ids after the 
 pic pack images/train packed/ --part 2/8     # one of eight processes, each with a part
 pic pack merge packed/                       # when all parts are packed
 pic pack images/ s3://bucket/packed --cache-dir /nvme/images
+pic pack packed/ s3://bucket/packed          # uploads it
 pic verify packed/
 """
 
@@ -17,7 +18,6 @@ from typing import NoReturn
 
 from trainer.command_line import parsed
 from trainer.loading import loading_libraries
-from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser, Parser
 from weightserver.common.object_store import to_location
 
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument(
         "source",
         type=to_location,
-        help="a folder of images, class folders, tars or splits; an archive; or a list; on a disk or at s3://",
+        help="a folder of images, class folders, tars or splits; an archive; or a list; on a disk or at s3://; "
+        "or a pack to upload",
     )
     packing.add_argument("output", type=to_location, help="the packed directory, or s3://BUCKET/PACK")
     packing.add_argument("--order-seed", type=int, metavar="SEED", help="the trainer's --order-seed (default 0)")
@@ -61,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     add_source_arguments(packing)
 
     merging = commands.add_parser("pack merge", help="join the parts that pack --part has packed")
-    merging.add_argument("directory", type=to_path)
+    merging.add_argument("directory", type=to_location)
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
-    verifying.add_argument("directory", type=to_path)
+    verifying.add_argument("directory", type=to_location, help="the packed directory, or s3://BUCKET/PACK")
     return parser
 
 

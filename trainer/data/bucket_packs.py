@@ -1,7 +1,8 @@
-"""Packs for a bucket: they are packed below --cache-dir and then uploaded, the manifest last."""
+"""Packs for a bucket: they are packed on a disk, the cache's or another, and then uploaded, the manifest last."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
-from trainer.data.manifest import Manifest, index_path, is_packed, listing_path, packs_in, shards_path, tar_path
+from trainer.data.manifest import Manifest, Range, index_path, is_packed, packs_in, tar_path
+from trainer.data.pack import damage_of_index
 from trainer.data.pack_files import SEGMENT_BYTES
-from weightserver.common.atomic_files import atomic_write, directory_lock
+from trainer.data.pack_parts import LOCK, locked
+from weightserver.common.atomic_files import atomic_write, directory_lock, sha256
 from weightserver.common.object_store import (
     ObjectStoreError,
+    Reason,
     create,
     digest_of,
     directly_below,
@@ -25,18 +29,29 @@ from weightserver.common.object_store import (
 
 @contextmanager
 def staging(target: Path, options: SourceOptions) -> Iterator[Path]:
-    """Yields where a pack for a bucket is packed before it is uploaded. Meanwhile no other command packs to `target`;
-    after one that was killed, only that one again.
+    """Yields where a pack for a bucket is packed before it is uploaded, while `claimed`.
 
     Raises:
-        ValueError: no --cache-dir, a bucket that cannot be written, or another command that packs to `target`.
-        OSError: another process that packs to `target` from this --cache-dir.
+        ValueError, OSError: no --cache-dir, or as `claimed`.
     """
     place = options.in_cache("packs", *target.parts[1:])
     if is_packed(target) and not is_packed(place):
         raise ValueError(
             f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
         )
+    with claimed(target, place):
+        yield place
+
+
+@contextmanager
+def claimed(target: Path, place: Path) -> Iterator[Path]:
+    """Yields the directory from which a pack is uploaded. Meanwhile no other command packs to `target`; after one that
+    was killed, only one from there.
+
+    Raises:
+        ValueError: a bucket that cannot be written, or another command that packs to `target`.
+        OSError: another process that packs to `target` from this directory.
+    """
     claim, folder = target / ".claim", place.with_name(f".{place.name}.claim")
     token = folder / "token"
     with directory_lock(folder):
@@ -62,29 +77,56 @@ def upload_pack(directory: Path, target: Path) -> None:
     unless it is missing or has another length now.
 
     Raises:
-        ValueError: the bucket refuses or does not answer, or holds another pack.
+        ValueError: a pack that is not finished, or is damaged; a bucket that refuses or does not answer, holds another
+            pack, or has something else than was sent.
+        OSError: another process packs into the directory.
     """
-    for here in reversed(packs_in(directory)):
-        _upload(here, target / here.relative_to(directory))
+    with locked(directory / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        manifests = {here: Manifest.load(here) for here in reversed(packs_in(directory))}
+        if unfinished := [here for here, manifest in manifests.items() if not manifest.complete]:
+            raise ValueError(
+                f"{unfinished[0]} is not finished: repeat the command that packs it; 'pic pack merge' joins parts"
+            )
+        for here, manifest in manifests.items():
+            _upload(here, manifest, target / here.relative_to(directory))
 
 
-def _upload(here: Path, there: Path) -> None:
-    manifest = Manifest.load(here)
+def verify_in_bucket(directory: Path) -> list[str]:
+    """Compares lengths of tars, and the SHA-256 that uploads noted, with a manifest; returns a line for each file that
+    differs. Reads no tar."""
+    return [
+        f"{shown(path)} is missing or does not match its checksum: remove it and upload the pack again"
+        for _, path, _ in _absent(directory, Manifest.load(directory))
+    ]
+
+
+def _upload(here: Path, manifest: Manifest, there: Path) -> None:
     before = Manifest.load(there) if is_packed(there) else replace(manifest, ranges=())
-    if (before.order_seed, before.ranges) != (manifest.order_seed, manifest.ranges[: len(before.ranges)]):
+    num_before = len(before.ranges)
+    if (before.order_seed, before.ranges) != (manifest.order_seed, manifest.ranges[:num_before]):
         raise ValueError(f"{shown(there)} holds another pack than {here}: give another place")
-    lengths = {one.path.name: one.bytes for one in directly_below(there)}
-    for number, part in enumerate(manifest.ranges):
-        is_new = number >= len(before.ranges)
-        for shard in part.shards:
-            tar = tar_path(here, shard.first)
-            is_there = lengths.get(tar.name) == shard.bytes
-            if not is_there or (is_new and digest_of(there / tar.name) != shard.sha256):
-                upload(tar, there / tar.name, sha256=shard.sha256, segment_bytes=SEGMENT_BYTES)
-        index = index_path(here, part.first)
-        for path in (index, listing_path(here, part.first), shards_path(here, part.first)):
-            if is_new or lengths.get(path.name) != path.stat().st_size:
-                digest = part.index_digest if path == index else ""
-                upload(path, there / path.name, sha256=digest, segment_bytes=SEGMENT_BYTES)
+    for part, target, digest in _absent(there, manifest, num_before):
+        path = here / target.name
+        is_index = path == index_path(here, part.first)
+        if any(damage_of_index(path, part)) if is_index else sha256(path) != digest:
+            raise ValueError(f"{path} is damaged: pack the images again, into a new directory")
+        upload(path, target, sha256=digest, segment_bytes=SEGMENT_BYTES)
+    for _, target, _ in _absent(there, manifest, num_before):
+        raise ObjectStoreError(target, Reason.DAMAGED)
     if before != manifest:
         upload(here / "manifest.json", there / "manifest.json")
+
+
+def _absent(there: Path, manifest: Manifest, num_before: int = 0) -> Iterator[tuple[Range, Path, str]]:
+    """Range, place and SHA-256 of each file that a bucket lacks, or has with another length or another note.
+
+    Args:
+        num_before: of the tars of so many ranges, which were compared before, only the length is compared.
+    """
+    lengths = {one.path.name: one.bytes for one in directly_below(there)}
+    for number, part in enumerate(manifest.ranges):
+        bytes_of = {tar_path(there, shard.first): shard.bytes for shard in part.shards}
+        for path, digest in part.digests(there).items():
+            length, compared = lengths.get(path.name), path in bytes_of and number < num_before
+            if length != bytes_of.get(path, length) or not (compared or digest_of(path) == digest):
+                yield part, path, digest

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.data.bucket_packs import staging, upload_pack
+from trainer.data.bucket_packs import claimed, staging, upload_pack, verify_in_bucket
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack, verify
@@ -39,13 +39,22 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 def _pack(options: argparse.Namespace) -> list[str]:
     check_part_arguments(options)
-    target = options.output
+    target, of_source = options.output, source_options(options)
     if not is_remote(target):
         return _pack_on_disk(options)
     if options.part:
-        raise ValueError("--part packs into a directory: give one on a disk")
-    with staging(target, source_options(options)) as options.output:
-        lines = _pack_on_disk(options)
+        raise ValueError(
+            "--part packs into a directory: give one on a disk; after 'pic pack merge DIRECTORY', "
+            f"'pic pack DIRECTORY {shown_path(target)}' uploads it"
+        )
+    if has_pack := not is_remote(options.source) and is_packed(options.source):
+        if options.extend or options.engine or options.order_seed is not None or of_source.given:
+            raise ValueError(f"{options.source} holds packed images, which are uploaded as they are: omit the options")
+        place = claimed(target, options.source.resolve())
+    else:
+        place = staging(target, of_source)
+    with place as options.output:
+        lines = [_packed(options.output, Manifest.load(options.output))] if has_pack else _pack_on_disk(options)
         with stage(f"uploading to {shown_path(target)}"):
             upload_pack(options.output, target)
     return [*lines, f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it"]
@@ -82,13 +91,19 @@ def _packed(output: Path, manifest: Manifest) -> str:
 
 
 def _merge(options: argparse.Namespace) -> list[str]:
+    if is_remote(options.directory):
+        raise ValueError(
+            "parts are joined on a disk: after 'pic pack merge DIRECTORY', "
+            f"'pic pack DIRECTORY {shown_path(options.directory)}' uploads the pack"
+        )
     with stage("joining the parts"):
         return [_packed(options.directory, merge(options.directory))]
 
 
 def _verify(options: argparse.Namespace) -> list[str]:
+    directory = options.directory
     with stage("comparing checksums"):
-        wrong = verify(options.directory)
+        wrong = verify_in_bucket(directory) if is_remote(directory) else verify(directory)
     if wrong:
         raise ValueError("; ".join(wrong))
-    return [f"{options.directory}: all files match their checksums"]
+    return [f"{shown_path(directory)}: all files match their checksums"]

@@ -73,6 +73,20 @@ class Range:
         return hashlib.sha256("".join(shard.index_sha256 for shard in self.shards).encode()).hexdigest()
 
     @property
+    def list_of_tars(self) -> bytes:
+        """The content of the file of `shards_path`."""
+        return b"".join(map(_line, self.shards))
+
+    def digests(self, directory: Path) -> dict[Path, str]:
+        """SHA-256 of each file of a complete range; of its index, `index_digest`."""
+        tars = {tar_path(directory, shard.first): shard.sha256 for shard in self.shards}
+        return tars | {
+            index_path(directory, self.first): self.index_digest,
+            listing_path(directory, self.first): self.listing_sha256,
+            shards_path(directory, self.first): hashlib.sha256(self.list_of_tars).hexdigest(),
+        }
+
+    @property
     def num_tars(self) -> int:
         return -(-self.count // self.rows_per_tar)
 
@@ -131,8 +145,7 @@ class Manifest:
     def save(self, directory: Path) -> None:
         """Writes each file atomically: the lists of tars first, then manifest.json."""
         for part in self.ranges:
-            lines = b"".join(map(_line, part.shards))
-            atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=lines))
+            atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=part.list_of_tars))
         content = {"format": FORMAT} | vars(self) | {"options": self.options.given}
         content["ranges"] = [{key: vars(part)[key] for key in vars(part) if key != "shards"} for part in self.ranges]
         text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"

@@ -180,7 +180,13 @@ def _damage(directory: Path, part: Range) -> Iterator[str]:
             yield f"{path} is missing"
         elif path != index and sha256(path) != digests[path]:
             yield f"{path} is damaged"
-    for shard in part.shards if index.is_file() else ():
+    if index.is_file():
+        yield from damage_of_index(index, part)
+
+
+def damage_of_index(index: Path, part: Range) -> Iterator[str]:
+    """A line for each tar whose records in the index of its range differ from the manifest's checksum."""
+    for shard in part.shards:
         start = shard.first - part.first
         if hashlib.sha256(read_records(index, start, start + shard.count)).hexdigest() != shard.index_sha256:
             yield f"{index} is damaged in rows {shard.first}..{shard.first + shard.count - 1}"

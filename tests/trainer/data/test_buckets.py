@@ -34,6 +34,7 @@ from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
+from trainer.data.parts import Part
 from trainer.data.reading import read_source
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
@@ -53,6 +54,7 @@ from trainer.data import pack_files
 from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.packed import PackedImages
+from trainer.data.parts import Part
 
 pack_files.SEGMENT_BYTES = int(sys.argv[2])
 images = PackedImages(Path("s3://images/packed"), SourceOptions(cache_dir=Path(sys.argv[1]), cache_gib=0.01))
@@ -645,6 +647,83 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     objects.write(index, objects.read(index)[:-1])
     assert call(*command) == 0
     assert stored(target) == whole, "what is missing or too short is sent again"
+
+
+def test_a_pack_of_parts_is_uploaded_and_verified(
+    bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It needs no --cache-dir; what is damaged here is not sent, and the manifest only when all else is there."""
+    target, joined = Path("s3://images/joined"), tmp_path / "joined"
+    tree = plain_tree(tmp_path / "tree/train", 30).parent
+    plain_tree(tree / "val", 10)
+
+    def refused(*arguments: str) -> str:
+        assert call(*arguments) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    def damage(path: Path) -> bytes:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        return content
+
+    upload_it = ["pack", str(joined), "s3://images/joined"]
+    for part in range(2):
+        pack(tree, joined, PackOptions(tar_bytes=10_000, part=Part(part, 2)))
+        assert "joined/test is not finished: repeat the command that packs it; 'pic pack merge'" in refused(*upload_it)
+    assert "after 'pic pack merge DIRECTORY', 'pic pack DIRECTORY s3://images/joined' uploads" in refused(
+        "pack", "merge", "s3://images/joined"
+    )
+    assert call("pack", "merge", str(joined)) == 0
+    assert "holds packed images, which are uploaded as they are: omit the options" in refused(*upload_it, "--extend")
+    capsys.readouterr()
+    for name in ("rows-000000000000.tar", "index-000000000000.bin", "images-000000000000.tsv"):
+        content = damage(joined / name)
+        assert f"{name} is damaged: pack the images again" in refused(*upload_it)
+        assert not is_packed(target)
+        (joined / name).write_bytes(content)
+    assert objects.below(target)
+    bucket.heal()
+    assert call(*upload_it) == 0
+    assert capsys.readouterr().out.endswith(
+        f"s3://images/joined holds the pack; {joined} is only needed to extend it\n"
+    )
+    sent = [one.path for one in bucket.requests if one.method == "PUT"]
+    assert sent[-1] == "/images/joined/manifest.json"
+    assert not [path for path in sent if path.startswith("/images/joined/test/rows-")], "they were sent before"
+    assert contents(PackedImages(target, options(tmp_path))) == contents(PackedImages(joined))
+    assert call("verify", "s3://images/joined") == call("verify", "s3://images/joined/test") == 0
+    assert capsys.readouterr().out.startswith("s3://images/joined: all files match their checksums\n")
+    for name in (
+        "rows-000000000000.tar",
+        "index-000000000000.bin",
+        "images-000000000000.tsv",
+        "shards-000000000000.jsonl",
+    ):
+        content, noted = objects.read(target / name), attributes_of(target / name)
+        put(target / name, content, noted | {"sha256": "of another"})
+        line = f"pic verify: s3://images/joined/{name} is missing or does not match its checksum: remove it and upload"
+        assert refused("verify", "s3://images/joined").startswith(line)
+        objects.remove([target / name])
+        if not name.startswith("shards"):  # by which the manifest is complete
+            assert refused("verify", "s3://images/joined").startswith(line)
+        put(target / name, content, noted)
+    assert call("verify", "s3://images/joined") == 0
+
+
+def test_an_upload_that_the_store_does_not_keep_leaves_no_pack(
+    bucket: Proxy, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Path("s3://images/lost")
+
+    def lose(path: Path, to: Path, **noted: Any) -> None:
+        if not path.name.startswith("rows-"):
+            objects.upload(path, to, **noted)
+
+    monkeypatch.setattr(bucket_packs, "upload", lose)
+    with pytest.raises(ObjectStoreError, match=r"rows-000000000000\.tar: it does not match its checksum"):
+        bucket_packs.upload_pack(directory, target)
+    assert not is_packed(target)
+    assert not is_packed(target / "test")
 
 
 def test_of_two_commands_that_pack_to_one_place_one_is_refused(
