@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.dealing import reads, table_of_reads
 from trainer.schedule import forward_seed, learning_rates, visit_uniforms
+from weightserver.operations.plan import Workload, plan
 from weightserver.torch import ClassOrder, RangesOrder, Ranks, VisitSchedule, WindowSampler
 from weightserver.torch.windows import RowOrder
 
@@ -141,10 +142,16 @@ def test_ranks_make_the_same_visits_of_a_batch_on_any_number_of_machines(
 
 
 def test_the_documentation_has_the_simulated_reads() -> None:
-    """Of images, and so of bytes, at most 1.3 times a machine's share at 8 of them, and twice at 128."""
+    """Of images at most 1.3 times a machine's share at 8 of them, and twice at 128; of segments as `plan` counts."""
     assert "\n".join(table_of_reads()) in (ROOT / "docs/scale.md").read_text(), "python -m benchmarks.dealing"
     for num_nodes, batch_size, most in ((8, 4_096, 1.3), (128, 32_768, 2.0)):
-        assert reads(num_nodes, batch_size, by_place=True)[0] <= most
+        images, segments = reads(num_nodes, batch_size, by_place=True)
+        assert images <= most
+        load = Workload(num_rows=10**7, batch_size=batch_size, num_ranks=num_nodes, num_nodes=num_nodes)
+        planned = {figure.name: figure.value for figure in plan(load)["images"]}
+        assert planned["share of the segments that a node reads"] * num_nodes == pytest.approx(segments, rel=0.1)
+        read = planned["read from a bucket, per node"] / load.image_bytes * num_nodes
+        assert read == pytest.approx(segments * load.moved_rows * load.steps_per_second, rel=0.1)
 
 
 def test_uniforms_belong_to_the_visit_alone() -> None:

@@ -21,6 +21,17 @@ _MAX_WRITE_BACK_ROWS = 1 << 14
 """Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
 _SLOT_BYTES = 41
 """Bookkeeping per resident row: last step, whether it changed, and its position (weightserver/torch/rows/slots.py)."""
+_SHARDS_AT_ONCE = 8
+"""Shards that one machine backs up at once (weightserver/operations/backup.py)."""
+_START_SECONDS = 3.3
+"""Of a shard of 32 million rows, from its process to its first answer (benchmarks/results/large_shard.md)."""
+_SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 23, 1 << 10, 8
+"""What a machine reads from a bucket at once, and the neighbours that it is dealt (trainer/data/pack_files.py,
+weightserver/torch/windows.py)."""
+_PARTS_OF_SEGMENTS = 2.4
+"""Segments that a machine reads for visits that were another's, as a multiple of nodes/√B: by a simulation."""
+_LISTED_MORE = 16
+"""Bytes of an image beside its line while it is listed (python -m benchmarks.listing)."""
 _HOURS_OF_A_MONTH = 730
 _LARGEST, _MOST_A_SECOND = 1 << 48, 1e9
 """Bounds of a workload's numbers: larger than in any run, and exact as floats."""
@@ -49,6 +60,8 @@ class Workload:
     num_ranks: int = option("trainers", 1)
     num_nodes: int = option("machines of the trainers", 1)
     image_bytes: int = option("bytes of a packed image (those of ImageNet: 110,000)", 110_000)
+    listed_per_second: float = option("images of tars that one process lists (measured: 47 µs each)", 20_000.0)
+    listed_bytes: int = option("bytes of an image in the list: path, name in its tar, place, label", 80)
     pack_images_per_second: float = option("images that all packing processes read and write", 1_000.0)
     copy_mb_per_second: float = option("what a disk or the network copies of one shard (measured: 1 GB in 7 s)", 140.0)
     node_price: float = option("of a machine of the trainers, an hour", 0.0)
@@ -60,13 +73,14 @@ class Workload:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             self._require(name, not isinstance(value, int) or value <= _LARGEST, f"at most {_LARGEST}")
-        for name in ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "num_shards", "image_bytes"):
+        sizes = ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "image_bytes", "listed_bytes")
+        for name in (*sizes, "num_shards"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("num_ranks", 1 <= self.num_ranks <= self.batch_size, "in 1..B")
         self._require("num_nodes", 1 <= self.num_nodes <= self.num_ranks, "in 1..ranks")
         self._require("window_size", self.window_stride <= self.window_size <= self.num_rows, "in S..N")
         self._require("num_negatives", self.batch_size <= self.num_negatives <= self.num_rows, "in B..N")
-        for name in ("steps_per_second", "pack_images_per_second", "copy_mb_per_second"):
+        for name in ("steps_per_second", "listed_per_second", "pack_images_per_second", "copy_mb_per_second"):
             self._require(name, 1 / _MOST_A_SECOND <= getattr(self, name) <= _MOST_A_SECOND, "in 1e-9..1e9")
         for name in ("node_price", "shard_price", "disk_price"):
             self._require(name, 0 <= getattr(self, name) <= _MOST_A_SECOND, "in 0..1e9")
@@ -253,10 +267,19 @@ def _trainer(load: Workload) -> list[Figure]:
 def _images(load: Workload) -> list[Figure]:
     """A node is dealt visits to neighbouring images, and a few to those of others, so that batches are equal."""
     n, rate, size = load.num_nodes, load.steps_per_second, load.image_bytes
+    group = max(1.0, min(_LARGEST_GROUP, load.window_size / (_GROUPS_OF_NODE * n)))
+    met = 1 + _SEGMENT_BYTES / size / group + _PARTS_OF_SEGMENTS * n / math.sqrt(load.batch_size)
+    segments = min(1.0, met / n)
     seen = min((1 + n / math.sqrt(load.batch_size)) / n, 1 - (1 - 1 / n) ** (load.window_size / load.window_stride))
     visited, kept = load.batch_size * rate / n, load.moved_rows * rate * seen
     return [
         Figure("packed", load.num_rows * size, "B", f"N · {size:,} B"),
+        Figure(
+            "memory of the process that lists them",
+            load.num_rows * (load.listed_bytes + _LISTED_MORE),
+            "B",
+            f"N · ({load.listed_bytes} + {_LISTED_MORE}) B; eight times as much from a list of paths",
+        ),
         Figure("images decoded, per node", visited, "images/s", "B / nodes · steps/s"),
         Figure(
             "share of the images that a node reads",
@@ -267,6 +290,18 @@ def _images(load: Workload) -> list[Figure]:
         Figure("page cache for the window, per node", load.window_size * seen * size, "B", "W · share · bytes"),
         Figure("read with that cache, per node", kept * size, "B/s", "B·S/W · steps/s · share · bytes"),
         Figure("read without it, per node", visited * size, "B/s", "B / nodes · steps/s · bytes"),
+        Figure(
+            "share of the segments that a node reads",
+            segments,
+            "",
+            f"(1 + 8 MiB/bytes/min(1,024, W/8/nodes) + {_PARTS_OF_SEGMENTS}·nodes/√B)/nodes; at most 1",
+        ),
+        Figure(
+            "read from a bucket, per node",
+            load.moved_rows * rate * segments * size,
+            "B/s",
+            "B·S/W · steps/s · share of the segments · bytes: the cache has the window",
+        ),
     ]
 
 
@@ -274,14 +309,21 @@ def _time(load: Workload) -> list[Figure]:
     rate, copied = load.steps_per_second, load.copy_mb_per_second * 1e6
     backup_bytes = load.spec.num_blocks * load.block_bytes
     first_bytes = load.held_rows * (2 * load.spec.value_bytes * load.dim + 8)
-    per_shard = load.num_shards * copied
+    per_shard, streams = load.num_shards * copied, min(_SHARDS_AT_ONCE, load.num_shards)
     return [
+        Figure("listing the images", load.num_rows / load.listed_per_second, "s", "N / images/s of one process"),
         Figure("packing the images", load.num_rows / load.pack_images_per_second, "s", "N / images/s"),
+        Figure("starting a shard", _START_SECONDS, "s", "as measured with 33 GB of rows; all start at once"),
         Figure("fetching the rows of a resumed run", first_bytes / per_shard, "s", "max(W, K) rows / shards / MB/s"),
         Figure("steps of a pass over all rows", load.pass_steps, "steps", "N/S · W/B: each row W/S times"),
         Figure("a pass", load.pass_steps / rate, "s", f"/ {rate:g} steps/s"),
         Figure("the run", load.run_steps / rate, "s", "a pass, or --steps"),
-        Figure("a backup of all N rows", backup_bytes / copied, "s", "its bytes / MB/s of one stream, on one machine"),
+        Figure(
+            "a backup of all N rows",
+            backup_bytes / copied / streams,
+            "s",
+            f"its bytes / min({_SHARDS_AT_ONCE}, shards) / MB/s, on one machine",
+        ),
         Figure("restoring all shards", backup_bytes / per_shard, "s", "its bytes / shards / MB/s: all at once"),
     ]
 
