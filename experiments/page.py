@@ -58,8 +58,15 @@ The paper's rows begin near theirs, with 0.55 rad a visit at the highest η, and
 with gradients of that length gives the same to five percent. (Without the 1/(1 − m) of weight decay it would be 22.)
 What a longer σ does is to delay that equilibrium: with σ = 0.1 our rows on Fashion-MNIST turn by 12 rad in all.
 
+Momentum m = 0 and an η of 1/(1 − m) times as much are the same, so η·N/B and λ·Ση are given for the paper's m = 0.9.
 If c multiplies the rows' η and σ², and 1/c their λ, nothing changes. So the numbers of rows are the first turn, λ·Ση
 and the visits; the total turn follows from them. What the correction is worth depends on λ·Ση, not on λ.
+
+Momentum carries a row on for about 1/(1 − m) steps after a visit, if it is active: in epoch order for K/B of them, in
+which it moves by 1 − m^(K/B) of the way. That is nearly all with the paper's K/B, a part with one of few steps: without
+correction the rest is lost. W/B says how soon a window visits a row again. With the paper's, momentum has run out by
+then; with one below ten steps it seldom has, and turns of neighbouring visits add up. The first turn is that of epoch
+order.
 
 """
 _RULE = f"""\

@@ -20,7 +20,7 @@ from trainer.data import Dataset
 from trainer.presets import PRESETS
 from trainer.proportions import proportions
 
-UNMATCHED = {"negatives_of_batch", "learning_per_pass"}
+UNMATCHED = {"negatives_of_batch", "window_of_batch", "learning_per_pass"}
 """What PLAN.md says cannot be matched."""
 
 

@@ -36,6 +36,7 @@ def test_the_papers_numbers() -> None:
             "negatives_of_rows": 0.0512,
             "negatives_of_batch": 128,
             "window_of_images": 0.102,
+            "window_of_batch": 256,
             "stride_of_window": 0.125,
             "warmup_of_steps": 0.025,
         },
@@ -92,6 +93,13 @@ def test_the_total_turn_is_that_of_dense_sgd(changes: dict[str, float]) -> None:
         optimizer.param_groups[0]["lr"] = config.rows.row_learning_rate * float(rate)
         optimizer.step()
     assert proportions(config, 200).total_turn == pytest.approx(turned, rel=0.05)
+
+
+def test_rows_without_momentum_and_ten_times_the_rate_are_equal() -> None:
+    """A gradient moves them as far, at once instead of by and by."""
+    config = PRESETS["imagenet-1k"][1]
+    other = config.with_settings(row_momentum=0.0, row_learning_rate=10.0)
+    assert asdict(proportions(other, IMAGENET)) == pytest.approx(asdict(proportions(config, IMAGENET)))
 
 
 def test_shared_classes_and_a_plain_softmax() -> None:
