@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
@@ -17,9 +18,14 @@ BROKEN = ("a/cut.jpg", "b/text.jpg", "c/truncated.jpg", "c/truncated.png")
 """Of `odd_tree`."""
 
 
+@functools.cache
+def _photographs() -> list[NDArray[np.uint8]]:
+    return list(load_sample_images().images)  # uint8 (427, 640, 3)
+
+
 def piece(number: int, *, width: int = 60, height: int = 48) -> Image.Image:
     """A piece of a photograph, RGB, different for each number."""
-    photograph = load_sample_images().images[number % 2]  # uint8 (427, 640, 3)
+    photograph = _photographs()[number % 2]
     place = np.random.default_rng(number)
     top, left = place.integers(0, 427 - height), place.integers(0, 640 - width)
     return Image.fromarray(np.ascontiguousarray(photograph[top : top + height, left : left + width]))

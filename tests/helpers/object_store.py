@@ -5,13 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from enum import Enum, auto
@@ -91,12 +90,8 @@ class Proxy:
         return [one for one in self.requests if one.method == "GET" and one.range and one.path.endswith(suffix)]
 
     def make_bucket(self, name: str) -> None:
-        """obstore makes no buckets, but signs the request that does."""
-        import obstore
-
-        signed = obstore.sign(_bucket(name), "PUT", "", timedelta(minutes=1))
         connection = http.client.HTTPConnection("127.0.0.1", self._server.server_port, timeout=60)
-        connection.request("PUT", signed.removeprefix(self.url))
+        connection.request("PUT", url_to_make_bucket(name).removeprefix(self.url))
         assert connection.getresponse().status == 200
         connection.close()
 
@@ -158,20 +153,39 @@ class Proxy:
                     return
 
 
-def credentials(proxy: Proxy) -> dict[str, str]:
+def credentials(url: str) -> dict[str, str]:
     """The environment of a program that uses the server."""
     return {
-        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_ENDPOINT_URL": url,
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
 
 
+def url_to_make_bucket(name: str) -> str:
+    """What a PUT without content makes the bucket by: obstore does not, but signs the request."""
+    import obstore
+
+    return str(obstore.sign(_bucket(name), "PUT", "", timedelta(minutes=1)))
+
+
 @contextmanager
 def object_store(directory: Path) -> Iterator[Proxy]:
     """Starts the server with its files in `directory`; yields the proxy before it. Skips the test without the server,
     or without the extra `s3`."""
+    with s3_server(directory) as port:
+        proxy = Proxy(port)
+        try:
+            yield proxy
+        finally:
+            proxy.close()
+
+
+@contextmanager
+def s3_server(directory: Path, *, address: str = "127.0.0.1", inside: Sequence[str] = ()) -> Iterator[int]:
+    """The same without a proxy; yields its port. `inside` are the first words of the command that starts it elsewhere,
+    where it has that address."""
     pytest.importorskip("obstore", reason="needs the extra s3")
     weed = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if weed is None:
@@ -186,25 +200,23 @@ def object_store(directory: Path) -> Iterator[Proxy]:
         *ports, s3, s3_grpc = stack.enter_context(reserved_ports(len(_PORTS) + 2))
         arguments = [f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)]
         arguments += [f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-        arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", f"-s3.config={directory}/s3.json"]
+        arguments += [f"-ip={address}", f"-ip.bind={address}", f"-dir={directory}", f"-s3.config={directory}/s3.json"]
         arguments += ["-s3", "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
         arguments += [f"-filer.localSocket={directory}/filer", f"-s3.localSocket={directory}/s3"]
         arguments += ["-s3.autoCreateBucket=false"]
         log = stack.enter_context((directory / "log").open("wb"))
-        server = subprocess.Popen([weed, "server", *arguments], stdout=log, stderr=log, cwd=directory)
+        server = subprocess.Popen([*inside, weed, "server", *arguments], stdout=log, stderr=log, cwd=directory)
         stack.callback(server.wait)
         stack.callback(server.kill)
-        _wait_until_it_answers(server, s3, directory / "log")
-        proxy = Proxy(s3)
-        stack.callback(proxy.close)
-        yield proxy
+        _wait_until_it_answers(server, [*inside, "bash", "-c", f"</dev/tcp/{address}/{s3}"], directory / "log")
+        yield s3
 
 
-def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_it_answers(server: subprocess.Popen[bytes], connect: Sequence[str], log: Path) -> None:
     end = time.monotonic() + _STARTING_SECONDS
     while time.monotonic() < end:
         assert server.poll() is None, log.read_text()[-2000:]
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        if subprocess.run(connect, capture_output=True).returncode == 0:
             return
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-2000:])

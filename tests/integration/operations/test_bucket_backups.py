@@ -36,7 +36,7 @@ BACKUPS = Path("s3://backups/a run")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in credentials(proxy).items():
+        for name, value in credentials(proxy.url).items():
             patched.setenv(name, value)
         objects._bucket.cache_clear()
         proxy.make_bucket("backups")
@@ -152,7 +152,9 @@ def test_ctrl_c_ends_a_backup_that_waits_for_a_silent_store(
     server.silent = "/backups/a%20run/mon/shard-"
     command = ["backup", *cluster.addresses, "--output", "s3://backups/a run/mon"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "weightserver", *command], env=os.environ | credentials(server), stderr=subprocess.PIPE
+        [sys.executable, "-m", "weightserver", *command],
+        env=os.environ | credentials(server.url),
+        stderr=subprocess.PIPE,
     )
     try:
         wait_until(lambda: any(one.path.startswith(server.silent) for one in server.requests))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,7 +97,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """The server, with the pack in its bucket."""
     with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in credentials(proxy).items():
+        for name, value in credentials(proxy.url).items():
             patched.setenv(name, value)
         objects._bucket.cache_clear()
         proxy.make_bucket("images")
@@ -424,7 +425,7 @@ def test_signals_end_commands_that_wait_for_a_silent_store(
     bucket.silent = silent
     process = subprocess.Popen(
         [sys.executable, *command, "--cache-dir", "cache"],
-        env=os.environ | credentials(bucket) | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | credentials(bucket.url) | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -481,6 +482,21 @@ def test_bad_arguments_and_disks_are_one_line(
         with pytest.raises(ValueError, match=r"\(No space left on device\): free space, or give a lower --cache-gib"):
             images.read_row(0)
     assert not list((tmp_path / "cache/pieces").iterdir())
+
+
+def test_a_full_disk_of_the_cache_is_one_line(bucket: Proxy, tmp_path: Path) -> None:
+    """A file system of 48 KiB, less than the pack; nothing half-written stays on it."""
+    private = ["unshare", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*private, "true"], capture_output=True).returncode != 0:
+        pytest.skip("a small file system needs root, to mount it")
+    script = 'mount -t tmpfs -o size=48k tmpfs "$0" && { "$@"; find "$0/pieces" -name "*.*"; }'
+    read = [sys.executable, "-c", READ_ALL, str(tmp_path), str(SEGMENT_BYTES)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*private, "sh", "-c", script, str(tmp_path), *read], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == ""
+    assert "(No space left on device): free space, or give a lower --cache-gib" in done.stderr.splitlines()[-1]
 
 
 def test_a_bucket_is_trained_on_by_its_name_alone(
