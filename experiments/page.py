@@ -1,50 +1,53 @@
-"""Writes docs/results.md and its plots from the tables and what their cells have measured."""
+"""Writes docs/results.md, its appendix and their plots from the tables and what their cells have measured."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from scipy.stats import t as students_t
+
 from experiments import million
 from experiments.cells import LOSS, PIC, Cell, Claim, Table
+from experiments.claims import IMAGENET_1K, alike, claim_table, outcome
 from experiments.paired import CONFIDENCE, Effect, effects
-from experiments.plots import draw
+from experiments.plots import curves, draw, draw_curves
 from experiments.results import Runs, load, seeds_of, values
-from experiments.tables.cifar import METHODS
+from experiments.tables.cifar import METHODS, SEEDS, TRIALS
 from experiments.tables.fashion import BASE, FASHION_MNIST, WINDOW
 from experiments.tables.gpu import GPU
 from trainer.presets import PRESETS
 from trainer.proportions import MEANINGS, proportions
 from weightserver.common.atomic_files import atomic_write
 
-PAGE, PICTURES = "results.md", "images/tables"
+PAGE, APPENDIX, PICTURES = "results.md", "results-fashion-mnist.md", "images/tables"
+METHODS_PICTURE = "images/methods.svg"
 _APPENDIX = {table.name for table in FASHION_MNIST}
-_PAPER_IMAGES = 1_281_167
-"""Training images of ImageNet-1K."""
-_HEAD = """\
-<!-- Written by python -m experiments page: change experiments/ instead. -->
-
+_FEW_CLAIMS = 10
+"""Of a table of middling length, as an example."""
+_GENERATED = "<!-- Written by python -m experiments page: change experiments/ instead. -->\n"
+_HEAD = f"""\
+{_GENERATED}
 # Results
 
 The paper's tables on CIFAR-10 at the paper's own proportions, by [a plan](../experiments/PLAN.md) that was written
-before the first run; and in an appendix on the grey images of Fashion-MNIST, which were trained on before. Numbers are
-top-1 accuracies in percent on the test images, mean ± standard deviation over seeds: of a linear probe (linear) and of
-nearest neighbours (kNN) in the features of training images; loss is that of the last batch. The paper's numbers are of
-ResNet-50, and unless a table says otherwise its linear accuracies on ImageNet: effects can be compared, levels cannot.
+before the first run. Numbers are top-1 accuracies in percent on the test images, mean ± standard deviation over seeds:
+of a linear probe (linear) and of nearest neighbours (kNN) in the features of training images; loss is that of the last
+batch. The paper's numbers are of ResNet-50, and unless a table says otherwise its linear accuracies on ImageNet:
+effects can be compared, levels cannot. The images may be copies as JPEGs (quality about 75).
+"""
+_DERIVATION = """
+## What corresponds to what
 
-    make tables # runs what has not finished, one process a core, and writes this page
-    make tables TABLES_FLAGS="--tables negatives,lengths --seeds 1"   # a part of it
-    make tables-quick   # the same for tiny cells, in ten minutes: shows that everything works
+Runs of different sizes are compared by dimensionless numbers, which `trainer.proportions` computes for any run (in its
+summary, its report, and by `--print-config`). A factor stands where one is not within 5 % of the paper's.
 
-Each run is a directory in runs/tables, with its settings, records and encoder; what the runs measured is in
-[experiments/results](../experiments/results). A repeated command resumes what was interrupted.
-
-**What corresponds to what.** Runs of different sizes are compared by dimensionless numbers, which
-`trainer.proportions` computes for any run (in its summary, its report, and by `--print-config`).
-
+{numbers}
 A row w of length r whose own image has the embedding z gets the gradient −(1 − p) (ẑ − (ŵ·ẑ) ŵ) / (τ B r) of Equation
 (1), for p its probability. It is orthogonal to w, because the loss depends on w's direction alone, and at most
 1/(τ B r) long. SGD with momentum m moves w by η/(1 − m) times that over the following steps, so that a visit turns w by
@@ -58,36 +61,41 @@ The paper's rows begin near theirs, with 0.55 rad a visit at the highest η, and
 with gradients of that length gives the same to five percent. (Without the 1/(1 − m) of weight decay it would be 22.)
 What a longer σ does is to delay that equilibrium: with σ = 0.1 our rows on Fashion-MNIST turn by 12 rad in all.
 
-Momentum m = 0 and an η of 1/(1 − m) times as much are the same, so η·N/B and λ·Ση are given for the paper's m = 0.9.
 If c multiplies the rows' η and σ², and 1/c their λ, nothing changes. So the numbers of rows are the first turn, λ·Ση
-and the visits; the total turn follows from them. What the correction is worth depends on λ·Ση, not on λ.
+and the visits; the total turn follows from them. What the correction is worth depends on λ·Ση, not on λ. Rows without
+momentum and with 1/(1 − m) times the rate move as far, so η·N/B and λ·Ση are given as for m = 0.9.
 
-Momentum carries a row on for about 1/(1 − m) steps after a visit, if it is active: in epoch order for K/B of them, in
-which it moves by 1 − m^(K/B) of the way. That is nearly all with the paper's K/B, a part with one of few steps: without
-correction the rest is lost. W/B says how soon a window visits a row again. With the paper's, momentum has run out by
-then; with one below ten steps it seldom has, and turns of neighbouring visits add up. The first turn is that of epoch
-order.
-
+{momentum}
 """
-_RULE = f"""\
+_APPENDIX_HEAD = f"""\
+{_GENERATED}
+# Results on Fashion-MNIST
 
-**How effects are judged.** An effect is the mean of the differences of runs with the same seed, ± half of its
-{100 * CONFIDENCE:.0f} % confidence interval, once the seeds of its table have run. It shows if its p by the paired
-t-test, corrected by Holm for the number of the table's effects, is below {1 - CONFIDENCE:.2f}.
+The appendix of [the results on CIFAR-10](results.md), which says how effects are judged. These tables were run before
+[the plan](../experiments/PLAN.md), but for the last. Runs have the preset's small encoder on 10,000 images, with these
+images' labels for the probes, unless a table says otherwise, and are further from the paper's proportions. Seeds were
+added where an effect was unclear, and λ was chosen by the test images: read p-values as too small. The probe chooses
+its own λ on 1,000 images, by which chance may choose a worse one. Most effects have two or three pairs of runs, which
+tell little of their spread.
 """
-_APPENDIX_HEAD = """\
+_RUNS = """
+## Runs
 
-## Appendix: Fashion-MNIST
+    make tables # runs what has not finished, one process a core, and writes this page
+    make tables TABLES_FLAGS="--tables negatives,lengths --seeds 1"   # a part of it
+    make tables-quick   # the same for tiny cells, in ten minutes: shows that everything works
 
-The preset's small encoder on 10,000 images, with these images' labels for the probes, unless a table says otherwise.
-The runs are further from the paper's proportions than those above. Seeds were added where an effect was unclear, and λ
-was chosen by the test images: read p-values as too small. The probe chooses its own λ on 1,000 images, by which chance
-may choose a worse one. Most effects have two or three pairs of runs, which tell little of their spread.
+Each run is a directory in runs/tables, with its settings, records and encoder; what the runs measured is in
+[experiments/results](../experiments/results). A repeated command resumes what was interrupted.
 """
 
 
 def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
-    """Writes the page, and the plots of `drawn_tables`; raises ValueError if no table has results."""
+    """Writes the page, its appendix, the plots of `drawn_tables`, and that of methods over time, for README.md.
+
+    Raises:
+        ValueError: no table has results.
+    """
     runs = load(results)
     if not any(_has_runs(table, runs) for table in tables):
         cells = "python -m experiments run, with the same options"
@@ -96,10 +104,13 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     name = million.RESULTS.with_suffix(".svg").name
     end_to_end = million.section(results / million.RESULTS.name, pictures / name, f"{PICTURES}/{name}")
-    text = text_of(tables, runs, end_to_end)
+    text, appendix = text_of(tables, runs, end_to_end), appendix_of(tables, runs)
     atomic_write(docs / PAGE, lambda path: path.write_text(text))
+    atomic_write(docs / APPENDIX, lambda path: path.write_text(appendix))
     for table in drawn_tables(tables, runs):
         draw(table, runs, pictures / f"{table.name}.svg")
+        if table.name == METHODS.name and (found := curves(table, runs)):
+            draw_curves(found, docs / METHODS_PICTURE)
 
 
 def drawn_tables(tables: Sequence[Table], runs: Runs) -> list[Table]:
@@ -110,14 +121,19 @@ def drawn_tables(tables: Sequence[Table], runs: Runs) -> list[Table]:
 def text_of(tables: Sequence[Table], runs: Runs, end_to_end: Iterable[str] = ()) -> str:
     """The page in Markdown; `end_to_end` are the lines of a section that is no table's."""
     planned = [table for table in tables if table.name not in _APPENDIX]
-    parts = [_HEAD, *_proportions(), _RULE]
+    planned.sort(key=lambda table: table.name == TRIALS.name)  # rates that were tried come last
+    parts = [_HEAD, *_claims(planned, runs)]
     parts += [_section(table, runs) for table in planned if _has_runs(table, runs) or table.name == GPU.name]
     parts += [f"\n{line}" for line in end_to_end]
     if missing := [table for table in planned if not _has_runs(table, runs) and table.name != GPU.name]:
         parts.append("\n## Not run yet\n\n" + "".join(f"- {_titled(table)}\n" for table in missing))
-    if appendix := [table for table in tables if table.name in _APPENDIX and _has_runs(table, runs)]:
-        parts += [_APPENDIX_HEAD, *(_section(table, runs) for table in appendix)]
-    return "".join([*parts, _hours(tables, runs)])
+    return "".join([*parts, _derivation(), *_of_appendix(tables, runs), _RUNS, _hours(tables, runs)])
+
+
+def appendix_of(tables: Sequence[Table], runs: Runs) -> str:
+    """The page of Fashion-MNIST in Markdown."""
+    there = [table for table in tables if table.name in _APPENDIX and _has_runs(table, runs)]
+    return "".join([_APPENDIX_HEAD, *(_section(table, runs) for table in there)])
 
 
 def _has_runs(table: Table, runs: Runs) -> bool:
@@ -128,25 +144,97 @@ def _titled(table: Table) -> str:
     return f"{table.title} ({table.source} of the paper)" if table.source.startswith("Table") else table.title
 
 
-def _proportions() -> Iterator[str]:
-    """The table of dimensionless numbers, of the paper's default run and ours."""
+def _claims(tables: Sequence[Table], runs: Runs) -> Iterator[str]:
+    """What the paper says, what shows here, and how that is judged."""
+    yield "\n## What the paper says, and what shows here\n"
+    if lines := list(claim_table(tables, runs)):
+        yield "\n" + "\n".join(lines) + "\n"
+    least = students_t.ppf(1 - (1 - CONFIDENCE) / 2 / _FEW_CLAIMS, SEEDS - 1) / math.sqrt(SEEDS)
+    rule = (
+        f"An effect is the mean of the differences of runs with the same seed, ± half of its {100 * CONFIDENCE:.0f} % "
+        "confidence interval, once the seeds of its table have run. It **shows** if its p by the paired t-test, "
+        f"corrected by Holm for the number of the table's effects, is below {1 - CONFIDENCE:.2f}; intervals are not "
+        'corrected. "Does not show" is not "no effect": the interval says which effects are possible. With '
+        f"{SEEDS} pairs and {_FEW_CLAIMS} effects in a table, the clearest shows only from {least:.1f} standard "
+        "deviations of its differences. Intervals hold for one fixed set of 1,000 training images: seeds change "
+        "initial weights, order and views, not the images."
+    )
+    yield f"\n{_wrapped(rule)}\n"
+
+
+def _derivation() -> str:
+    """The dimensionless numbers: of the paper's default run and ours, where they come from, and what they mean."""
     _, paper = PRESETS["imagenet-1k"]
     fashion = Cell(name="", settings=BASE | WINDOW)
     cifar = next(cell for cell in METHODS.cells if cell.method == PIC)
     ours = [(cell.config(0), cell.num_images) for cell in (cifar, GPU.cells[0], fashion)]
-    columns = [asdict(proportions(config, number)) for config, number in [(paper, _PAPER_IMAGES), *ours]]
-    yield "| | the paper, 200 epochs | CIFAR-10 | CIFAR-10 on a GPU | Fashion-MNIST |\n|---|---|---|---|---|\n"
+    papers, *others = [asdict(proportions(config, number)) for config, number in [(paper, IMAGENET_1K), *ours]]
+    lines = ["| | the paper, 200 epochs | CIFAR-10 | CIFAR-10 on a GPU | Fashion-MNIST |", "|---|---|---|---|---|"]
     for name, meaning in MEANINGS.items():
-        yield f"| {meaning} | {' | '.join(f'{column[name]:.3g}' for column in columns)} |\n"
+        columns = [f"{papers[name]:.3g}", *(_beside(other[name], papers[name]) for other in others)]
+        lines.append(f"| {meaning} | {' | '.join(columns)} |")
+    kept = [
+        (numbers["negatives_of_batch"], 1 - paper.optimization.momentum ** numbers["negatives_of_batch"])
+        for numbers in (papers, others[0])
+    ]
+    (all_classes, all_kept), (few_classes, few_kept) = kept
+    momentum = (
+        "Momentum carries a row on after a visit, for as long as it is active: in epoch order for K/B steps, in which "
+        f"it moves by 1 − m^(K/B) of the way. With the paper's K/B of {all_classes:.0f} that is {100 * all_kept:.0f} "
+        f"%, with the {few_classes:.2g} on CIFAR-10 {100 * few_kept:.0f} %, and without correction the rest is lost. "
+        "W/B says how soon a window visits a row again: after momentum has run out with the paper's "
+        f"{papers['window_of_batch']:.0f} steps, mostly before that with our {others[0]['window_of_batch']:.2g}, so "
+        "that turns of visits add up. Visits in a window are not evenly apart; the first turn is that of epoch order."
+    )
+    return _DERIVATION.format(numbers="\n".join(lines) + "\n", momentum=_wrapped(momentum))
+
+
+def _beside(ours: float, papers: float) -> str:
+    """A number and, unless it is about the paper's, by what factor it is away from it."""
+    if alike(ours, papers):
+        return f"{ours:.3g}"
+    factor = f"× {ours / papers:.2g}" if ours > papers else f"÷ {papers / ours:.2g}"
+    return f"{ours:.3g} ({factor})"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
+
+
+def _of_appendix(tables: Sequence[Table], runs: Runs) -> Iterator[str]:
+    """How many effects show on Fashion-MNIST, and which."""
+    found = [
+        (table, claim, effect)
+        for table in tables
+        if table.name in _APPENDIX
+        for claim, effect in zip(table.claims, effects(table, runs), strict=True)
+        if effect is not None
+    ]
+    if not found:
+        return
+    shown: dict[str, list[str]] = {}
+    for table, claim, effect in found:
+        if effect.shows and effect.mean > 0:
+            shown.setdefault(table.title, []).append(claim.text)
+    number, opposite = sum(map(len, shown.values())), sum(each.shows and each.mean < 0 for *_, each in found)
+    counted = (
+        "The paper's tables on grey images of 28 pixels, run before the plan and further from the paper's proportions, "
+        f"have [a page of their own]({APPENDIX}). Of {len(found)} effects {len(found) - number - opposite} do not "
+        f"show, and {opposite} are reversed. {number} show:"
+    )
+    lines = "".join(f"- {title}: {'; '.join(texts)}\n" for title, texts in shown.items())
+    yield f"\n## Appendix: Fashion-MNIST\n\n{_wrapped(counted)}\n\n{lines}"
 
 
 def _section(table: Table, runs: Runs) -> str:
-    lines = [f"{'###' if table.name in _APPENDIX else '##'} {_titled(table)}", ""]
+    lines = [f"## {_titled(table)}", ""]
     if table.text:
-        lines += [*textwrap.wrap(table.text, 120, break_long_words=False, break_on_hyphens=False), ""]
+        lines += [_wrapped(table.text), ""]
     lines += [*_rows(table, runs), ""]
+    often = Counter(claim.text for claim in table.claims)
     for claim, effect in zip(table.claims, effects(table, runs), strict=True):
-        lines.append(f"- {_capitalised(claim.text)}: {_said(table, claim, effect)}")
+        measure = f", {table.measures[claim.measure]}" if often[claim.text] > 1 else ""
+        lines.append(f"- {_capitalised(claim.text)}{measure}: {_said(table, runs, claim, effect)}")
     lines += [""] * bool(table.claims)
     if not _has_runs(table, runs):
         lines += ["None of them has run yet.", ""]
@@ -181,15 +269,14 @@ def _shown(measured: list[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(measured):.{digits}f}" if len(measured) > 1 else mean
 
 
-def _said(table: Table, claim: Claim, effect: Effect | None) -> str:
-    if effect is None:
-        return "not judged yet"
+def _said(table: Table, runs: Runs, claim: Claim, effect: Effect | None) -> str:
     digits = _digits(claim.measure)
+    said = outcome(table, runs, claim, effect, digits)
+    if effect is None:
+        return said
     better, worse = (table.paper.get(name, {}).get(claim.measure) for name in (claim.better, claim.worse))
-    paper = "" if better is None or worse is None else f" (the paper {better - worse:+.{digits}f})"
-    outcome = "does not show" if not effect.shows else "shows" if effect.mean > 0 else "is reversed"
-    numbers = f"{effect.mean:+.{digits}f} ± {effect.half_width:.{digits}f}{paper}".replace("-", "−")
-    return f"**{outcome}**, {numbers}, p = {effect.p:.2g}, corrected {effect.corrected:.2g}"
+    paper = "" if better is None or worse is None else f" (the paper {better - worse:+.{digits}f})".replace("-", "−")
+    return f"{said}{paper}, p = {effect.p:.2g}, corrected {effect.corrected:.2g}"
 
 
 def _digits(measure: str) -> int:
@@ -204,4 +291,4 @@ def _hours(tables: Sequence[Table], runs: Runs) -> str:
     hours = sum(runs[identity]["core_seconds"] for identity in known) / 3600
     processors = sorted({runs[identity].get("processor", "") for identity in known} - {""})
     on = f" ({', '.join(processors)})" if processors else ""
-    return f"\n## Time\n\n{len(known)} runs took at least {hours:.1f} hours of one core{on}, evaluations included.\n"
+    return f"\n{len(known)} runs took at least {hours:.1f} hours of one core{on}, evaluations included.\n"

@@ -16,13 +16,16 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.cells import Table
-from experiments.results import Runs, values
+from experiments.results import Runs, seeds_of, values
 from weightserver.common.atomic_files import atomic_write
 
 Points = dict[str, list[float]]
 """Cell's name to values."""
+Curves = dict[str, list[list[float]]]
+"""Cell's name to share of the run's views, mean accuracy in percent, and its standard deviation."""
 _GREY, _COLOUR = "#808890", "#2f81f7"
 _TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 _STYLE: Any = {
@@ -57,9 +60,41 @@ def draw(table: Table, runs: Runs, path: Path) -> None:
             axis.set_title(title, loc="left", fontsize=9)
         axes[0][0].set_ylim(len(measured) - 0.4, -0.6)
         axes[0][0].set_xlabel(f"{next(iter(table.measures.values()))}, top-1 (%)")
-        metadata: Any = {"Date": None, "Creator": None, "Description": json.dumps([measured, paper])}
-        atomic_write(path, lambda partial: figure.savefig(partial, format="svg", transparent=True, metadata=metadata))
-        plt.close(figure)
+        _save(figure, path, [measured, paper])
+
+
+def curves(table: Table, runs: Runs) -> Curves:
+    """Accuracy by nearest neighbours while cells were trained: of cells that have run with two seeds at least."""
+    found: Curves = {}
+    for cell in table.cells:
+        recorded = [runs[cell.identity(seed)].get("curve") for seed in seeds_of(runs, cell)]
+        of_seeds = [dict(curve) for curve in recorded if curve]
+        if len(of_seeds) > 1:
+            shares = [share for share in of_seeds[0] if all(share in curve for curve in of_seeds)]
+            by_share = {share: [curve[share] for curve in of_seeds] for share in shares}
+            found[cell.name] = [[share, statistics.mean(at), statistics.stdev(at)] for share, at in by_share.items()]
+    return found
+
+
+def draw_curves(found: Curves, path: Path) -> None:
+    """Draws accuracies over time into an SVG file: means over seeds, in bands of a standard deviation to each side."""
+    with mpl.rc_context(_STYLE):
+        figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+        for name, curve in found.items():
+            shares, means, spreads = zip(*curve, strict=True)
+            lower, upper = ([mean + sign * by for mean, by in zip(means, spreads, strict=True)] for sign in (-1, 1))
+            (line,) = axis.plot(shares, means, label=name)
+            axis.fill_between(shares, lower, upper, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.set(xlabel="share of a run's views", ylabel="kNN among the training images (%)", xlim=(0, 1))
+        axis.legend(frameon=False, labelcolor="linecolor")
+        _save(figure, path, found)
+
+
+def _save(figure: Figure, path: Path, numbers: list[Points] | Curves) -> None:
+    """Writes a figure with the numbers drawn as its description, and closes it."""
+    metadata: Any = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
+    atomic_write(path, lambda partial: figure.savefig(partial, format="svg", transparent=True, metadata=metadata))
+    plt.close(figure)
 
 
 def _draw_points(axis: Axes, panel: Points, names: Sequence[str]) -> None:
@@ -73,10 +108,9 @@ def _draw_points(axis: Axes, panel: Points, names: Sequence[str]) -> None:
     axis.set_yticks(range(len(names)), [textwrap.fill(name, _LETTERS) for name in names])
 
 
-def drawn(path: Path) -> list[Points]:
-    """The numbers that a plot shows: what was measured, and the paper's."""
+def drawn(path: Path) -> Any:
+    """The numbers that a plot shows: `points`, what was measured and the paper's, or `curves`."""
     found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(), re.DOTALL)
     if found is None:
         raise ValueError(f"{path} is no plot of a table: draw it with python -m experiments page")
-    numbers: list[Points] = json.loads(found.group(1).replace("&quot;", '"').replace("&amp;", "&"))
-    return numbers
+    return json.loads(found.group(1).replace("&quot;", '"').replace("&amp;", "&"))

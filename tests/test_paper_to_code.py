@@ -100,7 +100,7 @@ def citations() -> list[tuple[str, str, str, str | None]]:
     found = []
     for folder in ("weightserver", "trainer", "experiments", "benchmarks", "examples", "docs", "tests"):
         for path in sorted((ROOT / folder).rglob("*.*")):
-            if path.suffix not in (".py", ".md", ".c", ".h") or path.name == "results.md":
+            if path.suffix not in (".py", ".md", ".c", ".h") or path.name.startswith("results"):
                 continue
             text = path.read_text()
             for match in CITED.finditer(text):

@@ -1,4 +1,4 @@
-"""docs/results.md and its plots: what the command generates from the results in the tree."""
+"""docs/results.md, its appendix and their plots: what the command generates from the results in the tree."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from experiments.__main__ import DOCS, RESULTS
 from experiments.cells import KNN, LINEAR, Cell, Claim, Table
+from experiments.claims import unlike
 from experiments.defaults import DEFAULTS_FILE, check_defaults
-from experiments.page import PAGE, PICTURES, drawn_tables, text_of, write
-from experiments.plots import draw, drawn, points
+from experiments.page import APPENDIX, METHODS_PICTURE, PAGE, PICTURES, appendix_of, drawn_tables, text_of, write
+from experiments.plots import curves, draw, draw_curves, drawn, points
 from experiments.results import RUNS_FILE, Run, load, seeds_of
 from experiments.tables import TABLES
+from experiments.tables.cifar import LARGER, METHODS, NEGATIVES
 from experiments.tables.fashion import COMPONENTS
 
 RUNS = load(RESULTS)
@@ -21,6 +23,7 @@ RUNS = load(RESULTS)
 
 def test_the_page_is_what_the_command_generates() -> None:
     assert (DOCS / PAGE).read_text() == text_of(list(TABLES.values()), RUNS), "python -m experiments page"
+    assert (DOCS / APPENDIX).read_text() == appendix_of(list(TABLES.values()), RUNS), "python -m experiments page"
 
 
 def test_each_table_of_the_plan_with_results_has_a_plot_of_its_numbers() -> None:
@@ -28,6 +31,11 @@ def test_each_table_of_the_plan_with_results_has_a_plot_of_its_numbers() -> None
     assert {path.stem for path in (DOCS / PICTURES).iterdir()} == plotted.keys(), "python -m experiments page"
     for name, table in plotted.items():
         assert drawn(DOCS / PICTURES / f"{name}.svg") == points(table, RUNS), f"{name}: python -m experiments page"
+
+
+def test_the_picture_of_methods_is_drawn_once_one_has_two_seeds() -> None:
+    found, picture = curves(METHODS, RUNS), DOCS / METHODS_PICTURE
+    assert drawn(picture) == found if found else not picture.exists(), "python -m experiments page"
 
 
 def test_results_in_the_tree_are_of_cells_that_exist() -> None:
@@ -67,7 +75,7 @@ def test_a_table_has_a_line_for_each_cell_and_the_papers_number() -> None:
     assert "## A list (Table 6 of the paper)\n\nWhat corresponds to what.\n\n" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
-    assert "- The first is better: not judged yet\n" in text
+    assert "- The first is better: not judged yet: 1 of 2 seeds\n" in text
     assert "3 runs took at least 1.5 hours of one core (A processor), evaluations included." in text
     judged = text_of([LIST], LIST_RUNS | {SECOND.identity(1): run(linear_top1=81.0)})
     assert "- The first is better: **does not show**, +0.5 ± 6.4 (the paper +6.2), p = 0.5, corrected 0.5\n" in judged
@@ -84,12 +92,71 @@ def test_a_run_of_two_tables_is_counted_once_and_tables_without_runs_are_listed(
 
 
 def test_tables_on_fashion_mnist_are_an_appendix_without_plots() -> None:
-    runs = LIST_RUNS | {COMPONENTS.cells[0].identity(0): run(linear_top1=80.0)}
-    body, appendix = text_of([LIST, COMPONENTS], runs).split("## Appendix: Fashion-MNIST")
+    whole, without, *_ = COMPONENTS.cells
+    runs = dict(LIST_RUNS)
+    for seed, better, worse in ((0, 80.0, 70.0), (1, 81.0, 71.001)):
+        runs |= {whole.identity(seed): run(linear_top1=better), without.identity(seed): run(linear_top1=worse)}
+    body, appendix = text_of([LIST, COMPONENTS], runs), appendix_of([LIST, COMPONENTS], runs)
     assert "images/tables/list.svg" in body
-    assert "### Components (Table 1 of the paper)" in appendix
+    counted = "Of 1 effects 0 do not show, and 0 are reversed. 1 show: - Components: cosine softmax raises accuracy"
+    assert counted in " ".join(body.split())
+    assert "## Components" not in body
+    assert "## Components (Table 1 of the paper)" in appendix
     assert "images/" not in appendix
+    assert "A list" not in appendix
     assert drawn_tables([LIST, COMPONENTS], runs) == [LIST]
+
+
+SAYS = replace(
+    LIST,
+    claims=tuple(
+        Claim(text="the first is better", better="first", worse="second", measure=measure, paper=paper)
+        for measure, paper in ((LINEAR, "+6.2 (66.2 and 60.0)"), (KNN, ""))
+    ),
+)
+
+
+def test_claims_of_the_paper_stand_at_the_beginning_and_say_what_has_run() -> None:
+    """And those of one text are told apart by their measures."""
+    start = "| Table 6 | the first is better | +6.2 (66.2 and 60.0) |"
+    before = text_of([SAYS], {})
+    assert f"{start} not run yet | not run yet |" in before
+    assert f"{start} not judged yet: 1 of 2 seeds |" in text_of([SAYS], LIST_RUNS)
+    judged = text_of([SAYS], LIST_RUNS | {SECOND.identity(1): run(linear_top1=83.0, knn_top1=60.001)})
+    assert f"{start} **does not show**, −0.5 ± 6.4 | **shows**, +10.0 ± 0.0 |" in judged
+    assert "- The first is better, linear: **does not show**, −0.5 ± 6.4 (the paper +6.2), p" in judged
+    assert "- The first is better, kNN: **shows**, +10.0 ± 0.0, p" in judged
+    assert judged.index(start) < judged.index("## A list")
+    assert "| in the paper |" not in text_of([LIST], LIST_RUNS), "it makes no such claim"
+
+
+def test_a_cells_proportions_are_compared_with_those_of_the_papers_run_like_it() -> None:
+    """Not with its default: K is 2¹⁸ or all images where a cell's is; ImageNet-11K's images are those of the larger."""
+    many, everything = (next(c for c in NEGATIVES.cells if c.name == name) for name in ("K = 0.4 N", "K = N"))
+    assert unlike(many) == "η·N/B 15 for 150, K/N 0.4 for 0.2, K/B 25 for 512"
+    assert unlike(everything) == "η·N/B 15 for 150, K/B 62 for 2,502"
+    window = next(cell for cell in LARGER.cells if cell.name == "window, 25 epochs")
+    assert unlike(window) == "η·N/B 90 for 875, K/B 3.2 for 128, W/B 6.5 for 256"
+    faster = replace(window, settings={**window.settings, "init_std": 0.056})
+    assert unlike(faster).startswith("first turn 0.39 for 0.095, ")
+
+
+def test_curves_are_means_over_the_seeds_of_cells_with_two(tmp_path: Path) -> None:
+    early = [[0.0, 30.0], [0.5, 40.0], [1.0, 50.0]]
+    late = [[0.0, 30.0], [0.5, 42.0], [1.0, 54.0]]
+    runs: dict[str, Run] = {
+        FIRST.identity(0): {**run(linear_top1=1.0), "curve": early},
+        FIRST.identity(2): {**run(linear_top1=1.0), "curve": late},
+        SECOND.identity(0): {**run(linear_top1=1.0), "curve": early},
+        SECOND.identity(1): run(linear_top1=1.0),
+    }
+    found = curves(LIST, runs)
+    assert found == {
+        "first": [[0.0, 30.0, 0.0], [0.5, 41.0, pytest.approx(2**0.5)], [1.0, 52.0, pytest.approx(8**0.5)]]
+    }
+    draw_curves(found, tmp_path / "methods.svg")
+    assert drawn(tmp_path / "methods.svg") == found
+    assert ">first</text>" in (tmp_path / "methods.svg").read_text()
 
 
 def test_a_plot_is_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_more_images_and_better_machines_take_larger_encoders() -> None:
 
 @pytest.mark.parametrize("number", [20, 500, 2_047, 2_048, 60_000, 130_000])
 def test_short_runs_have_few_classes_in_a_step(number: int) -> None:
-    """K far above B collapsed the encoder in runs of so few images (docs/results.md, Table 2)."""
+    """K far above B collapsed the encoder in runs of so few images (docs/results-fashion-mnist.md, Table 2)."""
     config = chosen(survey(number), TWO_CORES)
     assert config.optimization.batch_size <= config.rows.num_negatives <= 4 * config.optimization.batch_size
 
