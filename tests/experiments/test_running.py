@@ -14,14 +14,17 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from experiments.__main__ import RESULTS, main
+from experiments.__main__ import QUICK, RESULTS, main
 from experiments.cells import KNN, LINEAR, LOSS, Cell, Evaluation, Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.results import LOG_FILE, RESULT_FILE, finished, load, values
 from experiments.run_cell import write_cell
 from experiments.runner import Runner
+from experiments.tables import TABLES
+from experiments.tables.gpu import GPU
 from tests.helpers.slow_evaluation import BEGUN_FILE
 from tests.helpers.watching import wait_until
 from trainer.run.checkpoint_file import checkpoint_name
@@ -149,6 +152,35 @@ def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     made = runner(tmp_path, Table(name="made", title="", cells=cells))
     made.run()
     assert 4 <= len(made.failed) < 4 + made.num_jobs
+
+
+@pytest.mark.guard
+@pytest.mark.timeout(900)
+def test_cells_for_a_gpu_train_and_are_evaluated_on_a_cpu_in_their_short_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the first minute on a GPU trains. Images are random, and lie where a user puts a copy."""
+    cells = tuple(cell for cell in GPU.cells if cell.name in ("K = 0.05 N, window", "SimCLR"))
+    monkeypatch.setitem(TABLES, GPU.name, replace(GPU, cells=cells))
+    monkeypatch.chdir(tmp_path)
+    images = tmp_path / "data" / "cifar-10"
+    images.mkdir(parents=True)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        records = np.random.default_rng(len(name)).integers(0, 256, (600, 1 + 3 * 32 * 32), np.uint8)
+        records[:, 0] = np.arange(600) % 10
+        (images / f"{name}.bin").write_bytes(records.tobytes())
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        status = main(["gpu", "--quick", "--budget", "100000"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert "2 of 2 runs have finished" in captured.out
+    runs = load(QUICK / "results")
+    for record in runs.values():
+        assert record["measures"].keys() >= GPU.measures.keys()
+    assert sorted(record["measures"]["steps"] for record in runs.values()) == [40, 80], "of two views and of one"
 
 
 @pytest.mark.parametrize(
