@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,13 @@ import numpy.typing as npt
 import psutil
 import pytest
 
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.nodes import Node, connected_nodes
+from tests.helpers.object_store import credentials, s3_server, url_to_make_bucket
 from tests.helpers.secure_shards import served
 from tests.helpers.small_run import losses
 from tests.helpers.watching import wait_until
+from trainer.data.pack import PackOptions, pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -27,14 +30,27 @@ TRAINER = "-m trainer synthetic --num-images 500 --steps 60 --batch-size 16 --nu
 TRAINER += "--window-stride 24 --rows-per-block 5 --dim 16 --log-every 1 --learning-rate 0.3 --checkpoint-every 10 "
 TRAINER += "--encoder.image-size 16 --encoder.width 8 --encoder.norm group"  # BatchNorm would see a rank's slice alone
 
+SMALL_SEGMENTS = """
+from trainer.data import pack_files, survey
+
+pack_files.SEGMENT_BYTES = 5_000  # about two images
+survey.sample.__defaults__ = (4,)  # images that rank 0 looks at first: 256 would be a third of all
+from trainer.__main__ import main
+
+main()
+"""
+
 
 @dataclass(frozen=True)
 class Cluster:
     """Two nodes for ranks, and weight servers that require TLS and a token on a third."""
 
     nodes: list[Node]
+    third: Node
+    servers: list[str]
+    """Settings by which a trainer reaches them."""
     trainer: list[str]
-    """Settings of a run on those servers."""
+    """A run on them."""
 
 
 @pytest.fixture
@@ -47,9 +63,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         serve += ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
         shards = {str(shard): [*serve, "--shard", str(shard)] for shard in range(2)}
         with served(shards, inside=third.inside) as serving:
-            trainer = [*TRAINER.split(), "--servers", ",".join(shard.address for shard in serving.values())]
-            trainer += ["--tls-ca", f"{certificates}/ca.pem", "--token-file", f"{certificates}/token"]
-            yield Cluster(nodes, [*trainer, "--output", str(tmp_path / "run")])
+            servers = ["--servers", ",".join(shard.address for shard in serving.values())]
+            servers += ["--tls-ca", f"{certificates}/ca.pem", "--token-file", f"{certificates}/token"]
+            trainer = [*TRAINER.split(), *servers, "--output", str(tmp_path / "run")]
+            yield Cluster(nodes, third, servers, trainer)
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +107,15 @@ class Torchrun:
 
 
 @contextmanager
-def on_all_nodes(cluster: Cluster, number: str, directory: Path, *more: str, host: int = 0) -> Iterator[list[Torchrun]]:
+def on_all_nodes(
+    cluster: Cluster, number: str, directory: Path, *more: str, host: int = 0, cache: Path | None = None
+) -> Iterator[list[Torchrun]]:
+    """`cache-0`, …, if `cache` is given, are the nodes' directories for images of a bucket."""
     started: list[Torchrun] = []
     try:
         for index in range(len(cluster.nodes)):
-            started.append(Torchrun(cluster, index, number, host, directory / f"node-{index}.log", *more))
+            own = ["--cache-dir", f"{cache}-{index}"] if cache else []
+            started.append(Torchrun(cluster, index, number, host, directory / f"node-{index}.log", *more, *own))
         yield started
     finally:
         for torchrun in started:
@@ -142,3 +163,38 @@ def test_a_run_resumes_by_itself_when_a_node_is_lost(
     assert again["ranks"] == str(num_ranks)
     assert int(again["step"]) in (20, 30, 40, 50)
     assert_same(tmp_path / "run", on_one_node)
+
+
+def test_a_node_reads_its_share_of_a_pack_in_a_bucket(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1.3 times half of the bytes that both fetch, most of the pack; with the losses of one process."""
+    images, packed, bucket, program = (tmp_path / name for name in ("images", "packed", "bucket", "program.py"))
+    program.write_text(SMALL_SEGMENTS)
+    bucket.mkdir()
+    pack(plain_tree(images, 768), packed, PackOptions())
+    settings = "--steps 16 --batch-size 64 --num-negatives 64 --window-size 512 --window-stride 128 --dim 16 "
+    settings += "--rows-per-block 5 --log-every 1 --learning-rate 0.3 --no-evaluate --knn-every 0 "
+    settings += "--encoder.image-size 16 --encoder.width 8 --encoder.norm group"
+    alone = [sys.executable, str(program), str(packed), *settings.split(), "--output", str(tmp_path / "alone")]
+    subprocess.run(alone, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    with s3_server(bucket, address=cluster.third.address, inside=cluster.third.inside) as port:
+        for name, value in credentials(f"http://{cluster.third.address}:{port}").items():
+            monkeypatch.setenv(name, value)
+        python = [*cluster.third.inside, sys.executable]
+        put = "import sys, urllib.request as r; r.urlopen(r.Request(sys.argv[1], method='PUT'), timeout=60)"
+        subprocess.run([*python, "-c", put, url_to_make_bucket("images")], check=True)
+        upload = ["-m", "trainer.data", "pack", str(images), "s3://images/packed", "--cache-dir", str(tmp_path / "own")]
+        subprocess.run([*python, *upload], check=True)
+        run = [str(program), "s3://images/packed", *settings.split(), *cluster.servers]
+        of_node = replace(cluster, trainer=[*run, "--output", str(tmp_path / "run")])
+        with on_all_nodes(of_node, "2", tmp_path, cache=tmp_path / "cache") as running:
+            for torchrun in running:
+                torchrun.wait()
+    assert np.array(losses(tmp_path / "run")) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    pieces = [list((tmp_path / f"cache-{index}/pieces").iterdir()) for index in range(2)]
+    fetched = [{path.name: path.stat().st_size for path in each} for each in pieces]
+    share = sum((fetched[0] | fetched[1]).values()) / 2
+    assert share > 0.4 * sum(path.stat().st_size for path in packed.glob("*.tar"))
+    assert max(sum(each.values()) for each in fetched) <= 1.3 * share
