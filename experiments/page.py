@@ -27,6 +27,7 @@ from weightserver.common.atomic_files import atomic_write
 
 PAGE, APPENDIX, PICTURES = "results.md", "results-fashion-mnist.md", "images/tables"
 METHODS_PICTURE = "images/methods.svg"
+MILLION_PICTURE = "images/million.svg"
 _APPENDIX = {table.name for table in FASHION_MNIST}
 _FEW_CLAIMS = 10
 """Of a table of middling length, as an example."""
@@ -102,8 +103,7 @@ def write(tables: Sequence[Table], results: Path, docs: Path) -> None:
         raise ValueError(f"{results} has no results of these tables: first run their cells ({cells})")
     pictures = docs / PICTURES
     pictures.mkdir(parents=True, exist_ok=True)
-    name = million.RESULTS.with_suffix(".svg").name
-    end_to_end = million.section(results / million.RESULTS.name, pictures / name, f"{PICTURES}/{name}")
+    end_to_end = million.section(results / million.RESULTS.name, docs / MILLION_PICTURE, MILLION_PICTURE)
     text, appendix = text_of(tables, runs, end_to_end), appendix_of(tables, runs)
     atomic_write(docs / PAGE, lambda path: path.write_text(text))
     atomic_write(docs / APPENDIX, lambda path: path.write_text(appendix))

@@ -7,11 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from experiments import million
 from experiments.__main__ import DOCS, RESULTS
 from experiments.cells import KNN, LINEAR, Cell, Claim, Table
 from experiments.claims import unlike
 from experiments.defaults import DEFAULTS_FILE, check_defaults
-from experiments.page import APPENDIX, METHODS_PICTURE, PAGE, PICTURES, appendix_of, drawn_tables, text_of, write
+from experiments.page import (
+    APPENDIX,
+    METHODS_PICTURE,
+    MILLION_PICTURE,
+    PAGE,
+    PICTURES,
+    appendix_of,
+    drawn_tables,
+    text_of,
+    write,
+)
 from experiments.plots import curves, draw, draw_curves, drawn, points
 from experiments.results import RUNS_FILE, Run, load, seeds_of
 from experiments.tables import TABLES
@@ -21,8 +32,11 @@ from experiments.tables.fashion import COMPONENTS
 RUNS = load(RESULTS)
 
 
-def test_the_page_is_what_the_command_generates() -> None:
-    assert (DOCS / PAGE).read_text() == text_of(list(TABLES.values()), RUNS), "python -m experiments page"
+def test_the_page_is_what_the_command_generates(tmp_path: Path) -> None:
+    end_to_end = million.section(RESULTS / million.RESULTS.name, tmp_path / "million.svg", MILLION_PICTURE)
+    text = text_of(list(TABLES.values()), RUNS, end_to_end)
+    assert (DOCS / PAGE).read_text() == text, "python -m experiments page"
+    assert (DOCS / MILLION_PICTURE).exists(), "python -m experiments page"
     assert (DOCS / APPENDIX).read_text() == appendix_of(list(TABLES.values()), RUNS), "python -m experiments page"
 
 
@@ -40,7 +54,7 @@ def test_the_picture_of_methods_is_drawn_once_one_has_two_seeds() -> None:
 
 def test_results_in_the_tree_are_of_cells_that_exist() -> None:
     """A changed cell must be run again, or its results removed."""
-    assert {path.name for path in RESULTS.iterdir()} == {DEFAULTS_FILE, RUNS_FILE}
+    assert {path.name for path in RESULTS.iterdir()} == {DEFAULTS_FILE, RUNS_FILE, million.RESULTS.name}
     check_defaults(RESULTS)
     cells = [cell for table in TABLES.values() for cell in table.cells]
     assert {cell.identity(seed) for cell in cells for seed in seeds_of(RUNS, cell)} == RUNS.keys()
