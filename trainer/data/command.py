@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from trainer.data.bucket_packs import claimed, staging, upload_pack, verify_in_bucket
 from trainer.data.inspection import inspect_source
-from trainer.data.manifest import Manifest, is_packed
+from trainer.data.manifest import Manifest, is_packed, packs_in
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.pack_on_ray import pack_on_ray
 from trainer.data.pack_parts import merge
@@ -103,7 +103,8 @@ def _merge(options: argparse.Namespace) -> list[str]:
 def _verify(options: argparse.Namespace) -> list[str]:
     directory = options.directory
     with stage("comparing checksums"):
-        wrong = verify_in_bucket(directory) if is_remote(directory) else verify(directory)
+        compare = verify_in_bucket if is_remote(directory) else verify
+        wrong = [line for one in packs_in(directory) or [directory] for line in compare(one)]
     if wrong:
         raise ValueError("; ".join(wrong))
     return [f"{shown_path(directory)}: all files match their checksums"]

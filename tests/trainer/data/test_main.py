@@ -39,6 +39,17 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert call("verify", packed) == 1
 
 
+def test_verify_reads_the_test_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, number in (("train", 6), ("test", 3)):
+        plain_tree(tmp_path / "tree" / split, number)
+    packed = tmp_path / "packed"
+    assert call("pack", tmp_path / "tree", packed) == call("verify", packed) == 0
+    (damaged,) = (packed / "test").glob("*.tar")
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    assert call("verify", packed) == 1
+    assert f"{damaged} is damaged" in capsys.readouterr().err
+
+
 def test_inspect_says_what_a_source_is_and_what_its_images_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
