@@ -186,8 +186,8 @@ def section(results: Path, picture: Path, link: str) -> Iterator[str]:
         f"packs them with Ray, and trains on {found['cores']} cores ({found['processor']}) with K = "
         f"{settings['num_negatives']:,},\nB = {settings['batch_size']}, W = {settings['window_size']:,} and S = "
         f"{settings['window_stride']:,}. Test images are of fonts that no training\nimage has, and their labels are "
-        "characters; kNN has k = 5. Six visits to each image are not the paper's proportions:\nW was chosen by the losses "
-        "of shorter runs, of which those with W = 65,536 collapsed.\n"
+        "characters; kNN has k = 5. Six visits to each image are not the "
+        "paper's\nproportions: W was chosen by the losses of shorter runs, of which those with W = 65,536 collapsed.\n"
     )
     rows = {
         "kNN top-1, trained": f"{knn['run']:.2f} %",
