@@ -154,12 +154,13 @@ def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     assert 4 <= len(made.failed) < 4 + made.num_jobs
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_cells_for_a_gpu_train_and_are_evaluated_on_a_cpu_in_their_short_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the first minute on a GPU trains. Images are random, and lie where a user puts a copy."""
+    pytest.importorskip("lightly", reason="SimCLR needs lightly: pip install -c constraints.txt '.[experiments]'")
     cells = tuple(cell for cell in GPU.cells if cell.name in ("K = 0.05 N, window", "SimCLR"))
     monkeypatch.setitem(TABLES, GPU.name, replace(GPU, cells=cells))
     monkeypatch.chdir(tmp_path)
