@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from experiments.cells import LOSS, PIC, Cell, Claim, Evaluation, Table
@@ -173,30 +175,45 @@ _LENGTHS = {
     200.0: "+1.1 (67.3 and 66.2)",
     400.0: "+0.5 (69.0 and 68.5)",
 }
-LENGTHS = Table(
-    name="cifar_lengths",
-    title="CIFAR-10: sliding window and epoch order, at five lengths",
-    source="Table 4",
-    text="Warm-ups are of 5 epochs. With W/B = 6.5 for the paper's 256 most visits of a row in a window are less than "
-    "ten steps apart, within the reach of momentum.",
-    cells=tuple(
-        _cell(f"{order}, {length:g} epochs", epochs=length, warmup_fraction=5 / length, **window)
-        for order, window in ((_BASE, _EPOCH_ORDER), ("window", _WINDOW))
-        for length in _LENGTHS
-    ),
-    measures=_MEASURES,
-    claims=_claims(
-        *(
-            (
-                f"the window raises accuracy at {length:g} epochs",
-                f"window, {length:g} epochs",
-                f"{_BASE}, {length:g} epochs",
-                paper,
+
+
+def _lengths(table: Table, papers: Mapping[float, str], images: int = IMAGES) -> Table:
+    """The table with both orders at the lengths for which it has the paper's words, and warm-ups of 5 epochs."""
+    whole: dict[str, Any] = {"num_images": images, "window_size": images, "window_stride": images}
+    orders = {_BASE: whole, "window": whole | _WINDOW}
+    return replace(
+        table,
+        cells=tuple(
+            _cell(f"{order}, {length:g} epochs", epochs=length, warmup_fraction=5 / length, **order_settings)
+            for order, order_settings in orders.items()
+            for length in papers
+        ),
+        measures=_MEASURES,
+        claims=_claims(
+            *(
+                (
+                    f"the window raises accuracy at {length:g} epochs",
+                    f"window, {length:g} epochs",
+                    f"{_BASE}, {length:g} epochs",
+                    paper,
+                )
+                for length, paper in papers.items()
             )
-            for length, paper in _LENGTHS.items()
-        )
+        ),
+        seeds=SEEDS,
+    )
+
+
+LENGTHS = _lengths(
+    Table(
+        name="cifar_lengths",
+        title="CIFAR-10: sliding window and epoch order, at five lengths",
+        source="Table 4",
+        text="Warm-ups are of 5 epochs. With W/B = 6.5 for the paper's 256 most visits of a row in a window are less "
+        "than ten steps apart, within the reach of momentum.",
+        cells=(),
     ),
-    seeds=SEEDS,
+    _LENGTHS,
 )
 _SHAPES = {(208, 13): 67.3, (104, 13): 67.3, (52, 13): 66.8, (26, 13): 66.2, (104, 26): 66.9, (104, 7): 67.1}
 """W and S to the paper's number; its 131072 and 16384 are 104 and 13 here."""
@@ -261,40 +278,18 @@ BEYOND = Table(
     claims=_claims(*((f"{name}: raises accuracy", name, _OURS) for name in _BEYOND)),
     seeds=SEEDS,
 )
-_MANY_IMAGES = 6 * IMAGES
 _LARGER = {25.0: "+8.4 (30.7 and 22.4)", 50.0: "+0.9 (32.0 and 31.0)", 100.0: "+0.9 (32.9 and 32.0)"}
-LARGER = Table(
-    name="cifar_larger",
-    title="CIFAR-10: six times as many images",
-    source="Appendix, ImageNet-11K",
-    text="With the settings of 1,000 images, as in the paper, whose ImageNet-11K has 5.8 times as many as ImageNet-1K.",
-    cells=tuple(
-        _cell(
-            f"{order}, {length:g} epochs",
-            num_images=_MANY_IMAGES,
-            epochs=length,
-            warmup_fraction=5 / length,
-            **window,
-        )
-        for order, window in (
-            (_BASE, {"window_size": _MANY_IMAGES, "window_stride": _MANY_IMAGES}),
-            ("window", _WINDOW),
-        )
-        for length in _LARGER
+LARGER = _lengths(
+    Table(
+        name="cifar_larger",
+        title="CIFAR-10: six times as many images",
+        source="Appendix, ImageNet-11K",
+        text="With the settings of 1,000 images, as in the paper, whose ImageNet-11K has 5.8 times as many as "
+        "ImageNet-1K.",
+        cells=(),
     ),
-    measures=_MEASURES,
-    claims=_claims(
-        *(
-            (
-                f"the window raises accuracy at {length:g} epochs",
-                f"window, {length:g} epochs",
-                f"{_BASE}, {length:g} epochs",
-                paper,
-            )
-            for length, paper in _LARGER.items()
-        )
-    ),
-    seeds=SEEDS,
+    _LARGER,
+    6 * IMAGES,
 )
 CIFAR_10 = (TRIALS, NEGATIVES, METHODS, LENGTHS, COMPONENTS, BEYOND, SHAPES, LARGER)
 """In the order in which they are run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def test_the_page_is_what_the_command_generates(tmp_path: Path) -> None:
     assert (DOCS / PAGE).read_text() == text, "python -m experiments page"
     assert (DOCS / MILLION_PICTURE).exists(), "python -m experiments page"
     assert (DOCS / APPENDIX).read_text() == appendix_of(list(TABLES.values()), RUNS), "python -m experiments page"
+
+
+def test_the_readme_has_the_accuracy_of_the_million() -> None:
+    top1 = json.loads((RESULTS / million.RESULTS.name).read_text())["knn_top1"]["run"]
+    assert f"by its features, {top1:.0f} % of the glyphs" in (DOCS.parent / "README.md").read_text()
 
 
 def test_each_table_of_the_plan_with_results_has_a_plot_of_its_numbers() -> None:

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 from benchmarks.head import tensor_bytes
+from trainer.data.pack_files import SEGMENT_BYTES
 from trainer.optimization import OptimizationConfig
 from weightserver.cli import main
 from weightserver.core.correction import MAX_STEPS
+from weightserver.operations import backup
+from weightserver.operations import plan as planning
 from weightserver.operations.plan import Workload, plan
+from weightserver.torch import windows
 from weightserver.torch.ranks import Ranks
 from weightserver.torch.sampler import WindowSampler
 
@@ -34,6 +38,14 @@ def planned(part: str, name: str, **load: Any) -> float:
 
 IMAGENET: dict[str, Any] = {"num_rows": 1_281_167, "num_negatives": 65_536, "batch_size": 512}
 IMAGENET |= {"window_size": 131_072, "window_stride": 16_384}
+
+
+def test_a_plan_counts_with_what_runs_have() -> None:
+    """Its own module loads neither torch nor the clients, whose constants these are."""
+    groups = (planning._LARGEST_GROUP, planning._GROUPS_OF_NODE)
+    assert planning._SHARDS_AT_ONCE == backup._SHARDS_AT_ONCE
+    assert planning._SEGMENT_BYTES == SEGMENT_BYTES
+    assert groups == (windows._LARGEST_GROUP, windows._GROUPS_OF_NODE)
 
 
 @pytest.mark.parametrize("rows", ["resident", "remote"])
