@@ -80,8 +80,8 @@ class LocalFiles:
             return 0.0
         return SEGMENT_BYTES / _AHEAD_BYTES
 
-    def whole(self, path: Path) -> Path:
-        """A file on this machine with the content of `path`."""
+    def whole(self, path: Path, sha256: str) -> Path:
+        """A file on this machine with the content of `path`, which has this SHA-256."""
         return path
 
 
@@ -110,11 +110,11 @@ class CachedFiles:
     def read_ahead(self, file: File, offset: int, length: int) -> float:
         return sum(map(self._cache.fetch_ahead, _segments(file, offset, offset + length)))
 
-    def whole(self, path: Path) -> Path:
+    def whole(self, path: Path, sha256: str) -> Path:
         found = find(path)
         if found is None:
             raise ObjectStoreError(path, Reason.MISSING)
-        return self._cache.fetched(Piece(path, found.version, 0, found.bytes))
+        return self._cache.fetched(Piece(path, sha256, 0, found.bytes))
 
     def _opened(self, piece: Piece) -> _Descriptor:
         while True:

@@ -89,7 +89,8 @@ class PackedImages:
 
     def _open_listing(self, number: int) -> Listing:
         part = self.manifest.ranges[number]
-        return Listing.open(self._files.whole(listing_path(self.directory, part.first)), Path(part.root))
+        path = listing_path(self.directory, part.first)
+        return Listing.open(self._files.whole(path, part.listing_sha256), Path(part.root))
 
     def between(self, start: int, stop: int) -> Int64Array:
         """The images of rows start … stop−1, ascending: int64 [n]."""
