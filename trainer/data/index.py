@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
 
@@ -16,11 +14,9 @@ INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("show
 (another one if the image is broken), and the image's own class (−1 without a label)."""
 
 
-def add_records(path: Path, records: NDArray[np.void]) -> str:
-    """Appends the records of a tar, `INDEX` [n], and syncs them; returns their SHA-256."""
-    content = records.tobytes()
-    append_synced(path, content)
-    return hashlib.sha256(content).hexdigest()
+def add_records(path: Path, records: bytes) -> None:
+    """Appends the records of a tar, and syncs them."""
+    append_synced(path, records)
 
 
 def cut_index(path: Path, num_packed: int) -> None:

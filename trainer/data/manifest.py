@@ -75,7 +75,7 @@ class Range:
     @property
     def list_of_tars(self) -> bytes:
         """The content of the file of `shards_path`."""
-        return b"".join(map(_line, self.shards))
+        return b"".join(map(line_of, self.shards))
 
     def digests(self, directory: Path) -> dict[Path, str]:
         """SHA-256 of each file of a complete range; of its index, `index_digest`."""
@@ -183,12 +183,12 @@ class Manifest:
 
 def add_shard(path: Path, shard: Shard) -> None:
     """Names a tar, whose files are in place, in a list of `shards_path`."""
-    append_synced(path, _line(shard))
+    append_synced(path, line_of(shard))
 
 
 def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
     """Truncates a list to its first tars, before others are added: a killed process may have left half a line."""
-    os.truncate(path, sum(len(_line(shard)) for shard in shards))
+    os.truncate(path, sum(len(line_of(shard)) for shard in shards))
     sync(path)
 
 
@@ -223,7 +223,8 @@ def shards_path(directory: Path, first: int, part: str = "") -> Path:
     return directory / f"shards-{first:012d}{part}.jsonl"
 
 
-def _line(shard: Shard) -> bytes:
+def line_of(shard: Shard) -> bytes:
+    """The line of a tar in a list of `shards_path`."""
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 

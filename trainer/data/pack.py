@@ -19,30 +19,26 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from trainer.data.bucket_sources import local_source, place_of
 from trainer.data.decode import BrokenImageError, suffix_of, why
 from trainer.data.decoded_images import BrokenImages, broken_line
-from trainer.data.index import INDEX, add_records, cut_index, read_records
+from trainer.data.index import INDEX, read_records
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.manifest import (
     Manifest,
     Range,
     Shard,
-    add_shard,
-    cut_shards,
     index_path,
     is_packed,
     listing_path,
-    shards_in,
-    shards_path,
     tar_path,
 )
-from trainer.data.pack_parts import LOCK, locked, part_name, parts_begun
+from trainer.data.pack_parts import LOCK, TarsOnDisk, locked, parts_begun
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import begun, planned
 from trainer.data.packed import PackedImages
@@ -53,8 +49,6 @@ from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote, shown
 from weightserver.torch import RangesOrder
-
-_ROWS_TOGETHER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -139,20 +133,20 @@ def _pack_split(directory: Path, options: PackOptions, progress: Counting) -> Ma
     """Packs the last range of a directory, or a part of it, as far as it is not packed."""
     manifest = Manifest.load(directory)
     range_ = manifest.ranges[-1]
+    tars = TarsOnDisk(directory, range_, options.part)
     if not manifest.complete and options.part:
         others = parts_begun(directory, range_)
         if others and (of := max(others).of) != options.part.of:
             raise ValueError(f"{directory} is being packed in {of} parts: give --part I/{of}")
         if range_.rows_packed:
             raise ValueError(f"{directory} is being packed by one process: repeat its command, without --part")
-        packer = _Packer(directory, manifest, options, progress)
-        with locked(packer.shards, fcntl.LOCK_EX):
-            packer.run()
+        with locked(tars.list, fcntl.LOCK_EX):
+            Packer(manifest, listing_path(directory, range_.first), options, tars, progress).run()
         return manifest
     if not manifest.complete:
         if parts_begun(directory, range_):
             raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
-        _Packer(directory, manifest, options, progress).run()
+        Packer(manifest, listing_path(directory, range_.first), options, tars, progress).run()
     packed = PackedImages(directory)  # finds indexes that are missing or cut off
     return packed.manifest
 
@@ -192,53 +186,76 @@ def damage_of_index(index: Path, part: Range) -> Iterator[str]:
             yield f"{index} is damaged in rows {shard.first}..{shard.first + shard.count - 1}"
 
 
-class _Packer:
-    """Packs the missing rows of a manifest's last range, or of a part of it."""
+class Tars(Protocol):
+    """Where the tars of a range, or of a part of it, go."""
 
-    def __init__(self, output: Path, manifest: Manifest, options: PackOptions, progress: Counting) -> None:
-        self._output, self._progress, self._options = output, progress, options
+    folder: Path
+    """In which each is written."""
+
+    def finished(self) -> Iterator[tuple[Shard, bytes]]:
+        """Those that are there, in order, with their records."""
+
+    def add(self, shard: Shard, records: bytes) -> None:
+        """Keeps a tar that is in `folder`, with its records: from then on it is finished."""
+
+
+class Packer:
+    """Packs those tars of a manifest's last range, or of the part of `options`, that are not finished.
+
+    Args:
+        listing: of the range's images.
+        tars: where they go.
+
+    Raises:
+        ValueError: a listing that does not fit the manifest.
+    """
+
+    def __init__(self, manifest: Manifest, listing: Path, options: PackOptions, tars: Tars, progress: Counting) -> None:
+        self._options, self._tars, self._progress = options, tars, progress
         self._range = manifest.ranges[-1]
-        first, root = self._range.first, Path(self._range.root)
-        self._listing = Listing.open(listing_path(output, first), root, place_of(root, options.source))
+        root = Path(self._range.root)
+        self._listing = Listing.open(listing, root, place_of(root, options.source))
         if len(self._listing) != self._range.count:
-            raise ValueError(f"{listing_path(output, first)} does not have as many images as the manifest says")
-        self._tars = self._range.tars(options.part or WHOLE)
-        name = part_name(output, options.part) if options.part else ""
-        self.shards, self._index = shards_path(output, first, name), index_path(output, first, name)
+            raise ValueError(f"{listing} does not have as many images as the manifest says")
+        self._rows = self._range.tars(options.part or WHOLE)
         self._order = RangesOrder(manifest.sizes, manifest.order_seed)
         self._rendering = options.source.rendering()
 
     def run(self) -> None:
-        """Packs tar after tar, each named in the list when its files are in place."""
-        tars, done = self._tars, shards_in(self.shards, self._tars)
-        packed = sum(shard.count for shard in done)
-        if packed < tars.stop - tars.start:  # a pack that was killed may have written more than it named
-            cut_shards(self.shards, done)
-            cut_index(self._index, packed)
-            self._broken = BrokenImages(self._options.source, self._range.count, self._known_broken(packed))
-        with closing(self._samples(tars.start + packed, tars.stop)) as samples:
-            for row in tars[len(done) :]:
-                add_shard(self.shards, self._write_shard(row, min(tars.step, tars.stop - row), samples))
-        self._show(tars.stop)
+        """Packs tar after tar.
+
+        Raises:
+            ValueError: too many broken images.
+            OSError: a disk cannot be written.
+        """
+        finished, broken = set[int](), list[int]()
+        for shard, content in self._tars.finished():
+            finished.add(shard.first)
+            records = np.frombuffer(content, INDEX)
+            broken += (records["image"][records["image"] != records["shown"]] - self._range.first).tolist()
+        missing = [row for row in self._rows if row not in finished]
+        self._broken = BrokenImages(self._options.source, self._range.count, broken)
+        with closing(self._samples(missing)) as samples:
+            for row in missing:
+                self._write_tar(row, samples)
+        self._show(self._rows.stop)
 
     def _show(self, row: int) -> None:
-        self._progress.update(row - self._tars.start, self._tars.stop - self._tars.start)
+        self._progress.update(row - self._rows.start, self._rows.stop - self._rows.start)
 
-    def _known_broken(self, packed: int) -> Iterator[int]:
-        """The images, numbered in the range, that are broken in the rows that are packed already."""
-        for start in range(0, packed, _ROWS_TOGETHER):
-            records = np.frombuffer(read_records(self._index, start, min(packed, start + _ROWS_TOGETHER)), INDEX)
-            yield from (records["image"][records["image"] != records["shown"]] - self._range.first).tolist()
+    def _rows_from(self, first: int) -> range:
+        """The rows of the tar that begins with one."""
+        return range(first, min(first + self._rows.step, self._rows.stop))
 
-    def _write_shard(self, first: int, count: int, samples: Iterator[_Sample]) -> Shard:
-        """Writes the tar of rows first … first+count−1, and adds its records to the index."""
+    def _write_tar(self, first: int, samples: Iterator[_Sample]) -> None:
+        """Writes the tar that begins with a row."""
         index: list[tuple[int, int, int, int, int]] = []
         num_broken = 0
 
         def write(path: Path) -> None:
             nonlocal num_broken
             with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-                for row, sample in enumerate(islice(samples, count), first):
+                for row, sample in zip(self._rows_from(first), samples, strict=False):  # the rest is of later tars
                     self._show(row)
                     offset = tar.offset + tarfile.BLOCKSIZE  # after the header
                     _add(tar, f"{row:012d}.{sample.suffix}", sample.content)
@@ -249,16 +266,18 @@ class _Packer:
                         self._name_broken(sample)
                         num_broken += 1
 
-        tar = tar_path(self._output, first)
+        tar = tar_path(self._tars.folder, first)
         atomic_write(tar, write)
-        return Shard(
+        records = np.array(index, INDEX).tobytes()
+        shard = Shard(
             first=first,
-            count=count,
+            count=len(index),
             bytes=tar.stat().st_size,
             sha256=sha256(tar),
-            index_sha256=add_records(self._index, np.array(index, INDEX)),
+            index_sha256=hashlib.sha256(records).hexdigest(),
             num_broken=num_broken,
         )
+        self._tars.add(shard, records)
 
     def _name_broken(self, sample: _Sample) -> None:
         path = self._listing.path(sample.image - self._range.first)
@@ -266,14 +285,13 @@ class _Packer:
         sentence = f"broken: {path} ({sample.broken}), replaced by {shown}"
         say(Remark(sentence, path=path, why=sample.broken, replaced_by=shown), logging.WARNING)
 
-    def _samples(self, start: int, stop: int) -> Generator[_Sample, None, None]:
-        """The samples of rows start … stop−1, some of them computed ahead."""
+    def _samples(self, tars: list[int]) -> Generator[_Sample, None, None]:
+        """The samples of the tars that begin with these rows, some of them computed ahead."""
         ahead: deque[Future[_Sample]] = deque()
         with ThreadPoolExecutor(self._options.threads) as pool:
             try:
-                for chunk in range(start, stop, _ROWS_TOGETHER):
-                    rows = np.arange(chunk, min(stop, chunk + _ROWS_TOGETHER))
-                    for image in self._order.images(rows).tolist():
+                for first in tars:
+                    for image in self._order.images(np.array(self._rows_from(first))).tolist():
                         ahead.append(pool.submit(self._sample, image))
                         if len(ahead) > 4 * self._options.threads:
                             yield ahead.popleft().result()

@@ -16,9 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.data.index import check_index
-from trainer.data.manifest import Manifest, Range, Shard, index_path, packs_in, shards_in, shards_path
-from trainer.data.parts import Part
+from trainer.data.index import add_records, check_index, cut_index, read_records
+from trainer.data.manifest import (
+    Manifest,
+    Range,
+    Shard,
+    add_shard,
+    cut_shards,
+    index_path,
+    packs_in,
+    shards_in,
+    shards_path,
+)
+from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
 from weightserver.common.atomic_files import atomic_write, sha256
 
@@ -54,6 +64,34 @@ def parts_begun(directory: Path, range_: Range) -> set[Part]:
             "files of one"
         )
     return found
+
+
+class TarsOnDisk:
+    """The tars of a range of a directory, or of a part of it, each named in a list when its files are in place.
+
+    Attributes:
+        folder: where tars are written.
+        list: the file that names them.
+    """
+
+    def __init__(self, directory: Path, range_: Range, part: Part | None) -> None:
+        name = part_name(directory, part) if part else ""
+        self.folder, self._tars = directory, range_.tars(part or WHOLE)
+        self.list, self._index = shards_path(directory, range_.first, name), index_path(directory, range_.first, name)
+
+    def finished(self) -> Iterator[tuple[Shard, bytes]]:
+        """The tars that are named, with their records; what a killed process wrote beyond these is cut off."""
+        shards = shards_in(self.list, self._tars)
+        cut_shards(self.list, shards)
+        cut_index(self._index, sum(shard.count for shard in shards))
+        for shard in shards:
+            start = shard.first - self._tars.start
+            yield shard, read_records(self._index, start, start + shard.count)
+
+    def add(self, shard: Shard, records: bytes) -> None:
+        """Names a tar that is in `folder`."""
+        add_records(self._index, records)
+        add_shard(self.list, shard)
 
 
 def merge(output: Path) -> Manifest:
