@@ -124,9 +124,8 @@ def _held(client: WeightClient, chosen: Checkpoint) -> Iterator[Checkpoint]:
             client.release(held.name, join=True)
         if isinstance(error, NoTableError):
             raise NoTableError(
-                f"what the shards kept of checkpoint {chosen.name!r} for this backup was released while it was "
-                "copied, by another backup, of a later one, that has ended, by a rollback or by hand: repeat the "
-                "command"
+                f"what the shards kept for this backup, of checkpoint {chosen.name!r} or of its base, was released "
+                "while it was copied, by another backup that has ended, by a rollback or by hand: repeat the command"
             ) from error
         raise
 

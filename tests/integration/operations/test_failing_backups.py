@@ -29,7 +29,8 @@ from weightserver import ClusterError, LocalCluster, NoTableError, WeightClient
 from weightserver.client.calls import WATCH
 from weightserver.operations import backup as backups
 from weightserver.operations.backup import backup
-from weightserver.operations.backup_files import Backup
+from weightserver.operations.backup_files import Backup, read_backup
+from weightserver.operations.backup_places import Folder
 from weightserver.operations.restore import restore
 
 
@@ -105,10 +106,30 @@ def test_a_backup_says_that_one_of_a_later_checkpoint_has_ended(
             backup(another, tmp_path / "later", checkpoint="two")
 
     before_copying(monkeypatch, back_up_a_later_one)
-    message = r"'one' for this backup was released .* by another backup, .*: repeat the command"
+    message = r"checkpoint 'one' or of its base, was released .* by another backup .*: repeat the command"
     with pytest.raises(NoTableError, match=message):
         backup(client, tmp_path / "backup", checkpoint="one")
     assert backup(client, tmp_path / "backup", checkpoint="one").checkpoint == "one"
+
+
+def test_an_increment_says_that_another_backup_has_released_its_base(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same checkpoint, to another place at the same time; repeated, it needs no base."""
+    make_table(client)
+    backup(client, tmp_path / "a/mon", checkpoint="one")
+
+    def back_up_elsewhere() -> None:
+        with WeightClient(cluster.addresses) as another:
+            backup(another, tmp_path / "b/tue", checkpoint="two")
+
+    before_copying(monkeypatch, back_up_elsewhere)
+    message = r"checkpoint 'two' or of its base, was released .* by another backup .*: repeat the command"
+    with pytest.raises(NoTableError, match=message):
+        backup(client, tmp_path / "a/tue", checkpoint="two", incremental=True)
+    assert not (tmp_path / "a/tue").exists()
+    made = backup(client, tmp_path / "a/tue", checkpoint="two", incremental=True)
+    assert (made.base, made.shards) == ("", read_backup(Folder(tmp_path / "b/tue")).shards)
 
 
 def test_backups_that_end_at_once_release_the_same(

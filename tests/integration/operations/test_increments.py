@@ -77,6 +77,31 @@ def test_each_backup_of_a_chain_is_its_checkpoint(client: WeightClient, tmp_path
         assert same(restored(tmp_path / name, tmp_path / f"new-{name}"), rows), name
 
 
+@pytest.mark.parametrize(
+    ("nights", "bases"),
+    [(["a", "b", "a", "b"], {"a": ["", ""], "b": ["", ""]}), (["ab"] * 3, {"a": ["", "0", "1"], "b": ["", "", ""]})],
+    ids=["by turns", "both each night"],
+)
+def test_two_places_break_each_others_increments(
+    nights: list[str], bases: dict[str, list[str]], client: WeightClient, tmp_path: Path
+) -> None:
+    """The shards keep the last backup's checkpoint, wherever that is. Each backup, in a copied folder too, is whole or
+    has its base."""
+    make_table(client)
+    made, rows = dict[str, str](), list[RowState]()
+    for night, places in enumerate(nights):
+        push(client, 4 + night, FEW[night:])
+        client.checkpoint(f"night-{night}", step=5 + night)
+        rows.append(client.fetch_state(ROWS))
+        for place in places:
+            name = f"{place}/{night}"
+            made[name] = backup(client, tmp_path / "backups" / name, incremental=True).base
+    assert {place: [base for name, base in made.items() if name[0] == place] for place in "ab"} == bases
+    (tmp_path / "backups").rename(tmp_path / "copied")
+    for name in made:
+        assert same(restored(tmp_path / "copied" / name, tmp_path / "new" / name), rows[int(name[2:])]), name
+
+
 def test_a_chain_without_a_link_says_which(weightserver: Weightserver, client: WeightClient, tmp_path: Path) -> None:
     """Nothing is made of it, and each backup that lacks none is restored."""
     kept = make_chain(client, tmp_path)
