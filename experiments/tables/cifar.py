@@ -14,7 +14,7 @@ ROW_RATE = 0.24
 """The rows' base learning rate, whatever the encoder's is: their turns do not depend on the trials."""
 DECAY = 1e-3
 BY_ADAMW = "pic, AdamW"
-LEARNING_RATES = {PIC: 0.0125, BY_ADAMW: 0.001, "simclr": 0.025, "mocov2": 0.025, "diet": 0.001}
+LEARNING_RATES = {PIC: 0.0125, BY_ADAMW: 0.002, "simclr": 0.025, "mocov2": 0.05, "diet": 0.002}
 """The encoder's, by method: the best of those tried on the validation images, once the trials have run."""
 _TRIED_BY_SGD = (0.00625, 0.0125, 0.025, 0.05, 0.1)
 _TRIED_BY_ADAMW = (0.00025, 0.0005, 0.001, 0.002, 0.004)
