@@ -23,6 +23,7 @@ from typing import NamedTuple
 from trainer.data.decode import may_begin_picture
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
+from weightserver.common.object_store import copy_range, is_remote
 
 IN_ZIP = -3
 """Offset of a zip's member, which is found by its name."""
@@ -115,7 +116,11 @@ def _opened_zip(path: str, *_: int) -> zipfile.ZipFile:
 
 
 def read_member(path: Path, member: Member) -> bytes:
-    """The bytes of a member. Raises OSError if they cannot be read."""
+    """The bytes of a member. Raises OSError if they cannot be read, and ValueError if a bucket refuses them."""
+    if is_remote(path):
+        content = io.BytesIO()
+        copy_range(path, member.offset, member.offset + member.length, content)
+        return content.getvalue()
     if member.offset == IN_ZIP:
         try:
             with _opened_zip(*version(path)).open(member.name) as file:

@@ -1,10 +1,14 @@
-"""Sources of images in a bucket: they are copied to this machine and read there."""
+"""Sources of images in a bucket: they are copied to this machine and read there; numbered tars that are too large for
+that are read where they are."""
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from zlib import crc32
 
@@ -44,7 +48,8 @@ def place_of(source: Path, options: SourceOptions) -> Path:
 
 
 def local_source(source: Path, options: SourceOptions) -> Path:
-    """Where a source is read. What lies in a bucket, and is not copied yet or has changed, is copied first.
+    """Where a source is read. What lies in a bucket, and is not copied yet or has changed, is copied first, except
+    numbered tars that are too large for --cache-gib: they are read in the bucket.
 
     Raises:
         ValueError: objects that are missing or refused, or too large for --cache-gib.
@@ -55,9 +60,12 @@ def local_source(source: Path, options: SourceOptions) -> Path:
         return source
     found = _objects(source)
     size = sum(one.bytes for one in found)
+    if size > options.cache_bytes and numbered(source) and source.suffix.lower() == ".tar":
+        return source
     if size > options.cache_bytes:
         raise ValueError(
-            f"{shown(source)} has {size / 2**30:,.2f} GiB, more than --cache-gib: give more, or copy it to a disk"
+            f"{shown(source)} has {size / 2**30:,.2f} GiB, more than --cache-gib: give more, or copy it to a disk; "
+            "numbered tars alone, s3://BUCKET/{00000..41407}.tar, are read where they are"
         )
     make_directory(options.in_cache("sources"))
     copies = {place_of(one.path, options): one for one in found}
@@ -67,6 +75,25 @@ def local_source(source: Path, options: SourceOptions) -> Path:
                 path.unlink()  # the object is gone
         list(pool.map(_copy, copies.values(), copies))
     return place
+
+
+@contextmanager
+def whole(path: Path, options: SourceOptions) -> Iterator[Path]:
+    """A file, or a copy of an object, which no other process sees and which is gone afterwards.
+
+    Raises:
+        ValueError: an object that is missing or refused.
+        OSError: the disk of --cache-dir cannot be written.
+    """
+    if not is_remote(path):
+        yield path
+        return
+    make_directory(options.in_cache())
+    [one] = _objects(path)
+    with tempfile.TemporaryFile(dir=options.in_cache()) as file:
+        copy_range(path, 0, one.bytes, file)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def _objects(source: Path) -> list[Found]:

@@ -78,7 +78,14 @@ class LeftOut:
 
     def add(self, reason: Reason, name: str, count: int = 1) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + count
-        self._firsts.setdefault(reason, printable(name))
+        self._firsts.setdefault(reason, name)
+
+    def merge(self, other: LeftOut) -> None:
+        """Adds the files that another one has."""
+        for reason, count in other.counts.items():
+            self.add(reason, other._firsts[reason], count)
+        self.suffixes |= other.suffixes
+        self.by_content = self.by_content or other.by_content
 
     def reason_against(self, name: str, opened: Callable[[], BinaryIO], beside: Set[str]) -> Reason | None:
         """The reason why a file is no image; None for one by its suffix or, with another or none, by its content.
@@ -107,7 +114,7 @@ class LeftOut:
     def line(self, source: Path) -> Remark:
         """One line with the count and the first name for each reason; empty if nothing is left out."""
         parts = [
-            f"{count:,} {reason.value[count > 1]} ({'first ' * (count > 1)}{self._firsts[reason]})"
+            f"{count:,} {reason.value[count > 1]} ({'first ' * (count > 1)}{printable(self._firsts[reason])})"
             for reason, count in self.counts.items()
         ]
         counts = {reason.name.lower(): count for reason, count in self.counts.items()}

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,6 +50,9 @@ from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote, shown
 from weightserver.torch import RangesOrder
 
+_REQUESTS = 32
+"""Images that are asked for at a time where a bucket has them, however few cores decode them."""
+
 
 @dataclass(frozen=True)
 class _Sample:
@@ -75,14 +78,23 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         ValueError: a source without images, a directory that holds another pack, too many broken images.
         OSError: the directory cannot be written, or another process packs into it.
     """
-    with planned_pack(source, output, options) as directories, counting("packing") as progress, stage("packing"):
-        manifest, *_ = [_pack_split(directory, options, progress) for directory in directories]
+    with planned_pack(source, output, options) as plan, counting("packing") as progress, stage("packing"):
+        manifest, *_ = [_pack_split(directory, plan.place, options, progress) for directory in plan.directories]
         return manifest
 
 
+class Plan(NamedTuple):
+    """A pack that is planned."""
+
+    directories: list[Path]
+    """Its own, and that of its test images, if any."""
+    place: Path
+    """Where its source is read, as `local_source` says it."""
+
+
 @contextmanager
-def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[list[Path]]:
-    """Plans a pack unless it is planned, and yields its directories: its own, and that of its test images, if any.
+def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[Plan]:
+    """Plans a pack unless it is planned.
 
     While it is open, no other process packs into them, except other parts if `options` have one. The first of these
     lists the images while the others wait; they do not read the source again.
@@ -97,20 +109,19 @@ def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[l
         raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    if options.part:
-        local_source(source, options.source)
+    place = local_source(source, options.source)
     reading = None if options.part else read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
     with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
         if reading:
-            yield _plan(reading, output, options)
+            yield Plan(_plan(reading, output, options), place)
             return
         directories = begun(source, output, options)
         if not directories:
             fcntl.flock(lock, fcntl.LOCK_EX)
             directories = begun(source, output, options) or _plan(read_source(source, options.source), output, options)
             fcntl.flock(lock, fcntl.LOCK_SH)
-        yield directories
+        yield Plan(directories, place)
 
 
 def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
@@ -129,8 +140,8 @@ def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
     return list(plans)
 
 
-def _pack_split(directory: Path, options: PackOptions, progress: Counting) -> Manifest:
-    """Packs the last range of a directory, or a part of it, as far as it is not packed."""
+def _pack_split(directory: Path, place: Path, options: PackOptions, progress: Counting) -> Manifest:
+    """Packs the last range of a directory, or a part of it, as far as it is not packed; `place` is the plan's."""
     manifest = Manifest.load(directory)
     range_ = manifest.ranges[-1]
     tars = TarsOnDisk(directory, range_, options.part)
@@ -141,12 +152,12 @@ def _pack_split(directory: Path, options: PackOptions, progress: Counting) -> Ma
         if range_.rows_packed:
             raise ValueError(f"{directory} is being packed by one process: repeat its command, without --part")
         with locked(tars.list, fcntl.LOCK_EX):
-            Packer(manifest, listing_path(directory, range_.first), options, tars, progress).run()
+            Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
         return manifest
     if not manifest.complete:
         if parts_begun(directory, range_):
             raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
-        Packer(manifest, listing_path(directory, range_.first), options, tars, progress).run()
+        Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
     packed = PackedImages(directory)  # finds indexes that are missing or cut off
     return packed.manifest
 
@@ -204,17 +215,22 @@ class Packer:
 
     Args:
         listing: of the range's images.
+        place: where their source is read, as `local_source` says it.
         tars: where they go.
 
     Raises:
         ValueError: a listing that does not fit the manifest.
     """
 
-    def __init__(self, manifest: Manifest, listing: Path, options: PackOptions, tars: Tars, progress: Counting) -> None:
+    def __init__(
+        self, manifest: Manifest, listing: Path, place: Path, options: PackOptions, tars: Tars, progress: Counting
+    ) -> None:
         self._options, self._tars, self._progress = options, tars, progress
         self._range = manifest.ranges[-1]
         root = Path(self._range.root)
-        self._listing = Listing.open(listing, root, place_of(root, options.source))
+        place = root if is_remote(place) else place_of(root, options.source)
+        self._listing = Listing.open(listing, root, place)
+        self._threads = max(options.threads, _REQUESTS) if is_remote(place) else options.threads
         if len(self._listing) != self._range.count:
             raise ValueError(f"{listing} does not have as many images as the manifest says")
         self._rows = self._range.tars(options.part or WHOLE)
@@ -288,12 +304,12 @@ class Packer:
     def _samples(self, tars: list[int]) -> Generator[_Sample, None, None]:
         """The samples of the tars that begin with these rows, some of them computed ahead."""
         ahead: deque[Future[_Sample]] = deque()
-        with ThreadPoolExecutor(self._options.threads) as pool:
+        with ThreadPoolExecutor(self._threads) as pool:
             try:
                 for first in tars:
                     for image in self._order.images(np.array(self._rows_from(first))).tolist():
                         ahead.append(pool.submit(self._sample, image))
-                        if len(ahead) > 4 * self._options.threads:
+                        if len(ahead) > 4 * self._threads:
                             yield ahead.popleft().result()
                 while ahead:
                     yield ahead.popleft().result()

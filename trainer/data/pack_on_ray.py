@@ -25,8 +25,8 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
         source = source.resolve()
     elif cache := options.source.cache_dir:  # a worker has another working directory
         options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
-    with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as directories:
-        manifests = list(map(Manifest.load, directories))
+    with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as plan:
+        manifests = list(map(Manifest.load, plan.directories))
     if all(manifest.complete for manifest in manifests):
         return merge(output)
     of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))

@@ -23,9 +23,10 @@ from trainer.data.label_texts import MISSING_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason, is_image, is_table, name_of_class, printable, quoted
 from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.lists import add_list, add_tables
+from trainer.data.numbered_shards import add_shards
 from trainer.data.tree import Folder, Walk, add_archive, path_in
 from trainer.settings import flag
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import is_remote, shown
 
 _NAMED = 5
 """Most classes that the reading names."""
@@ -104,7 +105,7 @@ def kind_of_labels(labelled: bool, classes: Sequence[str]) -> str:
 
 
 def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
-    """Reads a source; one in a bucket is copied into --cache-dir first.
+    """Reads a source; one in a bucket is copied into --cache-dir first if it is not too large for that.
 
     Raises:
         ValueError: no such source, one that cannot be read, or one without images.
@@ -163,10 +164,13 @@ def _found(
         return _found_in(source, options, left_out, notes)
     top = Folder("", left_out)
     if paths := numbered(source):
-        if missing := [path for path in paths if not path.is_file()]:
+        if is_remote(source):
+            notes.append(
+                f"{shown(source)} is larger than --cache-gib: its images are read there, one by one, at each use"
+            )
+        elif missing := [path for path in paths if not path.is_file()]:
             raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
-        for path in paths:
-            add_archive(top, path, path.name, left_out, options, tree=False)
+        add_shards(top, paths, options, left_out)
         return top, f"{counted(len(paths), 'shard')} of samples (webdataset)", _SHARDS
     if not source.is_file():
         raise ValueError(f"no such folder or list of images: {source}")

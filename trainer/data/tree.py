@@ -81,9 +81,10 @@ class Folder:
         return path_in(bytes(lines).partition(b"\n")[0])
 
     def take(self, other: Folder) -> None:
-        """Adds the images of another folder that lie in no folder below it."""
+        """Moves the images of another folder that lie in no folder below it here."""
         self._parts += [part for part in other._parts if isinstance(part, bytearray)]
         self.loose += other.loose
+        other._parts, other.loose = [*other.folders()], 0
 
     def lines(self, *, forget: bool = False) -> Iterator[tuple[str, str, bytes]]:
         """For each image, in order: the class folder that it lies in (empty for none), its own label as a text, and the

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 from zlib import crc32
 
@@ -74,12 +74,16 @@ class ObjectStoreError(ValueError):
     """An object store refuses or does not answer. Never quotes its answer, which may hold credentials.
 
     Attributes:
+        path: the object, or where it was looked for.
         reason: why.
     """
 
     def __init__(self, path: Path, reason: Reason) -> None:
         super().__init__(f"{shown(path)}: {reason.value}")
-        self.reason = reason
+        self.path, self.reason = path, reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, Reason]]:
+        return type(self), (self.path, self.reason)
 
 
 class Found(NamedTuple):

@@ -61,6 +61,7 @@ class Workload:
     num_nodes: int = option("machines of the trainers", 1)
     image_bytes: int = option("bytes of a packed image (those of ImageNet: 110,000)", 110_000)
     listed_per_second: float = option("images of tars that one process lists (measured: 47 µs each)", 20_000.0)
+    listing_cores: int = option("cores of the machine that lists numbered tars", 16)
     listed_bytes: int = option("bytes of an image in the list: path, name in its tar, place, label", 80)
     pack_images_per_second: float = option("images that all packing processes read and write", 1_000.0)
     copy_mb_per_second: float = option("what a disk or the network copies of one shard (measured: 1 GB in 7 s)", 140.0)
@@ -74,7 +75,7 @@ class Workload:
         for name, value in vars(self).items():
             self._require(name, not isinstance(value, int) or value <= _LARGEST, f"at most {_LARGEST}")
         sizes = ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "image_bytes", "listed_bytes")
-        for name in (*sizes, "num_shards"):
+        for name in (*sizes, "num_shards", "listing_cores"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("num_ranks", 1 <= self.num_ranks <= self.batch_size, "in 1..B")
         self._require("num_nodes", 1 <= self.num_nodes <= self.num_ranks, "in 1..ranks")
@@ -311,7 +312,12 @@ def _time(load: Workload) -> list[Figure]:
     first_bytes = load.held_rows * (2 * load.spec.value_bytes * load.dim + 8)
     per_shard, streams = load.num_shards * copied, min(_SHARDS_AT_ONCE, load.num_shards)
     return [
-        Figure("listing the images", load.num_rows / load.listed_per_second, "s", "N / images/s of one process"),
+        Figure(
+            "listing the images",
+            load.num_rows / load.listed_per_second / load.listing_cores,
+            "s",
+            "N / images/s / cores; tars of a bucket pass through that machine's network",
+        ),
         Figure("packing the images", load.num_rows / load.pack_images_per_second, "s", "N / images/s"),
         Figure("starting a shard", _START_SECONDS, "s", "as measured with 33 GB of rows; all start at once"),
         Figure("fetching the rows of a resumed run", first_bytes / per_shard, "s", "max(W, K) rows / shards / MB/s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -27,13 +28,14 @@ from tests.helpers.small_run import losses, small_run
 from tests.helpers.watching import wait_until
 from trainer.__main__ import main as start
 from trainer.arguments import parse_config
-from trainer.data import bucket_packs, cache, load_dataset, pack_files
+from trainer.data import bucket_packs, cache, load_dataset, numbered_shards, pack_files
 from trainer.data.__main__ import main as command_line
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pack import PackOptions, pack
+from trainer.data.pack_parts import merge
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
 from trainer.data.reading import read_source
@@ -556,6 +558,50 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert contents_of(copied)[:12] == contents_of(copied)[12:24], "what the object holds now"
 
 
+def test_numbered_tars_that_are_too_large_to_copy_are_read_where_they_are(
+    bucket: Proxy, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part asks for its own images alone and keeps nothing of them; its tars are those of one process."""
+    here = shards / "{00000..00002}.tar"
+    by_one = read_source(here).train.listing.content
+    monkeypatch.setattr(numbered_shards, "SHARDS_A_PROCESS", 1)
+    assert read_source(here).train.listing.content == by_one
+    near = pack(here, tmp_path / "near", PackOptions(tar_bytes=20_000))
+    bucket.faults.extend([Fault.BUSY, Fault.CUT])
+    far = tmp_path / "far"
+    for number in (0, 1):
+        source = SourceOptions(cache_dir=tmp_path / f"cache-{number}", cache_gib=1e-6)
+        bucket.requests.clear()
+        pack(SOURCE, far, PackOptions(source=source, part=Part(number, 2), tar_bytes=20_000))
+    planned = Manifest.load(far).ranges[-1]
+    own = planned.tars(Part(1, 2))
+    asked = [one.range.split("-") for one in bucket.ranges()]
+    assert len(asked) == own.stop - own.start
+    assert sum(int(last) - int(first) + 1 for first, last in asked) < sum(shard.bytes for shard in near.shards) / 2
+    assert not list((tmp_path / "cache-1").rglob("*"))
+    assert not list((tmp_path / "cache-0").rglob("*"))
+    merged = merge(far)
+    assert merged.shards == near.shards
+    assert f"{SOURCE_NAME} is larger than --cache-gib: its images are read there" in capsys.readouterr().err
+    bucket.faults.extend([Fault.BUSY, Fault.CUT])
+    assert contents_of(read_source(SOURCE, source).train.listing) == contents_of(
+        read_source(SOURCE, options(tmp_path)).train.listing
+    )
+
+
+def test_a_tar_that_cannot_be_listed_is_one_line(
+    bucket: Proxy, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name in the bucket, from another process too."""
+    monkeypatch.setattr(numbered_shards, "SHARDS_A_PROCESS", 1)
+    source = SourceOptions(cache_dir=tmp_path / "cache", cache_gib=1e-6)
+    put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes()[: tarfile.BLOCKSIZE + 10])
+    with pytest.raises(ValueError, match=r"^s3://images/source/00001\.tar: .* is not a complete tar"):
+        read_source(SOURCE, source)
+    refused = ObjectStoreError(SOURCE, Reason.DENIED)
+    assert str(copy.copy(refused)) == str(refused), "as it comes from another process"
+
+
 def test_images_of_a_bucket_have_their_names_there(
     bucket: Proxy, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -620,7 +666,8 @@ def test_sources_that_are_missing_or_too_large_are_one_line(bucket: Proxy, shard
         ("s3://images/no/{00001..00003}.tar", 10.0, "3 of its 3 files are missing"),
         ("s3://nowhere/{00001..00003}.tar", 10.0, f"s3://nowhere: {Reason.MISSING.value}"),
         ("s3://images/no", 10.0, f"s3://images/no: {Reason.MISSING.value}"),
-        (str(SOURCE), 0.01, "more than --cache-gib: give more"),
+        (str(SOURCE.parent), 0.01, "more than --cache-gib: give more"),
+        ("s3://images/source/{00001..00001}.zip", 10.0, "1 of its 1 files are missing"),
     ):
         with pytest.raises(ValueError, match=message):
             read_source(Path(source), options(tmp_path, mib))

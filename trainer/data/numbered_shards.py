@@ -1,0 +1,47 @@
+"""Lists the samples of numbered shards, several at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.cores import usable_cores
+from trainer.data.bucket_sources import whole
+from trainer.data.config import SourceOptions
+from trainer.data.left_out import LeftOut
+from trainer.data.tree import Folder, add_archive
+from weightserver.common.object_store import shown
+
+SHARDS_A_PROCESS = 16
+"""Fewer are not worth the start of another process."""
+
+
+def add_shards(top: Folder, paths: Sequence[Path], options: SourceOptions, left_out: LeftOut) -> None:
+    """Adds the samples of tars, on disks or in a bucket, in their order; processes on all cores of this rank list them.
+
+    Raises:
+        ValueError: a tar that is not complete; a bucket that refuses or does not answer.
+        OSError: the disk of --cache-dir cannot be written.
+    """
+    from joblib import Parallel, delayed
+
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    jobs = max(1, min(cores, len(paths) // SHARDS_A_PROCESS))
+    for folder, others in Parallel(jobs, return_as="generator")(delayed(_listed)(path, options) for path in paths):
+        top.take(folder)
+        top.own = top.own or folder.own
+        left_out.merge(others)
+
+
+def _listed(path: Path, options: SourceOptions) -> tuple[Folder, LeftOut]:
+    left_out = LeftOut()
+    folder = Folder("", left_out)
+    with whole(path, options) as file:
+        try:
+            add_archive(folder, file, path.name, left_out, options, tree=False)
+        except ValueError as error:
+            if file == path:
+                raise
+            raise ValueError(f"{shown(path)}: {error}") from None
+    return folder, left_out
