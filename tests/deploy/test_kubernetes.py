@@ -31,6 +31,7 @@ from tests.helpers.watching import wait_until
 from trainer.data.parts import Part
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
+from weightserver.common.object_store import shown
 from weightserver.operations.certificates import write_certificates
 
 ROOT = Path(__file__).parents[2]
@@ -543,3 +544,6 @@ def test_each_index_is_a_part_and_another_job_joins_them(tmp_path: Path) -> None
     assert (packing.command, packing.part) == ("pack", Part(4, 5))
     started = run(found, join["template"], tmp_path / "join")
     assert started.arguments == ["pack", "merge", str(packing.output)]
+    in_bucket = dict(re.findall(r"(?m)^# +(COMMAND|JOIN): (.*)$", text))
+    packing = parser.parse_args([*in_bucket["COMMAND"].split(), "--part", "4/5"])
+    assert in_bucket["JOIN"] == f"pack merge {shown(packing.output)} --cache-dir {packing.cache_dir}"

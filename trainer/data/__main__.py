@@ -5,7 +5,8 @@ pic pack images/train packed/                # repeat it to continue after an in
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
 pic pack images/train packed/ --part 2/8     # one of eight processes, each with a part
 pic pack merge packed/                       # when all parts are packed
-pic pack images/ s3://bucket/packed --cache-dir /nvme/images
+pic pack images/ s3://bucket/packed --cache-dir /nvme/images              # also with --part; then
+pic pack merge s3://bucket/packed --cache-dir /nvme/images
 pic pack packed/ s3://bucket/packed          # uploads it
 pic verify packed/
 """
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 from trainer.command_line import parsed
 from trainer.loading import loading_libraries
+from weightserver.common.atomic_files import to_path
 from weightserver.common.command_line import CommandParser, Parser
 from weightserver.common.object_store import to_location
 
@@ -62,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     add_source_arguments(packing)
 
     merging = commands.add_parser("pack merge", help="join the parts that pack --part has packed")
-    merging.add_argument("directory", type=to_location)
+    merging.add_argument("directory", type=to_location, help="the packed directory, or s3://BUCKET/PACK")
+    merging.add_argument(
+        "--cache-dir", type=to_path, metavar="DIR", help="for one in a bucket: where its index is joined"
+    )
 
     verifying = commands.add_parser("verify", help="compare packed files with their checksums")
     verifying.add_argument("directory", type=to_location, help="the packed directory, or s3://BUCKET/PACK")

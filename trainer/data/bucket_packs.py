@@ -26,6 +26,9 @@ from weightserver.common.object_store import (
     upload,
 )
 
+CLAIM = ".claim"
+"""The object by which a command that packs to a place in a bucket keeps others from it."""
+
 
 @contextmanager
 def staging(target: Path, options: SourceOptions) -> Iterator[Path]:
@@ -35,6 +38,10 @@ def staging(target: Path, options: SourceOptions) -> Iterator[Path]:
         ValueError, OSError: no --cache-dir, or as `claimed`.
     """
     place = options.in_cache("packs", *target.parts[1:])
+    if is_packed(target) and not Manifest.load(target).complete:
+        raise ValueError(
+            f"{shown(target)} is being packed in parts: then 'pic pack merge {shown(target)} --cache-dir DIR'"
+        )
     if is_packed(target) and not is_packed(place):
         raise ValueError(
             f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
@@ -52,7 +59,7 @@ def claimed(target: Path, place: Path) -> Iterator[Path]:
         ValueError: a bucket that cannot be written, or another command that packs to `target`.
         OSError: another process that packs to `target` from this directory.
     """
-    claim, folder = target / ".claim", place.with_name(f".{place.name}.claim")
+    claim, folder = target / CLAIM, place.with_name(f".{place.name}.claim")
     token = folder / "token"
     with directory_lock(folder):
         if not token.exists():
@@ -94,9 +101,12 @@ def upload_pack(directory: Path, target: Path) -> None:
 def verify_in_bucket(directory: Path) -> list[str]:
     """Compares lengths of tars, and the SHA-256 that uploads noted, with a manifest; returns a line for each file that
     differs. Reads no tar."""
+    manifest = Manifest.load(directory)
+    if not manifest.complete:
+        return [f"{shown(directory)} is not finished: pack its parts, then 'pic pack merge' joins them"]
     return [
         f"{shown(path)} is missing or does not match its checksum: remove it and upload the pack again"
-        for _, path, _ in _absent(directory, Manifest.load(directory))
+        for _, path, _ in _absent(directory, manifest)
     ]
 
 

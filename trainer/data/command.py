@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.data.bucket_packs import claimed, staging, upload_pack, verify_in_bucket
+from trainer.data.bucket_parts import merge_in_bucket, pack_part
+from trainer.data.config import SourceOptions
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed, packs_in
 from trainer.data.pack import PackOptions, pack, verify
@@ -41,26 +43,23 @@ def _pack(options: argparse.Namespace) -> list[str]:
     check_part_arguments(options)
     target, of_source = options.output, source_options(options)
     if not is_remote(target):
-        return _pack_on_disk(options)
-    if options.part:
-        raise ValueError(
-            "--part packs into a directory: give one on a disk; after 'pic pack merge DIRECTORY', "
-            f"'pic pack DIRECTORY {shown_path(target)}' uploads it"
-        )
+        return _pack_images(options)
     if has_pack := not is_remote(options.source) and is_packed(options.source):
-        if options.extend or options.engine or options.order_seed is not None or of_source.given:
+        if options.extend or options.part or options.engine or options.order_seed is not None or of_source.given:
             raise ValueError(f"{options.source} holds packed images, which are uploaded as they are: omit the options")
         place = claimed(target, options.source.resolve())
+    elif options.part or options.engine:
+        return _pack_images(options)
     else:
         place = staging(target, of_source)
     with place as options.output:
-        lines = [_packed(options.output, Manifest.load(options.output))] if has_pack else _pack_on_disk(options)
+        lines = [_packed(options.output, Manifest.load(options.output))] if has_pack else _pack_images(options)
         with stage(f"uploading to {shown_path(target)}"):
             upload_pack(options.output, target)
     return [*lines, f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it"]
 
 
-def _pack_on_disk(options: argparse.Namespace) -> list[str]:
+def _pack_images(options: argparse.Namespace) -> list[str]:
     of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
     how = PackOptions(
         order_seed=options.order_seed,
@@ -71,11 +70,15 @@ def _pack_on_disk(options: argparse.Namespace) -> list[str]:
     )
     if options.engine:
         manifest = pack_on_ray(options.source, options.output, how, options.address)
+    elif is_remote(options.output):
+        manifest = pack_part(options.source, options.output, how)
     else:
         manifest = pack(options.source, options.output, how)
+    output = shown_path(options.output)
     if not manifest.complete:
         images = counted(manifest.ranges[-1].count, "image")
-        return [f"{options.output}: part {how.part} of {images}; 'pic pack merge {options.output}' joins all parts"]
+        merging = f"pic pack merge {output}" + (" --cache-dir DIR" if is_remote(options.output) else "")
+        return [f"{output}: part {how.part} of {images}; '{merging}' joins all parts"]
     return [_packed(options.output, manifest)]
 
 
@@ -84,20 +87,18 @@ def _packed(output: Path, manifest: Manifest) -> str:
     broken = sum(shard.num_broken for shard in manifest.shards)
     labels = counted(len(manifest.classes), "named class", "es") if manifest.classes else "numbered classes"
     return (
-        f"{output}: {counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
+        f"{shown_path(output)}: {counted(manifest.num_images, 'image')} in {len(manifest.ranges)} range(s), "
         f"{labels if manifest.labelled else 'no labels'}, {counted(len(manifest.shards), 'tar')}, "
         f"{sum(shard.bytes for shard in manifest.shards) / 2**20:,.1f} MiB, {broken} broken and substituted"
     )
 
 
 def _merge(options: argparse.Namespace) -> list[str]:
-    if is_remote(options.directory):
-        raise ValueError(
-            "parts are joined on a disk: after 'pic pack merge DIRECTORY', "
-            f"'pic pack DIRECTORY {shown_path(options.directory)}' uploads the pack"
-        )
+    directory = options.directory
     with stage("joining the parts"):
-        return [_packed(options.directory, merge(options.directory))]
+        if is_remote(directory):
+            return [_packed(directory, merge_in_bucket(directory, SourceOptions(cache_dir=options.cache_dir)))]
+        return [_packed(directory, merge(directory))]
 
 
 def _verify(options: argparse.Namespace) -> list[str]:

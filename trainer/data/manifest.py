@@ -27,7 +27,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
-from weightserver.common.object_store import find, is_remote, read, shown
+from weightserver.common.object_store import find, is_remote, read, shown, unless_missing
 
 FORMAT = 5
 
@@ -229,9 +229,11 @@ def line_of(shard: Shard) -> bytes:
 
 
 def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
-    """The tars named in a list, which are the first ones of `tars`. An incomplete last line is ignored."""
+    """The tars named in a list, which are the first ones of `tars`. An incomplete last line is ignored. A bucket has no
+    list before it has all tars."""
     try:
-        *lines, rest = _read(path).split(b"\n")
+        content = unless_missing(lambda: read(path)) or b"" if is_remote(path) else path.read_bytes()
+        *lines, rest = content.split(b"\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
     shards: list[Shard] = []

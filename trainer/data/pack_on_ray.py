@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from trainer.data.bucket_parts import merge_in_bucket, pack_part, plan_in_bucket
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, planned_pack
 from trainer.data.pack_parts import merge
@@ -20,20 +22,27 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     Raises:
         ValueError, OSError: as `pack`, `merge` and `on_ray`.
     """
-    output = output.resolve()
-    if not is_remote(source):
-        source = source.resolve()
-    elif cache := options.source.cache_dir:  # a worker has another working directory
+    source = source if is_remote(source) else source.resolve()
+    if cache := options.source.cache_dir:  # a worker has another working directory
         options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
-    with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as plan:
-        manifests = list(map(Manifest.load, plan.directories))
+    in_bucket = is_remote(output)
+    output = output if in_bucket else output.resolve()
+    plan, pack_a_part = (plan_in_bucket, pack_part) if in_bucket else (_plan, pack)
+    join = partial(merge_in_bucket, options=options.source) if in_bucket else merge
+    with stage("listing the images"):
+        manifests = list(map(Manifest.load, plan(source, output, options)))
     if all(manifest.complete for manifest in manifests):
-        return merge(output)
+        return join(output)
     of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))
 
     def task(part: Part) -> None:
-        pack(source, output, replace(options, part=part, threads=1))
+        pack_a_part(source, output, replace(options, part=part, threads=1))
 
     with stage("packing"), counting("parts", of) as progress:
         on_ray(task, of, progress.advance, address=address)
-    return merge(output)
+    return join(output)
+
+
+def _plan(source: Path, output: Path, options: PackOptions) -> list[Path]:
+    with planned_pack(source, output, replace(options, part=WHOLE)) as plan:
+        return plan.directories

@@ -90,9 +90,9 @@ def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
     if options.extend and all(manifest.complete for manifest in manifests):
         return []
     for wrong, remedy in _contradictions_of_options(manifests[0], options):
-        raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
+        raise ValueError(f"{shown(output)} {wrong}: {remedy}, or give another directory")
     if not (last := manifests[0].ranges[-1]).is_of(source):
-        raise ValueError(f"{output} holds images of {last.source}: give another directory")
+        raise ValueError(f"{shown(output)} holds images of {last.source}: give another directory")
     return directories
 
 

@@ -733,9 +733,6 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
     for part in range(2):
         pack(tree, joined, PackOptions(tar_bytes=10_000, part=Part(part, 2)))
         assert "joined/test is not finished: repeat the command that packs it; 'pic pack merge'" in refused(*upload_it)
-    assert "after 'pic pack merge DIRECTORY', 'pic pack DIRECTORY s3://images/joined' uploads" in refused(
-        "pack", "merge", "s3://images/joined"
-    )
     assert call("pack", "merge", str(joined)) == 0
     assert "holds packed images, which are uploaded as they are: omit the options" in refused(*upload_it, "--extend")
     capsys.readouterr()
@@ -829,7 +826,6 @@ def test_a_place_for_a_pack_that_cannot_be_used_is_refused_first(
         (["s3://images/new"], "give --cache-dir"),
         (["s3://nowhere/new", *cache_dir], Reason.MISSING.value),
         ([str(PACK), *cache_dir], "s3://images/packed holds a pack, and"),
-        (["s3://images/new", *cache_dir, "--part", "0/2"], "--part packs into a directory"),
     ):
         assert call("pack", str(tree), *arguments) == 1
         (line,) = capsys.readouterr().err.splitlines()

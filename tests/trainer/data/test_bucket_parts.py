@@ -1,0 +1,342 @@
+"""Parts of a pack in a bucket of a real S3 server: killed, repeated elsewhere and joined, they are the pack of one
+process on a disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.dying_pack import Killed
+from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.object_store import Proxy, credentials, object_store
+from tests.helpers.watching import wait_until
+from trainer.data import bucket_parts, load_dataset
+from trainer.data.__main__ import main
+from trainer.data.bucket_parts import merge_in_bucket, pack_part
+from trainer.data.config import SourceOptions
+from trainer.data.manifest import Manifest
+from trainer.data.pack import PackOptions, pack
+from trainer.data.pack_parts import LOCK
+from trainer.data.packed import PackedImages
+from trainer.data.parts import Part
+from weightserver.common import object_store as objects
+from weightserver.common.object_store import ObjectStoreError, Reason
+
+ROOT = Path(__file__).parents[3]
+PART = """
+import sys
+from pathlib import Path
+from trainer.data import bucket_parts
+from trainer.data.config import SourceOptions
+from trainer.data.pack import PackOptions
+from trainer.data.parts import to_part
+from trainer.stopping import exit_on_error
+
+bucket_parts._LOOK_SECONDS = 0.2
+source, target, part, cache = sys.argv[1:]
+with exit_on_error("part"):
+    options = PackOptions(tar_bytes=40_000, threads=2, part=to_part(part), source=SourceOptions(cache_dir=Path(cache)))
+    bucket_parts.pack_part(Path(source), Path(target), options)
+"""
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training and test images, some of them broken."""
+    root = tmp_path_factory.mktemp("images") / "tree"
+    odd_tree(root / "train", 40)
+    plain_tree(root / "test", 20)
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pack of one process on a disk."""
+    directory = tmp_path_factory.mktemp("packed")
+    pack(tree, directory, PackOptions(tar_bytes=40_000))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
+        for name, value in credentials(proxy.url).items():
+            patched.setenv(name, value)
+        objects._bucket.cache_clear()
+        proxy.make_bucket("images")
+        yield proxy
+    objects._bucket.cache_clear()
+
+
+@pytest.fixture
+def bucket(server: Proxy) -> Iterator[Proxy]:
+    server.heal()
+    yield server
+    server.heal()
+
+
+@pytest.fixture
+def target(bucket: Proxy, tmp_path: Path) -> Path:
+    """A place in the bucket that nothing else is packed to."""
+    return Path("s3://images", tmp_path.name)
+
+
+def options(cache: Path, part: Part | None = None, **changes: Any) -> PackOptions:
+    return PackOptions(**{"tar_bytes": 40_000, "threads": 2, "part": part, "source": source_options(cache)} | changes)
+
+
+def source_options(cache: Path) -> SourceOptions:
+    return SourceOptions(cache_dir=cache)
+
+
+@contextmanager
+def process(tree: Path, target: Path, part: str, cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """Packs a part; is killed at the end, if it still runs."""
+    command = [sys.executable, "-c", PART, str(tree), objects.shown(target), part, str(cache)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def first_line(started: subprocess.Popen[str]) -> str:
+    """What a process says first; it has begun then."""
+    assert started.stderr
+    return started.stderr.readline().strip()
+
+
+def call(*arguments: object) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, arguments)))
+    return ended.value.code
+
+
+def stored(target: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(target)): objects.read(path) for path in objects.below(target)}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != LOCK)
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def sent(bucket: Proxy) -> list[str]:
+    """Names of the tars that were uploaded."""
+    return [one.path for one in bucket.requests if one.method == "PUT" and one.path.endswith(".tar")]
+
+
+def test_parts_on_several_machines_are_the_pack_of_one_process(
+    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One waits for the list of images; one is killed, and repeated elsewhere as parts of another number."""
+    place, shown = f"/images/{target.name}", objects.shown(target)
+    tars = Manifest.load(whole).ranges[-1].tars(Part(0, 2))
+    last = f"{place}/rows-{tars[-1]:012d}.tar"
+    with process(tree, target, "1/2", tmp_path / "two") as second:
+        assert first_line(second) == "waiting for part 0/2, which lists the images"
+        bucket.silent = last
+        with process(tree, target, "0/2", tmp_path / "one") as first:
+            wait_until(lambda: any(one.path == last for one in bucket.requests))
+            first.send_signal(signal.SIGKILL)
+        _, errors = second.communicate(timeout=300)
+        assert second.returncode == 0, errors
+    before = set(sent(bucket)) - {last}
+    assert len(before) > len(tars)
+    bucket.heal()
+    with pytest.raises(ValueError, match=rf"^{shown} is not completely packed: .*; 'pic pack merge' joins parts"):
+        PackedImages(target, source_options(tmp_path / "two"))
+    assert call("verify", shown) == 1
+    assert f"{shown} is not finished: pack its parts, then 'pic pack merge' joins them" in capsys.readouterr().err
+    for number in (1, 2, 0):
+        assert not pack_part(tree, target, options(tmp_path / "three", Part(number, 3))).complete
+        assert not [path for path in (tmp_path / "three").rglob("*") if path.suffix in (".tar", ".bin")]
+    assert not set(sent(bucket)) & before, "what was finished is not sent again"
+    assert call("pack", "merge", shown, "--cache-dir", tmp_path / "four") == 0
+    assert capsys.readouterr().out.startswith(f"{shown}: 53 images in 1 range(s), 3 named classes, ")
+    assert stored(target) == files(whole)
+    assert not [path for path in (tmp_path / "four").rglob("*") if path.is_file()]
+    assert call("verify", shown) == 0
+    far = load_dataset("packed", target, image_size=16, options=source_options(tmp_path / "five"))
+    near = load_dataset("packed", whole, image_size=16)
+    assert far.digests == near.digests
+    assert np.array_equal(far.train_images[:], near.train_images[:])
+    assert np.array_equal(far.test_images[:], near.test_images[:])
+    bucket.heal()
+    again = options(tmp_path / "six", Part(0, 2))
+    assert pack_part(tree, target, again) == merge_in_bucket(target, again.source) == Manifest.load(whole)
+    assert not [one for one in bucket.requests if one.method == "PUT"]
+
+
+@pytest.fixture
+def packed(tree: Path, target: Path, tmp_path: Path) -> Path:
+    """Both parts of a pack, not joined yet."""
+    for number in range(2):
+        pack_part(tree, target, options(tmp_path / "cache", Part(number, 2)))
+    return target
+
+
+def test_nothing_is_joined_before_all_tars_are_there(
+    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line tells what is missing: parts, a tar, or records that do not match their checksum."""
+    shown, cache = objects.shown(target), tmp_path / "cache"
+
+    def refused() -> str:
+        before = stored(target)
+        assert call("pack", "merge", shown, "--cache-dir", cache) == 1
+        assert stored(target) == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert f"{shown}/manifest.json: {Reason.MISSING.value}" in refused()
+    pack_part(tree, target, options(cache, Part(0, 2)))
+    capsys.readouterr()
+    assert refused() == (
+        f"pic pack merge: 1 of 2 tars of {shown}/test missing, first that of row 11 of 20: repeat 'pic pack SOURCE "
+        f"{shown} --part I/N' for the parts that did not end"
+    )
+    pack_part(tree, target, options(cache, Part(1, 2)))
+    tar = target / "rows-000000000000.tar"
+    content = objects.read(tar)
+    objects.write(tar, content[:-1])
+    capsys.readouterr()
+    assert f"{objects.shown(tar)}: {Reason.DAMAGED.value}" in refused()
+    objects.remove([tar])
+    assert (
+        f"1 of {Manifest.load(target).ranges[-1].num_tars} tars of {shown} missing, first that of row 0 of 53"
+        in refused()
+    )
+    for of in (2, 3):
+        pack_part(tree, target, options(cache, Part(0, of)))
+    note = min(objects.below(target / "parts"))
+    noted = objects.read(note)
+    capsys.readouterr()
+    for damage in (b"", noted[:-1], b"[]" + noted):
+        objects.write(note, damage)
+        assert f"{objects.shown(note)}: {Reason.DAMAGED.value}" in refused()
+    objects.write(note, noted)
+    merge_in_bucket(target, source_options(cache))
+    assert stored(target) == files(whole)
+
+
+@pytest.mark.parametrize("fatal", range(1, 7))
+def test_an_interrupted_merge_is_repeated(
+    fatal: int, packed: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine: index and list of the test images and of the training images are sent, then parts removed."""
+    calls = 0
+
+    def dying(act: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **more: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
+                raise Killed
+            act(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("upload", "remove"):
+            patched.setattr(bucket_parts, name, dying(getattr(bucket_parts, name)))
+        with pytest.raises(Killed):
+            merge_in_bucket(packed, source_options(tmp_path / "one"))
+    assert Manifest.load(packed).complete == (fatal > 4)
+    assert merge_in_bucket(packed, source_options(tmp_path / "two")) == Manifest.load(whole)
+    assert stored(packed) == files(whole)
+
+
+def test_a_write_that_is_refused_is_one_line_and_repeated(
+    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path
+) -> None:
+    """Of each kind of object."""
+
+    def pack_all() -> None:
+        for number in range(2):
+            pack_part(tree, target, options(tmp_path / "cache", Part(number, 2)))
+        merge_in_bucket(target, source_options(tmp_path / "cache"))
+
+    for refused in ("images-", "test/manifest", "manifest", "rows-", "parts/", "test/index-", "index-", "shards-"):
+        bucket.refused = f"/images/{target.name}/{refused}"
+        with pytest.raises(ObjectStoreError) as ended:
+            pack_all()
+        assert ended.value.reason is Reason.DENIED
+        assert f"{objects.shown(target)}/{refused}" in str(ended.value)
+    assert not Manifest.load(target).complete
+    bucket.heal()
+    pack_all()
+    assert stored(target) == files(whole)
+
+
+def test_a_tar_that_the_store_does_not_keep_is_not_finished(
+    bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(path: Path, to: Path, **noted: Any) -> None:
+        if path.suffix != ".tar":
+            objects.upload(path, to, **noted)
+
+    monkeypatch.setattr(bucket_parts, "upload", lose)
+    with pytest.raises(ObjectStoreError, match=r"rows-000000000000\.tar: it does not match its checksum"):
+        pack_part(tree, target, options(tmp_path / "cache", Part(0, 1)))
+    assert not objects.below(target / "parts")
+
+
+def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
+    bucket: Proxy, tree: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, shown = tmp_path / "cache", objects.shown(packed)
+    before = stored(packed)
+    capsys.readouterr()
+    for source, more, message in (
+        (tree, ["--part", "0/2", "--order-seed", "6"], "is packed in the order of seed 0, not 6: give --order-seed 0"),
+        (tree, ["--part", "1/2", "--alpha", "ignore"], "was packed with --alpha show, not --alpha ignore: omit that"),
+        (tree / "test", ["--part", "1/2"], f"holds images of {tree}/train: give another"),
+        (
+            tree,
+            ["--part", "1/2", "--extend"],
+            "parts in a bucket are those of a new pack: omit --extend",
+        ),
+        (tree, [], f"{shown} is being packed in parts: then 'pic pack merge {shown} --cache-dir DIR'"),
+    ):
+        assert call("pack", source, shown, "--cache-dir", cache, *more) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+        assert stored(packed) == before
+    other = packed.with_name(f"{packed.name}-other")
+    for name, message in (
+        (
+            ".claim",
+            f"another command packs to {objects.shown(other)}: wait for it, or remove {objects.shown(other)}/.claim",
+        ),
+        ("rows-000000000000.tar", f"{objects.shown(other)} holds other files: give another place, or remove them"),
+    ):
+        objects.write(other / name, b"another")
+        assert call("pack", tree, objects.shown(other), "--cache-dir", cache, "--part", "0/2") == 1
+        assert message in capsys.readouterr().err
+        objects.remove([other / name])
+    assert call("pack", tree, objects.shown(other), "--part", "0/2") == 1
+    assert "give --cache-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_part_that_waits_is_ended_by_a_signal(
+    number: signal.Signals, bucket: Proxy, tree: Path, target: Path, tmp_path: Path
+) -> None:
+    with process(tree, target, "1/2", tmp_path / "cache") as waiting:
+        assert first_line(waiting).startswith("waiting for part 0/2")
+        waiting.send_signal(number)
+        _, errors = waiting.communicate(timeout=60)
+        assert (waiting.returncode, errors) in ((130, "part: interrupted\n"), (-number, ""))

@@ -1,0 +1,266 @@
+"""Parts of a pack that go to a bucket by themselves, so that a machine has a few of its tars only.
+
+    parts/PLAN-FIRST    of a finished tar: its line in the list of tars, and its records; uploaded after the tar
+
+PLAN is a digest of manifest.json. Part 0 lists the images and uploads the listing and, last, manifest.json; the others
+wait for that. Which tars there are follows from it alone: a part that is repeated on another machine, or one of another
+number of parts, continues with what is missing. The pack is finished when it has its list of tars, which `merge` makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.data.bucket_packs import CLAIM
+from trainer.data.bucket_sources import local_source
+from trainer.data.config import SourceOptions
+from trainer.data.manifest import (
+    Manifest,
+    Range,
+    Shard,
+    index_path,
+    is_packed,
+    line_of,
+    listing_path,
+    packs_in,
+    shards_path,
+    tar_path,
+)
+from trainer.data.pack import Packer, planned_pack
+from trainer.data.pack_files import SEGMENT_BYTES, CachedFiles
+from trainer.data.pack_plan import PackOptions, begun
+from trainer.data.parts import WHOLE
+from trainer.data.reading import counted
+from trainer.display import counting, stage
+from weightserver.common.atomic_files import directory_lock, make_directory, sha256
+from weightserver.common.logs import Remark, say
+from weightserver.common.object_store import (
+    ObjectStoreError,
+    Reason,
+    below,
+    create,
+    digest_of,
+    directly_below,
+    find,
+    read,
+    remove,
+    shown,
+    upload,
+    write,
+)
+
+_LOOK_SECONDS = 5.0
+"""How often a part looks whether the images are listed."""
+_READERS = 16
+"""Objects that are read at the same time."""
+
+
+def pack_part(source: Path, target: Path, options: PackOptions) -> Manifest:
+    """Packs the part of `options` (default: all) into a bucket, as far as its tars are not there. The first part lists
+    the images; the others wait until it has.
+
+    Returns the manifest of the training images, which has no tars before `merge_in_bucket`.
+
+    Raises:
+        ValueError: as `pack`; a bucket that refuses or does not answer, or holds another pack.
+        OSError: the disk cannot be written, or another process packs this part with the same --cache-dir.
+    """
+    part = options.part or WHOLE
+    with _work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder:
+        if part.number:
+            _wait_for_the_plan(target, f"0/{part.of}")
+        directories = plan_in_bucket(source, target, options)
+        place = local_source(source, options.source)
+        with counting("packing") as progress, stage("packing"), ThreadPoolExecutor(1) as sender:
+            for there in directories:
+                manifest = Manifest.load(there)
+                if not manifest.complete:
+                    tars = _TarsInBucket(there, manifest.ranges[-1].tars(part), folder, sender)
+                    Packer(manifest, _listing(there, manifest, options.source), place, options, tars, progress).run()
+                    tars.finish()
+    return Manifest.load(target)
+
+
+def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Path]:
+    """Lists the images of a source for parts in a bucket, unless that is done; returns the pack's directories there.
+
+    Raises:
+        ValueError, OSError: as `pack_part`.
+    """
+    if options.extend:
+        raise ValueError(f"parts in a bucket are those of a new pack: omit --extend, or pack {shown(target)} on a disk")
+    if directories := begun(source, target, options):
+        return directories
+    if claimed := find(target / CLAIM):
+        raise ValueError(f"another command packs to {shown(target)}: wait for it, or remove {shown(claimed.path)}")
+    if any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
+        raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
+    with (
+        _work_folder(target, "plan", options.source) as folder,
+        planned_pack(source, folder, replace(options, part=None)) as plan,
+        stage(f"uploading the list of images to {shown(target)}"),
+    ):
+        for here in reversed(plan.directories):
+            there = target / here.relative_to(folder)
+            listing = listing_path(here, 0)
+            _send(listing, there / listing.name, sha256(listing))
+            put = create if there == target else write  # of two plans, the first counts
+            put(there / "manifest.json", (here / "manifest.json").read_bytes())
+    return begun(source, target, options)
+
+
+def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
+    """Joins the parts of a pack in a bucket, and of its test images; reads no tar. One that is joined stays as it is.
+
+    Returns the manifest of the training images.
+
+    Raises:
+        ValueError: tars that are missing, and nothing is changed; a bucket that refuses or does not answer.
+        OSError: the disk cannot be written, or another process joins them with the same --cache-dir.
+    """
+    directories = packs_in(target)[::-1] or [target]  # which has no manifest then, as `load` says
+    unfinished = {
+        there: manifest.ranges[-1] for there in directories if not (manifest := Manifest.load(there)).complete
+    }
+    for there, range_ in unfinished.items():
+        tars = range_.tars(WHOLE)
+        if missing := sorted(set(tars).difference(_finished(there, tars))):
+            raise ValueError(
+                f"{len(missing):,} of {counted(len(tars), 'tar')} of {shown(there)} missing, first that of row "
+                f"{missing[0]:,} of {range_.count:,}: repeat 'pic pack SOURCE {shown(target)} --part I/N' for the "
+                "parts that did not end"
+            )
+    with _work_folder(target, "merge", options) as folder:
+        here = {there: folder / there.relative_to(target) for there in unfinished}
+        joined = {there: _joined(there, range_, here[there]) for there, range_ in unfinished.items()}
+        for there, range_ in joined.items():
+            for path in (index_path(there, range_.first), shards_path(there, range_.first)):
+                _send(here[there] / path.name, path, range_.digests(there)[path])
+    for there in directories:
+        remove(below(there / "parts"))
+    return Manifest.load(target)
+
+
+class _TarsInBucket:
+    """The tars of a part of a range in a bucket; `tars` are their first rows.
+
+    One is sent while the next is packed, by `sender`, which has one thread.
+    """
+
+    def __init__(self, there: Path, tars: range, folder: Path, sender: ThreadPoolExecutor) -> None:
+        self.folder, self._there, self._tars = folder, there, tars
+        self._note, self._sender = _notes(there), sender
+        self._sending: Future[None] | None = None
+
+    def finished(self) -> Iterator[tuple[Shard, bytes]]:
+        return _noted(self._note, _finished(self._there, self._tars))
+
+    def add(self, shard: Shard, records: bytes) -> None:
+        self.finish()
+        self._sending = self._sender.submit(self._add, shard, records)
+
+    def finish(self) -> None:
+        """Waits until all tars are finished."""
+        if self._sending:
+            self._sending.result()
+
+    def _add(self, shard: Shard, records: bytes) -> None:
+        tar = tar_path(self.folder, shard.first)
+        _send(tar, self._there / tar.name, shard.sha256)
+        write(self._note(shard.first), line_of(shard) + records)
+        tar.unlink()
+
+
+@contextmanager
+def _work_folder(target: Path, name: str, options: SourceOptions) -> Iterator[Path]:
+    """An empty folder in --cache-dir, which no other process has meanwhile.
+
+    Raises:
+        ValueError: no --cache-dir.
+        OSError: another process has it.
+    """
+    folder = options.in_cache("parts", *target.parts[1:], name)
+    with directory_lock(folder):
+        shutil.rmtree(folder / "files", ignore_errors=True)  # of a process that was killed
+        (folder / "files").mkdir()
+        try:
+            yield folder / "files"
+        finally:
+            shutil.rmtree(folder / "files", ignore_errors=True)
+
+
+def _wait_for_the_plan(target: Path, first: str) -> None:
+    if not is_packed(target):
+        say(Remark(f"waiting for part {first}, which lists the images", path=shown(target)))
+    with stage(f"waiting for part {first}, which lists the images"):
+        while not is_packed(target):
+            time.sleep(_LOOK_SECONDS)
+
+
+def _listing(there: Path, manifest: Manifest, options: SourceOptions) -> Path:
+    """The listing of the last range, in --cache-dir, which the parts on a machine share."""
+    range_ = manifest.ranges[-1]
+    path = listing_path(there, range_.first)
+    listing = CachedFiles(options).whole(path, range_.listing_sha256)
+    if sha256(listing) != range_.listing_sha256:
+        raise ObjectStoreError(path, Reason.DAMAGED)
+    return listing
+
+
+def _send(path: Path, target: Path, digest: str) -> None:
+    """Uploads a file and reads the digest back that the store keeps with it."""
+    upload(path, target, sha256=digest, segment_bytes=SEGMENT_BYTES)
+    if digest_of(target) != digest:
+        raise ObjectStoreError(target, Reason.DAMAGED)
+
+
+def _notes(there: Path) -> Callable[[int], Path]:
+    """Where a bucket has line and records of the tar that begins with a row."""
+    plan = hashlib.sha256(read(there / "manifest.json")).hexdigest()[:12]
+    return lambda first: there / "parts" / f"{plan}-{first:012d}"
+
+
+def _finished(there: Path, tars: range) -> list[int]:
+    """Those of the tars that a bucket has, with line and records; all by their first rows."""
+    note = _notes(there)
+    found = {one.path for folder in (there, there / "parts") for one in directly_below(folder)}
+    return [first for first in tars if {tar_path(there, first), note(first)} <= found]
+
+
+def _noted(note: Callable[[int], Path], tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
+    """Finished tars, by their first rows, and their records."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        for start in range(0, len(tars), _READERS):
+            paths = list(map(note, tars[start : start + _READERS]))
+            for path, content in zip(paths, pool.map(read, paths), strict=True):
+                line, _, records = content.partition(b"\n")
+                try:
+                    shard = Shard(**json.loads(line))
+                except (ValueError, TypeError):
+                    raise ObjectStoreError(path, Reason.DAMAGED) from None
+                if hashlib.sha256(records).hexdigest() != shard.index_sha256:
+                    raise ObjectStoreError(path, Reason.DAMAGED)
+                yield shard, records
+
+
+def _joined(there: Path, range_: Range, here: Path) -> Range:
+    """Writes index and list of a range in a bucket into the folder `here`; returns the range with its tars."""
+    make_directory(here)
+    lengths, shards = {one.path: one.bytes for one in directly_below(there)}, list[Shard]()
+    with index_path(here, range_.first).open("wb") as index:
+        for shard, records in _noted(_notes(there), range_.tars(WHOLE)):
+            if lengths.get(tar := tar_path(there, shard.first)) != shard.bytes:
+                raise ObjectStoreError(tar, Reason.DAMAGED)
+            index.write(records)
+            shards.append(shard)
+    joined = replace(range_, shards=tuple(shards))
+    shards_path(here, range_.first).write_bytes(joined.list_of_tars)
+    return joined
