@@ -2,14 +2,16 @@
 
 python -m benchmarks.dealing
 
-Prints the tables of docs/scale.md.
+Prints the tables of docs/scale.md, which compare `weightserver plan` with the simulation.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from trainer.data.pack_files import SEGMENT_BYTES
 from weightserver.core.sharding import Sharding
+from weightserver.operations.plan import Workload, plan
 from weightserver.torch.ranks import RowOwners
 from weightserver.torch.windows import VisitSchedule, dealt_to_nodes
 
@@ -17,11 +19,20 @@ ROWS_PER_BLOCK = 63
 CLUSTERS = ((63, 1_024, 2_621_440), (63, 8, 131_072), (16, 64, 131_072), (32, 128, 131_072), (128, 1_024, 131_072))
 """Shards, ranks, and rows of the window."""
 
-MACHINES = ((8, 4_096), (16, 8_192), (128, 32_768))
-"""Machines, and images of a batch: those of `weightserver plan` in docs/scale.md."""
-WINDOW_SIZE, WINDOW_STRIDE = 131_072, 16_384
-SEGMENT_IMAGES = (8 << 20) // 110_000
-"""Images of 110,000 bytes in a segment, the unit of reading."""
+READERS = (
+    (8, 4_096, 131_072, 16_384, 110_000),
+    (16, 8_192, 131_072, 16_384, 110_000),
+    (128, 32_768, 131_072, 16_384, 110_000),
+    (128, 32_768, 262_144, 32_768, 110_000),
+    (4, 1_024, 131_072, 16_384, 110_000),
+    (32, 16_384, 131_072, 16_384, 110_000),
+    (64, 16_384, 131_072, 16_384, 30_000),
+    (256, 32_768, 131_072, 16_384, 400_000),
+    (16, 8_192, 131_072, 65_536, 110_000),
+    (16, 8_192, 131_072, 4_096, 110_000),
+)
+"""Machines, images of a batch, of the window and of its move, and bytes of an image; the first three are those of
+`weightserver plan` in docs/scale.md."""
 
 
 def flush(num_shards: int, num_ranks: int, num_rows: int) -> tuple[int, int, float]:
@@ -42,32 +53,51 @@ def table_of_flushes() -> list[str]:
     return lines
 
 
-def reads(num_nodes: int, batch_size: int, *, by_place: bool) -> tuple[float, float]:
-    """How many machines read an image, and a segment, on average, while the window passes over them."""
-    schedule = VisitSchedule(num_rows=10**7, window_size=WINDOW_SIZE, window_stride=WINDOW_STRIDE, seed=0)
-    windows = WINDOW_SIZE // WINDOW_STRIDE + 2
-    batches = schedule.visits(0, windows * WINDOW_SIZE).reshape(-1, batch_size)
+def planned_run(num_nodes: int, batch_size: int, window_size: int, window_stride: int, image_bytes: int) -> Workload:
+    return Workload(
+        num_rows=10**7,
+        batch_size=batch_size,
+        window_size=window_size,
+        window_stride=window_stride,
+        num_ranks=num_nodes,
+        num_nodes=num_nodes,
+        image_bytes=image_bytes,
+    )
+
+
+def planned_reads(load: Workload) -> tuple[float, float]:
+    """How many machines read an image, and a segment, by the formulas of `plan`."""
+    figures = {figure.name: figure.value * load.num_nodes for figure in plan(load)["images"]}
+    return figures["share of the images that a node reads"], figures["share of the segments that a node reads"]
+
+
+def reads(load: Workload, *, by_place: bool) -> tuple[float, float]:
+    """How many machines read an image, and a segment of 8 MiB, on average, while the window passes over them."""
+    size, stride, in_segment = load.window_size, load.window_stride, SEGMENT_BYTES // load.image_bytes
+    schedule = VisitSchedule(num_rows=load.num_rows, window_size=size, window_stride=stride, seed=0)
+    batches = schedule.visits(0, (size // stride + 2) * size).reshape(-1, load.batch_size)
     if by_place:
-        batches = np.stack([rows[dealt_to_nodes(rows, num_nodes, window_size=WINDOW_SIZE)] for rows in batches])
-    nodes = np.broadcast_to(np.arange(batch_size) * num_nodes // batch_size, batches.shape)
-    first = -(-(WINDOW_SIZE - WINDOW_STRIDE) // SEGMENT_IMAGES)
-    segments = np.arange(first, (WINDOW_SIZE + 2 * WINDOW_STRIDE) // SEGMENT_IMAGES)  # all their visits are among these
-    passed = np.isin(batches // SEGMENT_IMAGES, segments)
-    images = np.unique(batches[passed] * num_nodes + nodes[passed])
-    of_segments = np.unique(images // num_nodes // SEGMENT_IMAGES * num_nodes + images % num_nodes)
-    return len(images) / len(segments) / SEGMENT_IMAGES, len(of_segments) / len(segments)
+        batches = np.stack([rows[dealt_to_nodes(rows, load.num_nodes, window_size=size)] for rows in batches])
+    nodes = np.broadcast_to(np.arange(load.batch_size) * load.num_nodes // load.batch_size, batches.shape)
+    first = -(-(size - stride) // in_segment)
+    segments = np.arange(first, (size + 2 * stride) // in_segment)  # all their visits are among these
+    passed = np.isin(batches // in_segment, segments)
+    images = np.unique(batches[passed] * load.num_nodes + nodes[passed])
+    of_segments = np.unique(images // load.num_nodes // in_segment * load.num_nodes + images % load.num_nodes)
+    return len(images) / len(segments) / in_segment, len(of_segments) / len(segments)
 
 
 def table_of_reads() -> list[str]:
     lines = [
-        "| machines | images of a batch | an image is read by | by position | a segment is read by | by position |"
+        "| machines | batch | window | its move | bytes of an image | an image is read by | by `plan` | by position "
+        "| a segment is read by | by `plan` | by position |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|")
-    for num_nodes, batch_size in MACHINES:
-        images, segments = reads(num_nodes, batch_size, by_place=True)
-        all_images, all_segments = reads(num_nodes, batch_size, by_place=False)
-        cells = f"{images:.2f} | {all_images:.2f} | {segments:.2f} | {all_segments:.1f}"
-        lines.append(f"| {num_nodes} | {batch_size:,} | {cells} |")
+    for numbers in READERS:
+        load = planned_run(*numbers)
+        dealt, planned, position = reads(load, by_place=True), planned_reads(load), reads(load, by_place=False)
+        images, segments = (" | ".join(f"{each[i]:.2f}" for each in (dealt, planned, position)) for i in range(2))
+        lines.append(f"| {' | '.join(f'{number:,}' for number in numbers)} | {images} | {segments} |")
     return lines
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Literal
 
 from weightserver.common.options import add_options, given_options, option
@@ -28,8 +29,6 @@ _START_SECONDS = 3.3
 _SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 23, 1 << 10, 8
 """What a machine reads from a bucket at once, and the neighbours that it is dealt (trainer/data/pack_files.py,
 weightserver/torch/windows.py)."""
-_PARTS_OF_SEGMENTS = 2.4
-"""Segments that a machine reads for visits that were another's, as a multiple of nodes/√B: by a simulation."""
 _LISTED_MORE = 16
 """Bytes of an image beside its line while it is listed (python -m benchmarks.listing)."""
 _HOURS_OF_A_MONTH = 730
@@ -266,12 +265,26 @@ def _trainer(load: Workload) -> list[Figure]:
 
 
 def _images(load: Workload) -> list[Figure]:
-    """A node is dealt visits to neighbouring images, and a few to those of others, so that batches are equal."""
+    """A node is dealt visits to neighbouring images, and a few to those of others, so that batches are equal.
+
+    A batch is cut between nodes at quantiles of its visits, B of the W in the window. By chance, quantile q is off by
+    √(q(1 − q)(1/B − 1/W)), on average over q by π/8·√(1/B − 1/W). Of m batches, the largest and the smallest cut are
+    2Φ⁻¹(1 − 5/(8m + 2)) times as far apart (Blom 1958), and what lies between them is read by both nodes. A group that
+    enters or leaves the window also moves the cuts, by its own size. `benchmarks/dealing.py` simulates all this.
+    """
     n, rate, size = load.num_nodes, load.steps_per_second, load.image_bytes
-    group = max(1.0, min(_LARGEST_GROUP, load.window_size / (_GROUPS_OF_NODE * n)))
-    met = 1 + _SEGMENT_BYTES / size / group + _PARTS_OF_SEGMENTS * n / math.sqrt(load.batch_size)
-    segments = min(1.0, met / n)
-    seen = min((1 + n / math.sqrt(load.batch_size)) / n, 1 - (1 - 1 / n) ** (load.window_size / load.window_stride))
+    window, passes, in_segment = load.window_size, load.window_size / load.window_stride, _SEGMENT_BYTES / size
+    group = max(1.0, min(_LARGEST_GROUP, window / (_GROUPS_OF_NODE * n)))
+
+    def readers(batches: float) -> float:
+        """Nodes that read what so many batches visit."""
+        deviation = math.sqrt(max(0.0, 1 / load.batch_size - 1 / window))
+        apart = -math.pi / 4 * NormalDist().inv_cdf(5 / (8 * batches + 2)) * deviation
+        return 1 + (n - 1) * (apart + group / window)
+
+    seen = min(readers(passes) / n, 1 - (1 - 1 / n) ** passes)
+    of_segment = readers(passes * max(1.0, min(window / load.batch_size, in_segment)))
+    segments = min(1.0, (1 + in_segment / group) * of_segment / n)
     visited, kept = load.batch_size * rate / n, load.moved_rows * rate * seen
     return [
         Figure("packed", load.num_rows * size, "B", f"N · {size:,} B"),
@@ -286,7 +299,8 @@ def _images(load: Workload) -> list[Figure]:
             "share of the images that a node reads",
             seen,
             "",
-            "(1 + nodes/√B)/nodes, by a simulation; at most 1 − (1 − 1/nodes)^(W/S)",
+            "r(W/S)/nodes, r(m) = 1 + (nodes − 1)·(π/4·Φ⁻¹(1 − 5/(8·m + 2))·√(1/B − 1/W) + g/W), "
+            "g = min(1,024, W/8/nodes); at most 1 − (1 − 1/nodes)^(W/S)",
         ),
         Figure("page cache for the window, per node", load.window_size * seen * size, "B", "W · share · bytes"),
         Figure("read with that cache, per node", kept * size, "B/s", "B·S/W · steps/s · share · bytes"),
@@ -295,7 +309,7 @@ def _images(load: Workload) -> list[Figure]:
             "share of the segments that a node reads",
             segments,
             "",
-            f"(1 + 8 MiB/bytes/min(1,024, W/8/nodes) + {_PARTS_OF_SEGMENTS}·nodes/√B)/nodes; at most 1",
+            "(1 + 8 MiB/bytes/g)·r(W/S · min(W/B, 8 MiB/bytes))/nodes; at most 1",
         ),
         Figure(
             "read from a bucket, per node",
