@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,14 +330,56 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
         objects.remove([other / name])
     assert call("pack", tree, objects.shown(other), "--part", "0/2") == 1
     assert "give --cache-dir" in capsys.readouterr().err
+    assert call("pack", tree, objects.shown(other), "--cache-dir", cache, "--part", "0/2") == 0
+    assert capsys.readouterr().out == (
+        f"{objects.shown(other)}: part 0/2 of 53 images; "
+        f"'pic pack merge {objects.shown(other)} --cache-dir DIR' joins all parts\n"
+    )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_records_of_another_plan_do_not_count(bucket: Proxy, tree: Path, target: Path, tmp_path: Path) -> None:
+    """Which a user has left when the rest was removed, also beside a tar whose own records are not there yet."""
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    pack_part(tree, target, options(cache, Part(0, 1)))
+    objects.remove([path for path in objects.below(target) if path.parent.name != "parts"])
+    changed = options(cache, Part(0, 1), order_seed=5)
+    bucket.refused = f"/images/{target.name}/parts/"
+    with pytest.raises(ObjectStoreError):
+        pack_part(tree, target, changed)
+    bucket.heal()
+    pack_part(tree, target, changed)
+    merge_in_bucket(target, changed.source)
+    pack(tree, other, replace(changed, part=None))
+    assert stored(target) == files(other)
+
+
+@pytest.mark.parametrize(
+    ("number", "part", "silent", "status", "error"),
+    [
+        (signal.SIGINT, "1/2", "?", 130, "part: interrupted"),
+        (signal.SIGTERM, "1/2", "?", -signal.SIGTERM, ""),
+        (signal.SIGINT, "0/2", "rows-", 130, "part: interrupted"),
+    ],
+)
 def test_a_part_that_waits_is_ended_by_a_signal(
-    number: signal.Signals, bucket: Proxy, tree: Path, target: Path, tmp_path: Path
+    number: int,
+    part: str,
+    silent: str,
+    status: int,
+    error: str,
+    bucket: Proxy,
+    tree: Path,
+    target: Path,
+    tmp_path: Path,
 ) -> None:
-    with process(tree, target, "1/2", tmp_path / "cache") as waiting:
-        assert first_line(waiting).startswith("waiting for part 0/2")
+    """For the list of images, or for a store that does not answer."""
+    bucket.silent = f"/images/{target.name}/{silent}"
+    with process(tree, target, part, tmp_path / "cache") as waiting:
+        if silent == "?":
+            assert first_line(waiting).startswith("waiting for part 0/2")
+        else:
+            wait_until(lambda: any(one.path.startswith(bucket.silent) for one in bucket.requests))
         waiting.send_signal(number)
         _, errors = waiting.communicate(timeout=60)
-        assert (waiting.returncode, errors) in ((130, "part: interrupted\n"), (-number, ""))
+    assert waiting.returncode == status
+    assert errors.splitlines()[-1:] == [error] * bool(error)
