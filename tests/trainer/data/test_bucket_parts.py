@@ -152,6 +152,9 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
         with process(tree, target, "0/2", tmp_path / "one") as first:
             wait_until(lambda: any(one.path == last for one in bucket.requests))
             first.send_signal(signal.SIGKILL)
+        assert [path.name for path in (tmp_path / "one").rglob("*.tar")] == [Path(last).name], (
+            "what was sent is removed"
+        )
         _, errors = second.communicate(timeout=300)
         assert second.returncode == 0, errors
     before = set(sent(bucket)) - {last}
@@ -270,7 +273,18 @@ def test_a_write_that_is_refused_is_one_line_and_repeated(
             pack_part(tree, target, options(tmp_path / "cache", Part(number, 2)))
         merge_in_bucket(target, source_options(tmp_path / "cache"))
 
-    for refused in ("images-", "test/manifest", "manifest", "rows-", "parts/", "test/index-", "index-", "shards-"):
+    last = f"test/rows-{Manifest.load(whole / 'test').shards[-1].first:012d}"
+    for refused in (
+        "images-",
+        "test/manifest",
+        "manifest",
+        "rows-",
+        "parts/",
+        last,
+        "test/index-",
+        "index-",
+        "shards-",
+    ):
         bucket.refused = f"/images/{target.name}/{refused}"
         with pytest.raises(ObjectStoreError) as ended:
             pack_all()
