@@ -18,6 +18,7 @@ import pytest
 
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.nodes import no_network
+from tests.helpers.object_store import credentials, s3_server
 from tests.helpers.watching import wait_until
 from tests.trainer.test_embed import CONFIG, run_with
 from trainer.data.manifest import Manifest
@@ -41,6 +42,28 @@ from trainer.stopping import exit_on_error
 with exit_on_error("pack"):
     source, output, address = sys.argv[1:]
     pack_on_ray(Path(source), Path(output), PackOptions(order_seed=5, tar_bytes=20_000), address)
+"""
+PACK_IN_BUCKET = """
+import http.client, sys
+from pathlib import Path
+from tests.helpers.object_store import url_to_make_bucket
+from trainer.data.config import SourceOptions
+from trainer.data.pack import PackOptions
+from trainer.data.pack_on_ray import pack_on_ray
+from weightserver.common.object_store import below, read
+
+source, copy, address, store = sys.argv[1:]
+connection = http.client.HTTPConnection(store)
+connection.request("PUT", url_to_make_bucket("images").removeprefix(f"http://{store}"))
+connection.getresponse().read()
+output = Path("s3://images/packed")
+how = PackOptions(order_seed=5, tar_bytes=20_000, source=SourceOptions(cache_dir=Path(copy, "cache")))
+for _ in range(2):  # the second time, nothing is to be done
+    pack_on_ray(Path(source), output, how, address)
+for path in below(output):
+    target = Path(copy, "packed", path.relative_to(output))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(read(path))
 """
 EMBED = """
 import sys
@@ -158,6 +181,22 @@ def test_a_killed_worker_and_a_cluster_that_goes_away(
     with cluster(folder, inside) as (_, address):
         subprocess.run([*command[:-1], address], check=True, cwd=ROOT, timeout=300)
     assert files(output) == files(tmp_path / "whole")
+
+
+def test_parts_are_packed_into_a_bucket(
+    folder: Path, inside: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = odd_tree(tmp_path / "images/train", 20).parent
+    plain_tree(images / "test", 9)
+    pack(images, tmp_path / "whole", OPTIONS)
+    (tmp_path / "server").mkdir()
+    with s3_server(tmp_path / "server", inside=inside) as port:
+        for name, value in credentials(f"http://127.0.0.1:{port}").items():
+            monkeypatch.setenv(name, value)
+        with cluster(folder, inside) as (_, address):
+            command = [*inside, sys.executable, "-c", PACK_IN_BUCKET, str(images), str(tmp_path), address]
+            subprocess.run([*command, f"127.0.0.1:{port}"], check=True, cwd=ROOT, timeout=300)
+    assert files(tmp_path / "packed") == files(tmp_path / "whole")
 
 
 def test_features_are_computed_in_parts(folder: Path, inside: list[str], tmp_path: Path) -> None:
