@@ -7,20 +7,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from trainer.data.config import SourceOptions
-from trainer.data.manifest import Manifest, Range, index_path, is_packed, packs_in, tar_path
+from trainer.data.manifest import Manifest, Range, index_path, is_packed, listing_path, packs_in, tar_path
 from trainer.data.pack import damage_of_index
 from trainer.data.pack_files import SEGMENT_BYTES
 from trainer.data.pack_parts import LOCK, locked
-from weightserver.common.atomic_files import atomic_write, directory_lock, sha256
+from weightserver.common.atomic_files import atomic_write, directory_lock, make_directory, sha256
 from weightserver.common.object_store import (
     ObjectStoreError,
     Reason,
+    copy_range,
     create,
     digest_of,
     directly_below,
+    find,
     remove,
     shown,
     upload,
@@ -31,22 +34,23 @@ CLAIM = ".claim"
 
 
 @contextmanager
-def staging(target: Path, options: SourceOptions) -> Iterator[Path]:
-    """Yields where a pack for a bucket is packed before it is uploaded, while `claimed`.
+def staging(target: Path, options: SourceOptions, *, extend: bool = False) -> Iterator[Path]:
+    """Yields where a pack for a bucket is packed before it is uploaded, while `claimed`; to extend it, with what a pack
+    there has apart from its tars.
 
     Raises:
-        ValueError, OSError: no --cache-dir, or as `claimed`.
+        ValueError, OSError: no --cache-dir, a bucket with another pack than this place, or as `claimed`.
     """
     place = options.in_cache("packs", *target.parts[1:])
     if is_packed(target) and not Manifest.load(target).complete:
         raise ValueError(
             f"{shown(target)} is being packed in parts: then 'pic pack merge {shown(target)} --cache-dir DIR'"
         )
-    if is_packed(target) and not is_packed(place):
-        raise ValueError(
-            f"{shown(target)} holds a pack, and {place}, which extends it, is not there: give another place"
-        )
+    if is_packed(target) and not extend and not is_packed(place):
+        raise ValueError(f"{shown(target)} holds a pack: give --extend to add images, or another place")
     with claimed(target, place):
+        for there in packs_in(target)[::-1] if extend else ():
+            _fetch(there, place / there.relative_to(target))
         yield place
 
 
@@ -98,6 +102,32 @@ def upload_pack(directory: Path, target: Path) -> None:
             _upload(here, manifest, target / here.relative_to(directory))
 
 
+def _fetch(there: Path, here: Path) -> None:
+    """Copies listings, indexes and manifest of a pack in a bucket, as far as they are not here."""
+    manifest = Manifest.load(there)
+    known = Manifest.load(here).ranges if is_packed(here) else ()
+    if known[: len(manifest.ranges)] == manifest.ranges:
+        return  # perhaps with images that are being added
+    if known != manifest.ranges[: len(known)]:
+        raise ValueError(f"{shown(there)} holds another pack than {here}: give another place, or remove that")
+    make_directory(here)
+    for part in manifest.ranges[len(known) :]:
+        for path in (listing_path(there, part.first), index_path(there, part.first)):
+            atomic_write(here / path.name, partial(_copy, path, part.digests(there)[path]))
+        if sha256(listing_path(here, part.first)) != part.listing_sha256:
+            raise ObjectStoreError(listing_path(there, part.first), Reason.DAMAGED)
+        if any(damage_of_index(index_path(here, part.first), part)):
+            raise ObjectStoreError(index_path(there, part.first), Reason.DAMAGED)
+    manifest.save(here)
+
+
+def _copy(path: Path, digest: str, target: Path) -> None:
+    if (found := find(path)) is None:
+        raise ObjectStoreError(path, Reason.MISSING)
+    with target.open("wb") as file:
+        copy_range(path, 0, found.bytes, file, sha256=digest)
+
+
 def verify_in_bucket(directory: Path) -> list[str]:
     """Compares lengths of tars, and the SHA-256 that uploads noted, with a manifest; returns a line for each file that
     differs. Reads no tar."""
@@ -117,6 +147,8 @@ def _upload(here: Path, manifest: Manifest, there: Path) -> None:
         raise ValueError(f"{shown(there)} holds another pack than {here}: give another place")
     for part, target, digest in _absent(there, manifest, num_before):
         path = here / target.name
+        if not path.is_file():  # a tar that the pack had before it was extended here
+            raise ObjectStoreError(target, Reason.MISSING)
         is_index = path == index_path(here, part.first)
         if any(damage_of_index(path, part)) if is_index else sha256(path) != digest:
             raise ValueError(f"{path} is damaged: pack the images again, into a new directory")

@@ -96,7 +96,7 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Pat
         ValueError, OSError: as `pack_part`.
     """
     if options.extend:
-        raise ValueError(f"parts in a bucket are those of a new pack: omit --extend, or pack {shown(target)} on a disk")
+        raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part and --engine")
     if directories := begun(source, target, options):
         return directories
     if claimed := find(target / CLAIM):

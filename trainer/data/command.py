@@ -51,12 +51,12 @@ def _pack(options: argparse.Namespace) -> list[str]:
     elif options.part or options.engine:
         return _pack_images(options)
     else:
-        place = staging(target, of_source)
+        place = staging(target, of_source, extend=options.extend)
     with place as options.output:
         lines = [_packed(options.output, Manifest.load(options.output))] if has_pack else _pack_images(options)
         with stage(f"uploading to {shown_path(target)}"):
             upload_pack(options.output, target)
-    return [*lines, f"{shown_path(target)} holds the pack; {options.output} is only needed to extend it"]
+    return [*lines, f"{shown_path(target)} holds the pack; {options.output} is not needed any more"]
 
 
 def _pack_images(options: argparse.Namespace) -> list[str]:

@@ -296,6 +296,46 @@ def test_a_write_that_is_refused_is_one_line_and_repeated(
     assert stored(target) == files(whole)
 
 
+def test_a_pack_of_parts_is_extended_on_any_machine(
+    bucket: Proxy, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tars are not copied there."""
+    tree, whole, shown = plain_tree(tmp_path / "tree/train", 12).parent, tmp_path / "whole", objects.shown(target)
+    plain_tree(tree / "test", 5)
+    pack(tree, whole, options(tmp_path))
+    first = options(tmp_path / "one", Part(0, 1))
+    pack_part(tree, target, first)
+    merge_in_bucket(target, first.source)
+    extend = ["pack", tree, shown, "--extend", "--cache-dir"]
+    for number, cache in enumerate(("two", "three", "two")):
+        plain_tree(tree / "train", 3, first=12 + 3 * number)
+        assert call(*extend, tmp_path / cache) == 0
+        pack(tree, whole, PackOptions(extend=True))
+        assert stored(target) == files(whole)
+    copied = {path.name for path in (tmp_path / "two").rglob("rows-*") if path.parent.name != "test"}
+    assert copied == {"rows-000000000012.tar", "rows-000000000018.tar"}, "those that it has added"
+    pack(plain_tree(tmp_path / "other", 3), tmp_path / "four/packs" / Path(*target.parts[1:]), PackOptions())
+    capsys.readouterr()
+    for more, message in (
+        ([tmp_path / "four"], f"{shown} holds another pack than {tmp_path}/four/packs/"),
+        (
+            [tmp_path / "five", "--part", "0/2"],
+            "--extend adds images to a pack in a bucket by one process: omit --part",
+        ),
+    ):
+        assert call(*extend, *more) == 1
+        assert message in capsys.readouterr().err
+    tar = target / "rows-000000000012.tar"
+    content = objects.read(tar)
+    objects.remove([tar])
+    assert call(*extend, tmp_path / "three") == 1
+    assert f"{objects.shown(tar)}: {Reason.MISSING.value}" in capsys.readouterr().err
+    objects.write(tar, content)
+    objects.write(target / "index-000000000012.bin", bytes(120))
+    assert call(*extend, tmp_path / "six") == 1
+    assert f"index-000000000012.bin: {Reason.DAMAGED.value}" in capsys.readouterr().err
+
+
 def test_a_tar_that_the_store_does_not_keep_is_not_finished(
     bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +362,7 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
         (
             tree,
             ["--part", "1/2", "--extend"],
-            "parts in a bucket are those of a new pack: omit --extend",
+            "--extend adds images to a pack in a bucket by one process: omit --part",
         ),
         (tree, [], f"{shown} is being packed in parts: then 'pic pack merge {shown} --cache-dir DIR'"),
     ):

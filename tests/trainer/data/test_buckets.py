@@ -744,9 +744,7 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
     assert objects.below(target)
     bucket.heal()
     assert call(*upload_it) == 0
-    assert capsys.readouterr().out.endswith(
-        f"s3://images/joined holds the pack; {joined} is only needed to extend it\n"
-    )
+    assert capsys.readouterr().out.endswith(f"s3://images/joined holds the pack; {joined} is not needed any more\n")
     sent = [one.path for one in bucket.requests if one.method == "PUT"]
     assert sent[-1] == "/images/joined/manifest.json"
     assert not [path for path in sent if path.startswith("/images/joined/test/rows-")], "they were sent before"
@@ -825,7 +823,7 @@ def test_a_place_for_a_pack_that_cannot_be_used_is_refused_first(
     for arguments, message in (
         (["s3://images/new"], "give --cache-dir"),
         (["s3://nowhere/new", *cache_dir], Reason.MISSING.value),
-        ([str(PACK), *cache_dir], "s3://images/packed holds a pack, and"),
+        ([str(PACK), *cache_dir], "s3://images/packed holds a pack: give --extend to add images"),
     ):
         assert call("pack", str(tree), *arguments) == 1
         (line,) = capsys.readouterr().err.splitlines()
