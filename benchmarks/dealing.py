@@ -72,7 +72,7 @@ def planned_reads(load: Workload) -> tuple[float, float]:
 
 
 def reads(load: Workload, *, by_place: bool) -> tuple[float, float]:
-    """How many machines read an image, and a segment of 8 MiB, on average, while the window passes over them."""
+    """How many machines read an image, and a segment of 2 MiB, on average, while the window passes over them."""
     size, stride, in_segment = load.window_size, load.window_stride, SEGMENT_BYTES // load.image_bytes
     schedule = VisitSchedule(num_rows=load.num_rows, window_size=size, window_stride=stride, seed=0)
     batches = schedule.visits(0, (size // stride + 2) * size).reshape(-1, load.batch_size)

@@ -15,10 +15,13 @@ from trainer.data.cache import Cache, Piece
 from trainer.data.config import SourceOptions
 from weightserver.common.object_store import ObjectStoreError, Reason, find, is_remote
 
-SEGMENT_BYTES = 1 << 23
-"""Unit of reading ahead, and of what is kept of a bucket's files."""
+SEGMENT_BYTES = 1 << 21
+"""Unit of what is fetched of a bucket's files and kept: large beside an image, small beside a machine's part of a
+window."""
+_DISK_SEGMENT_BYTES = 1 << 23
+"""Unit of reading ahead from a disk."""
 _OPEN_FILES = 256
-_OPEN_PIECES = 32
+_OPEN_PIECES = 128
 """Pieces that stay open: if they leave the cache, they take space beyond its limit until they are closed."""
 _ADVICE_BYTES = 1 << 17
 """Linux reads at most a device's read-ahead for one piece of advice."""
@@ -62,7 +65,8 @@ class LocalFiles:
     def read_ahead(self, file: File, offset: int, length: int) -> float:
         """Begins to read the segments of a part that will be read; returns how much of what may be read ahead that is,
         0 … 1."""
-        return sum(self._advised(file.path, one.start) for one in _segments(file, offset, offset + length))
+        first, last = (place // _DISK_SEGMENT_BYTES for place in (offset, offset + length - 1))
+        return sum(self._advised(file.path, number * _DISK_SEGMENT_BYTES) for number in range(first, last + 1))
 
     def _advised(self, path: Path, start: int) -> float:
         with self._lock:
@@ -74,11 +78,11 @@ class LocalFiles:
             return 0.0
         opened = self._open(path)
         try:
-            for place in range(start, start + SEGMENT_BYTES, _ADVICE_BYTES):
+            for place in range(start, start + _DISK_SEGMENT_BYTES, _ADVICE_BYTES):
                 os.posix_fadvise(opened.number, place, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
         except OSError:  # it is advice only, and some file systems refuse it
             return 0.0
-        return SEGMENT_BYTES / _AHEAD_BYTES
+        return _DISK_SEGMENT_BYTES / _AHEAD_BYTES
 
     def whole(self, path: Path, sha256: str) -> Path:
         """A file on this machine with the content of `path`, which has this SHA-256."""

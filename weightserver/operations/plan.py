@@ -26,7 +26,7 @@ _SHARDS_AT_ONCE = 8
 """Shards that one machine backs up at once (weightserver/operations/backup.py)."""
 _START_SECONDS = 3.3
 """Of a shard of 32 million rows, from its process to its first answer (benchmarks/results/large_shard.md)."""
-_SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 23, 1 << 10, 8
+_SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 21, 1 << 10, 8
 """What a machine reads from a bucket at once, and the neighbours that it is dealt (trainer/data/pack_files.py,
 weightserver/torch/windows.py)."""
 _LISTED_MORE = 16
@@ -309,7 +309,7 @@ def _images(load: Workload) -> list[Figure]:
             "share of the segments that a node reads",
             segments,
             "",
-            "(1 + 8 MiB/bytes/g)·r(W/S · min(W/B, 8 MiB/bytes))/nodes; at most 1",
+            "(1 + 2 MiB/bytes/g)·r(W/S · min(W/B, 2 MiB/bytes))/nodes; at most 1",
         ),
         Figure(
             "read from a bucket, per node",
