@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -334,6 +335,23 @@ def test_a_pack_of_parts_is_extended_on_any_machine(
     objects.write(target / "index-000000000012.bin", bytes(120))
     assert call(*extend, tmp_path / "six") == 1
     assert f"index-000000000012.bin: {Reason.DAMAGED.value}" in capsys.readouterr().err
+
+
+def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_path: Path) -> None:
+    """Numbered tars in a bucket, larger than the cache, are packed into one; the cache has the list of images."""
+    for number in range(2):
+        with tarfile.open(tmp_path / "source.tar", "w") as tar:
+            for image in sorted(plain_tree(tmp_path / f"tree-{number}", 20).rglob("*.jpg")):
+                tar.add(image, f"{number}{image.name}")
+        objects.upload(tmp_path / "source.tar", target / f"source/{number:05d}.tar")
+    source, cache = target / "source/{00000..00001}.tar", tmp_path / "cache"
+    small = SourceOptions(cache_dir=cache, cache_gib=8 / 2**20)
+    pack(source, tmp_path / "whole", options(tmp_path / "other"))
+    for number in range(3):
+        pack_part(source, target / "packed", options(cache, Part(number, 3), source=small))
+    merge_in_bucket(target / "packed", small)
+    assert stored(target / "packed") == files(tmp_path / "whole")
+    assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 8_192
 
 
 def test_a_tar_that_the_store_does_not_keep_is_not_finished(
