@@ -152,11 +152,20 @@ def _upload(here: Path, manifest: Manifest, there: Path) -> None:
         is_index = path == index_path(here, part.first)
         if any(damage_of_index(path, part)) if is_index else sha256(path) != digest:
             raise ValueError(f"{path} is damaged: pack the images again, into a new directory")
-        upload(path, target, sha256=digest, segment_bytes=SEGMENT_BYTES)
-    for _, target, _ in _absent(there, manifest, num_before):
-        raise ObjectStoreError(target, Reason.DAMAGED)
+        send(path, target, digest)
     if before != manifest:
         upload(here / "manifest.json", there / "manifest.json")
+
+
+def send(path: Path, target: Path, digest: str) -> None:
+    """Uploads a file of a pack with its SHA-256 or, of an index, `index_digest`, and reads that back.
+
+    Raises:
+        ObjectStoreError: a bucket that refuses or does not answer, or has something else than was sent.
+    """
+    upload(path, target, sha256=digest, segment_bytes=SEGMENT_BYTES)
+    if digest_of(target) != digest:
+        raise ObjectStoreError(target, Reason.DAMAGED)
 
 
 def _absent(there: Path, manifest: Manifest, num_before: int = 0) -> Iterator[tuple[Range, Path, str]]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.bucket_packs import CLAIM
+from trainer.data.bucket_packs import CLAIM, send
 from trainer.data.bucket_sources import local_source
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import (
@@ -35,7 +35,7 @@ from trainer.data.manifest import (
     tar_path,
 )
 from trainer.data.pack import Packer, planned_pack
-from trainer.data.pack_files import SEGMENT_BYTES, CachedFiles
+from trainer.data.pack_files import CachedFiles
 from trainer.data.pack_plan import PackOptions, begun
 from trainer.data.parts import WHOLE
 from trainer.data.reading import counted
@@ -47,13 +47,11 @@ from weightserver.common.object_store import (
     Reason,
     below,
     create,
-    digest_of,
     directly_below,
     find,
     read,
     remove,
     shown,
-    upload,
     write,
 )
 
@@ -111,7 +109,7 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Pat
         for here in reversed(plan.directories):
             there = target / here.relative_to(folder)
             listing = listing_path(here, 0)
-            _send(listing, there / listing.name, sha256(listing))
+            send(listing, there / listing.name, sha256(listing))
             put = create if there == target else write  # of two plans, the first counts
             put(there / "manifest.json", (here / "manifest.json").read_bytes())
     return begun(source, target, options)
@@ -143,7 +141,7 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
         joined = {there: _joined(there, range_, here[there]) for there, range_ in unfinished.items()}
         for there, range_ in joined.items():
             for path in (index_path(there, range_.first), shards_path(there, range_.first)):
-                _send(here[there] / path.name, path, range_.digests(there)[path])
+                send(here[there] / path.name, path, range_.digests(there)[path])
     for there in directories:
         remove(below(there / "parts"))
     return Manifest.load(target)
@@ -174,7 +172,7 @@ class _TarsInBucket:
 
     def _add(self, shard: Shard, records: bytes) -> None:
         tar = tar_path(self.folder, shard.first)
-        _send(tar, self._there / tar.name, shard.sha256)
+        send(tar, self._there / tar.name, shard.sha256)
         write(self._note(shard.first), line_of(shard) + records)
         tar.unlink()
 
@@ -213,13 +211,6 @@ def _listing(there: Path, manifest: Manifest, options: SourceOptions) -> Path:
     if sha256(listing) != range_.listing_sha256:
         raise ObjectStoreError(path, Reason.DAMAGED)
     return listing
-
-
-def _send(path: Path, target: Path, digest: str) -> None:
-    """Uploads a file and reads the digest back that the store keeps with it."""
-    upload(path, target, sha256=digest, segment_bytes=SEGMENT_BYTES)
-    if digest_of(target) != digest:
-        raise ObjectStoreError(target, Reason.DAMAGED)
 
 
 def _notes(there: Path) -> Callable[[int], Path]:

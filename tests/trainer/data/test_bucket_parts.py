@@ -21,7 +21,7 @@ from tests.helpers.dying_pack import Killed
 from tests.helpers.image_tree import odd_tree, plain_tree
 from tests.helpers.object_store import Proxy, credentials, object_store
 from tests.helpers.watching import wait_until
-from trainer.data import bucket_parts, load_dataset
+from trainer.data import bucket_packs, bucket_parts, load_dataset
 from trainer.data.__main__ import main
 from trainer.data.bucket_parts import merge_in_bucket, pack_part
 from trainer.data.config import SourceOptions
@@ -255,8 +255,8 @@ def test_an_interrupted_merge_is_repeated(
         return call
 
     with monkeypatch.context() as patched:
-        for name in ("upload", "remove"):
-            patched.setattr(bucket_parts, name, dying(getattr(bucket_parts, name)))
+        patched.setattr(bucket_packs, "upload", dying(objects.upload))
+        patched.setattr(bucket_parts, "remove", dying(objects.remove))
         with pytest.raises(Killed):
             merge_in_bucket(packed, source_options(tmp_path / "one"))
     assert Manifest.load(packed).complete == (fatal > 4)
@@ -361,7 +361,7 @@ def test_a_tar_that_the_store_does_not_keep_is_not_finished(
         if path.suffix != ".tar":
             objects.upload(path, to, **noted)
 
-    monkeypatch.setattr(bucket_parts, "upload", lose)
+    monkeypatch.setattr(bucket_packs, "upload", lose)
     with pytest.raises(ObjectStoreError, match=r"rows-000000000000\.tar: it does not match its checksum"):
         pack_part(tree, target, options(tmp_path / "cache", Part(0, 1)))
     assert not objects.below(target / "parts")
