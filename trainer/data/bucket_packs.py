@@ -71,16 +71,20 @@ def claimed(target: Path, place: Path) -> Iterator[Path]:
         mine = token.read_bytes()
         if create(claim, mine) != mine:
             token.unlink()
-            raise ValueError(
-                f"another command packs to {shown(target)}, or was killed: wait for it or repeat it where it ran, or "
-                f"remove {shown(claim)} if it is given up"
-            )
+            raise claimed_by_another(target)
         try:
             yield place
         finally:
             with suppress(ObjectStoreError):
                 remove([claim])
                 token.unlink()
+
+
+def claimed_by_another(target: Path) -> ValueError:
+    return ValueError(
+        f"another command packs to {shown(target)}, or was killed: wait for it or repeat it where it ran, or "
+        f"remove {shown(target / CLAIM)} if it is given up"
+    )
 
 
 def upload_pack(directory: Path, target: Path) -> None:

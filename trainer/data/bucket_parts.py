@@ -15,11 +15,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.bucket_packs import CLAIM, send
+from trainer.data.bucket_packs import CLAIM, claimed_by_another, send
 from trainer.data.bucket_sources import local_source
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import (
@@ -47,8 +47,9 @@ from weightserver.common.object_store import (
     Reason,
     below,
     create,
+    digest_of,
     directly_below,
-    find,
+    is_remote,
     read,
     remove,
     shown,
@@ -97,15 +98,16 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Pat
         raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part and --engine")
     if directories := begun(source, target, options):
         return directories
-    if claimed := find(target / CLAIM):
-        raise ValueError(f"another command packs to {shown(target)}: wait for it, or remove {shown(claimed.path)}")
     if any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
         raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
     with (
         _work_folder(target, "plan", options.source) as folder,
+        _planning(source, target, options),
         planned_pack(source, folder, replace(options, part=None)) as plan,
         stage(f"uploading the list of images to {shown(target)}"),
     ):
+        if is_packed(target):  # planned by the same command elsewhere, which may have found other images
+            return begun(source, target, options)
         for here in reversed(plan.directories):
             there = target / here.relative_to(folder)
             listing = listing_path(here, 0)
@@ -159,7 +161,7 @@ class _TarsInBucket:
         self._sending: Future[None] | None = None
 
     def finished(self) -> Iterator[tuple[Shard, bytes]]:
-        return _noted(self._note, _finished(self._there, self._tars))
+        return _noted(self._there, _finished(self._there, self._tars))
 
     def add(self, shard: Shard, records: bytes) -> None:
         self.finish()
@@ -175,6 +177,24 @@ class _TarsInBucket:
         send(tar, self._there / tar.name, shard.sha256)
         write(self._note(shard.first), line_of(shard) + records)
         tar.unlink()
+
+
+@contextmanager
+def _planning(source: Path, target: Path, options: PackOptions) -> Iterator[None]:
+    """Keeps other commands from `target`, but not the same one, which is repeated elsewhere after it was killed.
+
+    Raises:
+        ValueError: another command packs there.
+    """
+    source = source if is_remote(source) else source.resolve()
+    mine = repr((shown(source), options.order_seed or 0, options.source.given)).encode()
+    if create(target / CLAIM, mine) != mine:
+        raise claimed_by_another(target)
+    try:
+        yield
+    finally:
+        with suppress(ObjectStoreError):
+            remove([target / CLAIM])
 
 
 @contextmanager
@@ -226,30 +246,33 @@ def _finished(there: Path, tars: range) -> list[int]:
     return [first for first in tars if {tar_path(there, first), note(first)} <= found]
 
 
-def _noted(note: Callable[[int], Path], tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
+def _noted(there: Path, tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
     """Finished tars, by their first rows, and their records."""
+    note = _notes(there)
+
+    def noted(first: int) -> tuple[Shard, bytes]:
+        line, _, records = read(note(first)).partition(b"\n")
+        try:
+            shard = Shard(**json.loads(line))
+        except (ValueError, TypeError):
+            raise ObjectStoreError(note(first), Reason.DAMAGED) from None
+        if hashlib.sha256(records).hexdigest() != shard.index_sha256:
+            raise ObjectStoreError(note(first), Reason.DAMAGED)
+        if digest_of(tar := tar_path(there, first)) != shard.sha256:
+            raise ObjectStoreError(tar, Reason.DAMAGED)
+        return shard, records
+
     with ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(tars), _READERS):
-            paths = list(map(note, tars[start : start + _READERS]))
-            for path, content in zip(paths, pool.map(read, paths), strict=True):
-                line, _, records = content.partition(b"\n")
-                try:
-                    shard = Shard(**json.loads(line))
-                except (ValueError, TypeError):
-                    raise ObjectStoreError(path, Reason.DAMAGED) from None
-                if hashlib.sha256(records).hexdigest() != shard.index_sha256:
-                    raise ObjectStoreError(path, Reason.DAMAGED)
-                yield shard, records
+            yield from pool.map(noted, tars[start : start + _READERS])
 
 
 def _joined(there: Path, range_: Range, here: Path) -> Range:
     """Writes index and list of a range in a bucket into the folder `here`; returns the range with its tars."""
     make_directory(here)
-    lengths, shards = {one.path: one.bytes for one in directly_below(there)}, list[Shard]()
+    shards = list[Shard]()
     with index_path(here, range_.first).open("wb") as index:
-        for shard, records in _noted(_notes(there), range_.tars(WHOLE)):
-            if lengths.get(tar := tar_path(there, shard.first)) != shard.bytes:
-                raise ObjectStoreError(tar, Reason.DAMAGED)
+        for shard, records in _noted(there, range_.tars(WHOLE)):
             index.write(records)
             shards.append(shard)
     joined = replace(range_, shards=tuple(shards))

@@ -4,6 +4,7 @@ process on a disk."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from trainer.data.__main__ import main
 from trainer.data.bucket_parts import merge_in_bucket, pack_part
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
-from trainer.data.pack import PackOptions, pack
+from trainer.data.pack import PackOptions, pack, planned_pack
 from trainer.data.pack_parts import LOCK
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
@@ -216,9 +217,10 @@ def test_nothing_is_joined_before_all_tars_are_there(
     pack_part(tree, target, options(cache, Part(1, 2)))
     tar = target / "rows-000000000000.tar"
     content = objects.read(tar)
-    objects.write(tar, content[:-1])
-    capsys.readouterr()
-    assert f"{objects.shown(tar)}: {Reason.DAMAGED.value}" in refused()
+    for damaged in (content[:-1], content[:-1] + b"x"):
+        objects.write(tar, damaged)
+        capsys.readouterr()
+        assert f"{objects.shown(tar)}: {Reason.DAMAGED.value}" in refused()
     objects.remove([tar])
     assert (
         f"1 of {Manifest.load(target).ranges[-1].num_tars} tars of {shown} missing, first that of row 0 of 53"
@@ -392,7 +394,8 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
     for name, message in (
         (
             ".claim",
-            f"another command packs to {objects.shown(other)}: wait for it, or remove {objects.shown(other)}/.claim",
+            f"another command packs to {objects.shown(other)}, or was killed: wait for it or repeat it where it ran, "
+            f"or remove {objects.shown(other)}/.claim if it is given up",
         ),
         ("rows-000000000000.tar", f"{objects.shown(other)} holds other files: give another place, or remove them"),
     ):
@@ -407,6 +410,45 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
         f"{objects.shown(other)}: part 0/2 of 53 images; "
         f"'pic pack merge {objects.shown(other)} --cache-dir DIR' joins all parts\n"
     )
+
+
+def test_one_command_lists_the_images(
+    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others are refused meanwhile, with and without parts. After it was killed, it is repeated on any machine."""
+    bucket.silent = f"/images/{target.name}/images-"
+    with process(tree, target, "0/2", tmp_path / "one"):
+        wait_until(lambda: any(one.path.startswith(bucket.silent) for one in bucket.requests))
+        part = ["--part", "0/2"]
+        for source, more in ((tree / "test", part), (tree, [*part, "--alpha", "ignore"]), (tree, [])):
+            assert call("pack", source, objects.shown(target), "--cache-dir", tmp_path / "two", *more) == 1
+            assert f"another command packs to {objects.shown(target)}, or was killed: " in capsys.readouterr().err
+    bucket.heal()
+    pack_part(tree, target, options(tmp_path / "three", Part(0, 1)))
+    merge_in_bucket(target, source_options(tmp_path / "three"))
+    assert stored(target) == files(whole)
+
+
+def test_the_first_list_of_images_stays(
+    bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the same command finds more images elsewhere."""
+    other = tmp_path / "tree"
+    shutil.copytree(tree, other)
+
+    @contextmanager
+    def slow(*arguments: Any) -> Iterator[Any]:
+        with planned_pack(*arguments) as plan:
+            monkeypatch.undo()
+            plain_tree(other / "test", 1, first=999)
+            pack_part(other, target, options(tmp_path / "two", Part(0, 1)))
+            yield plan
+
+    monkeypatch.setattr(bucket_parts, "planned_pack", slow)
+    pack_part(other, target, options(tmp_path / "one", Part(0, 1)))
+    merge_in_bucket(target, source_options(tmp_path / "one"))
+    assert call("verify", objects.shown(target)) == 0
+    assert Manifest.load(target / "test").num_images == 21
 
 
 def test_records_of_another_plan_do_not_count(bucket: Proxy, tree: Path, target: Path, tmp_path: Path) -> None:
