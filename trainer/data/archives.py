@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trainer.data.decode import may_begin_picture
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image
-from weightserver.common.object_store import copy_range, is_remote
+from weightserver.common.object_store import copy_range, is_remote, shown
 
 IN_ZIP = -3
 """Offset of a zip's member, which is found by its name."""
@@ -115,21 +115,42 @@ def _opened_zip(path: str, *_: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def read_member(path: Path, member: Member) -> bytes:
-    """The bytes of a member. Raises OSError if they cannot be read, and ValueError if a bucket refuses them."""
-    if is_remote(path):
-        content = io.BytesIO()
-        copy_range(path, member.offset, member.offset + member.length, content)
-        return content.getvalue()
+def read_member(path: Path, member: Member, most: int | None = None) -> bytes:
+    """The bytes of a member, the first `most` of them.
+
+    Raises:
+        OSError: they cannot be read.
+        ValueError: the tar was replaced since it was listed, or a bucket refuses it.
+    """
+    length = member.length if most is None else min(most, member.length)
     if member.offset == IN_ZIP:
         try:
             with _opened_zip(*version(path)).open(member.name) as file:
-                return file.read(member.length)  # up to its end, where its checksum is compared
+                return file.read(length)  # up to its end, where its checksum is compared
         except (EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise OSError(f"damaged in its zip file ({error})") from None
-    with path.open("rb") as file:
-        file.seek(member.offset)
-        return file.read(member.length)
+    start, content = member.offset - tarfile.BLOCKSIZE, io.BytesIO()
+    if is_remote(path):
+        copy_range(path, start, member.offset + length, content)
+    else:
+        with path.open("rb") as tar:
+            tar.seek(start)
+            content.write(tar.read(tarfile.BLOCKSIZE + length))
+    header, found = content.getvalue()[: tarfile.BLOCKSIZE], content.getvalue()[tarfile.BLOCKSIZE :]
+    if _size_in(header) != member.length:
+        raise ValueError(
+            f"{shown(path)} is another tar than was listed, without {member.name} at its place: put the earlier one "
+            "back, or list and pack the images again"
+        )
+    return found
+
+
+def _size_in(header: bytes) -> int:
+    """Length of a member by the block before it; −1 if that is no header."""
+    try:
+        return tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape").size
+    except tarfile.HeaderError:
+        return -1
 
 
 def images_in(path: Path, shown: str, found: Mapping[str, Member], left_out: LeftOut) -> Iterator[tuple[str, Member]]:
@@ -221,7 +242,7 @@ def _key(name: str) -> tuple[str, str]:
 
 def _reason_against(path: Path, member: Member, beside: Set[str], left_out: LeftOut) -> Reason | None:
     def opened() -> io.BytesIO:
-        start = read_member(path, member._replace(length=min(16, member.length)))
+        start = read_member(path, member, 16)
         return io.BytesIO(read_member(path, member) if may_begin_picture(start) else start)  # others may be large
 
     return left_out.reason_against(member.name, opened, beside)

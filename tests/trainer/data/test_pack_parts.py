@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,6 +196,28 @@ def test_parts_that_were_packed_in_places_of_their_own_are_copied_together(
         shutil.copytree(tmp_path / str(number), tmp_path / "packed", dirs_exist_ok=True)
     merge(tmp_path / "packed")
     assert files(tmp_path / "packed") == files(packed)
+
+
+@pytest.mark.parametrize("replaced_by", [slice(None, None, -1), slice(1, None), slice(0, 0)])
+def test_a_tar_that_is_replaced_after_it_was_listed_ends_the_pack(replaced_by: slice, tmp_path: Path) -> None:
+    """None of its images is packed under another one's label, and none counts as broken."""
+    images = sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))
+    source, packed = tmp_path / "{00000..00000}.tar", tmp_path / "packed"
+
+    def write(some: list[Path]) -> None:
+        with tarfile.open(tmp_path / "00000.tar", "w") as tar:
+            for name, path in zip(images, some, strict=False):
+                tar.add(path, name.name)
+
+    write(images)
+    pack(source, packed, options(Part(0, 2)))
+    write(images[replaced_by])
+    named = re.escape(f"{tmp_path / '00000.tar'} is another tar than was listed, without ")
+    with pytest.raises(ValueError, match=named):
+        pack(source, packed, options(Part(1, 2)))
+    write(images)
+    pack(source, packed, options(Part(1, 2)))
+    assert merge(packed).shards == pack(source, tmp_path / "whole", options()).shards
 
 
 def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path) -> None:
