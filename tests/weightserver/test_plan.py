@@ -195,7 +195,7 @@ def test_the_table_of_sizes_is_what_plan_prints(capsys: pytest.CaptureFixture[st
     commands = re.findall(r"(?m)^    weightserver plan (.*)$", text.replace("\\\n", ""))
     columns = [planned_by_command(capsys, *command.split()) for command in commands]
     rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line.count(" | ") == 5][1:]
-    assert (len(columns), len(rows)) == (4, 26)
+    assert (len(columns), len(rows)) == (4, 27)
     for part, name, *cells in rows:
         for cell, column in zip(cells, columns, strict=True):
             (found,) = re.findall(

@@ -61,6 +61,7 @@ class Workload:
     image_bytes: int = option("bytes of a packed image (those of ImageNet: 110,000)", 110_000)
     listed_per_second: float = option("images of tars that one process lists (measured: 47 µs each)", 20_000.0)
     listing_cores: int = option("cores of the machine that lists numbered tars", 16)
+    listing_mb_per_second: float = option("what that machine reads of a bucket (default: 10 Gbit/s)", 1_250.0)
     listed_bytes: int = option("bytes of an image in the list: path, name in its tar, place, label", 80)
     pack_images_per_second: float = option("images that all packing processes read and write", 1_000.0)
     copy_mb_per_second: float = option("what a disk or the network copies of one shard (measured: 1 GB in 7 s)", 140.0)
@@ -80,7 +81,8 @@ class Workload:
         self._require("num_nodes", 1 <= self.num_nodes <= self.num_ranks, "in 1..ranks")
         self._require("window_size", self.window_stride <= self.window_size <= self.num_rows, "in S..N")
         self._require("num_negatives", self.batch_size <= self.num_negatives <= self.num_rows, "in B..N")
-        for name in ("steps_per_second", "listed_per_second", "pack_images_per_second", "copy_mb_per_second"):
+        rates = ("steps_per_second", "listed_per_second", "pack_images_per_second")
+        for name in (*rates, "listing_mb_per_second", "copy_mb_per_second"):
             self._require(name, 1 / _MOST_A_SECOND <= getattr(self, name) <= _MOST_A_SECOND, "in 1e-9..1e9")
         for name in ("node_price", "shard_price", "disk_price"):
             self._require(name, 0 <= getattr(self, name) <= _MOST_A_SECOND, "in 0..1e9")
@@ -330,7 +332,13 @@ def _time(load: Workload) -> list[Figure]:
             "listing the images",
             load.num_rows / load.listed_per_second / load.listing_cores,
             "s",
-            "N / images/s / cores; tars of a bucket pass through that machine's network",
+            "N / images/s / cores",
+        ),
+        Figure(
+            "listing them in a bucket, at the least",
+            load.num_rows * load.image_bytes / (load.listing_mb_per_second * 1e6),
+            "s",
+            "N · bytes / MB/s: the tars pass through the machine that lists them",
         ),
         Figure("packing the images", load.num_rows / load.pack_images_per_second, "s", "N / images/s"),
         Figure("starting a shard", _START_SECONDS, "s", "as measured with 33 GB of rows; all start at once"),
