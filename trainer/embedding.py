@@ -16,7 +16,9 @@ import torch
 
 from trainer.compute import ComputeConfig
 from trainer.data import load_splits
+from trainer.data.bucket_sources import local_source
 from trainer.data.decoded_images import DecodedImages
+from trainer.data.manifest import is_packed
 from trainer.data.parts import WHOLE, Part, check_part_arguments
 from trainer.data.source_arguments import source_options
 from trainer.display import counting, shown, stage
@@ -29,6 +31,7 @@ from trainer.run.directory import is_run
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote
+from weightserver.common.object_store import shown as shown_path
 
 _BATCH_SIZE = 128
 _IMAGES_OF_A_TASK = 1 << 16
@@ -49,6 +52,8 @@ def _embed(options: argparse.Namespace) -> str:
     in_parts = options.part or options.engine
     if not in_parts:
         check_output(options.output)
+    elif is_remote(options.images):
+        _check_parts_of_bucket(options)
     kind = "run" if is_run(options.encoder) else "encoder"
     with stage("loading the encoder and listing the images"):
         found = load_subject(SubjectOptions(**{kind: options.encoder, "checkpoint": options.checkpoint}))
@@ -73,6 +78,16 @@ def _embed(options: argparse.Namespace) -> str:
         number, dim = write_features(output, embedded(found, images, device, progress.advance, part), digest)
     left_out = f", {total - number:,} could not be read" if number < total else ""
     return f"wrote {number:,} vectors of {dim:,} numbers to {output}{splits}{left_out}"
+
+
+def _check_parts_of_bucket(options: argparse.Namespace) -> None:
+    """Raises ValueError for images in a bucket of which each part would read all."""
+    images = options.images
+    if not is_packed(images) and is_remote(local_source(images, source_options(options))):
+        raise ValueError(
+            f"{shown_path(images)} is larger than --cache-gib, and each part would read all of it: pack it, and embed "
+            "the pack"
+        )
 
 
 def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:

@@ -17,7 +17,7 @@ from trainer.data.listing import NO_LABEL, Listing
 from trainer.data.packed import PackedImages
 from trainer.data.reading import kind_of_labels
 from trainer.data.survey import sample
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import is_remote, shown
 
 _SAMPLE = 1_000
 _SHOWN = 10
@@ -81,6 +81,9 @@ def _lines(part: Stored, options: SourceOptions) -> Iterator[str]:
         images.broken.list(broken)
         after = f"runs and packs end at more than {found.max_broken:,}: --max-broken allows more"
         yield f"broken: {len(broken):,} {of}, about {found.num_broken:,} in all; {after}; first {broken[0]}"
+    if isinstance(part.images, Listing) and is_remote(part.images.place):
+        yield "duplicates: not looked for in a bucket, where each image is a request of its own"
+        return
     yield from _duplicates(part.images)
 
 

@@ -39,6 +39,7 @@ from trainer.data.pack_parts import merge
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
 from trainer.data.reading import read_source
+from trainer.embed import main as embed
 from trainer.evaluate.__main__ import main as evaluate
 from trainer.loop import train
 from weightserver.common import object_store as objects
@@ -583,6 +584,17 @@ def test_numbered_tars_that_are_too_large_to_copy_are_read_where_they_are(
     merged = merge(far)
     assert merged.shards == near.shards
     assert f"{SOURCE_NAME} is larger than --cache-gib: its images are read there" in capsys.readouterr().err
+    small = ["--cache-dir", str(tmp_path / "cache"), "--cache-gib", "1e-6"]
+    bucket.requests.clear()
+    assert call("inspect", SOURCE_NAME, *small) == 0
+    assert "duplicates: not looked for in a bucket" in capsys.readouterr().out
+    assert len(bucket.ranges()) == 3 + 36, "three copies to list, and each image once"
+    with pytest.raises(SystemExit):
+        embed(["encoder", SOURCE_NAME, "--output", str(tmp_path / "features"), "--part", "0/2", *small])
+    assert (
+        f"{SOURCE_NAME} is larger than --cache-gib, and each part would read all of it: pack it, and embed the pack"
+        in capsys.readouterr().err
+    )
     bucket.faults.extend([Fault.BUSY, Fault.CUT])
     assert contents_of(read_source(SOURCE, source).train.listing) == contents_of(
         read_source(SOURCE, options(tmp_path)).train.listing
