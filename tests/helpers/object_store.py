@@ -33,6 +33,8 @@ class Fault(Enum):
 
     BUSY = auto()
     """503 and no content."""
+    EXPIRED = auto()
+    """400 without content, as AWS answers to a session token that has expired."""
     CUT = auto()
     """The connection ends in the middle of the content."""
     SILENT = auto()
@@ -114,8 +116,8 @@ class Proxy:
             fault = self.faults.popleft()
         content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         is_refused = self.refused and handler.command == "PUT" and path.startswith(self.refused)
-        if fault is Fault.BUSY or is_refused:
-            handler.send_response(403 if is_refused else 503)
+        if fault in (Fault.BUSY, Fault.EXPIRED) or is_refused:
+            handler.send_response(403 if is_refused else 503 if fault is Fault.BUSY else 400)
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return

@@ -31,6 +31,17 @@ _NUMBERED = re.compile(r"(.*?)[-_.]?(\d{3,})")
 _NUMBER = re.compile(r"([-_.]?\d+-of)?[-_.]?\d+$")
 
 
+class ArchiveError(ValueError):
+    """An archive that cannot be listed."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
 class Member(NamedTuple):
     """A file in an archive, and the place of its bytes."""
 
@@ -43,7 +54,7 @@ def members(path: Path, shown: str, left_out: LeftOut) -> dict[str, Member]:
     """The files of an archive that are not hidden, by plain name in its order; of several with one name, the last one.
 
     Raises:
-        ValueError: not a complete tar or zip file.
+        ArchiveError: not a complete tar or zip file.
     """
     found: dict[str, Member] = {}
     for name, member in _stored(path, shown, left_out):
@@ -67,8 +78,10 @@ def _stored(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Me
         with path.open("rb") as file:
             is_compressed = file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
         if is_compressed:
-            raise ValueError(f"{path} is a compressed archive, which cannot be read in any order: unpack it") from None
-        raise ValueError(f"{path} is not a complete tar ({error}): fetch it again, or move it away") from None
+            problem = "is a compressed archive, which cannot be read in any order: unpack it"
+        else:
+            problem = f"is not a complete tar ({error}): fetch it again, or move it away"
+        raise ArchiveError(str(path), problem) from None
 
 
 def _of_tar(path: Path, shown: str, left_out: LeftOut) -> Iterator[tuple[str, Member]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from trainer.data.bucket_packs import CLAIM, claimed_by_another, send
 from trainer.data.bucket_sources import local_source
+from trainer.data.cache import writing
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import (
     Manifest,
@@ -140,7 +141,8 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
             )
     with _work_folder(target, "merge", options) as folder:
         here = {there: folder / there.relative_to(target) for there in unfinished}
-        joined = {there: _joined(there, range_, here[there]) for there, range_ in unfinished.items()}
+        with writing(options.in_cache()):
+            joined = {there: _joined(there, range_, here[there]) for there, range_ in unfinished.items()}
         for there, range_ in joined.items():
             for path in (index_path(there, range_.first), shards_path(there, range_.first)):
                 send(here[there] / path.name, path, range_.digests(there)[path])

@@ -8,11 +8,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from zlib import crc32
 
-from trainer.data.cache import locked
+from trainer.data.cache import locked, writing
 from trainer.data.config import SourceOptions
 from weightserver.common.atomic_files import atomic_write, make_directory
 from weightserver.common.object_store import (
@@ -82,17 +82,18 @@ def whole(path: Path, options: SourceOptions) -> Iterator[Path]:
     """A file, or a copy of an object, which no other process sees and which is gone afterwards.
 
     Raises:
-        ValueError: an object that is missing or refused.
-        OSError: the disk of --cache-dir cannot be written.
+        ValueError: an object that is missing or refused; a disk of --cache-dir that cannot be written.
     """
     if not is_remote(path):
         yield path
         return
-    make_directory(options.in_cache())
     [one] = _objects(path)
-    with tempfile.TemporaryFile(dir=options.in_cache()) as file:
-        copy_range(path, 0, one.bytes, file)
-        file.flush()
+    with ExitStack() as stack:
+        with writing(options.in_cache()):
+            make_directory(options.in_cache())
+            file = stack.enter_context(tempfile.TemporaryFile(dir=options.in_cache()))
+            copy_range(path, 0, one.bytes, file)
+            file.flush()
         yield Path(f"/proc/self/fd/{file.fileno()}")
 
 

@@ -66,7 +66,7 @@ class Cache:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
-        with self._writing():
+        with writing(self.directory):
             self._pieces.mkdir(parents=True, exist_ok=True)
             self._locks.mkdir(exist_ok=True)
             with locked(self._locks / "size") as descriptor:
@@ -85,7 +85,7 @@ class Cache:
             ValueError: it cannot be fetched or written.
         """
         path = self._pieces / piece.name
-        with self._writing():
+        with writing(self.directory):
             try:
                 os.utime(path)
             except FileNotFoundError:
@@ -177,15 +177,6 @@ class Cache:
                 used -= size
         return used
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            advice = "free space, or give a lower --cache-gib" if full else "give another --cache-dir"
-            raise ValueError(f"--cache-dir {self.directory} cannot be written ({error.strerror}): {advice}") from None
-
 
 def _end(queue: SimpleQueue[Callable[[], object] | None]) -> None:
     for _ in range(_THREADS):
@@ -196,6 +187,17 @@ def _work(queue: SimpleQueue[Callable[[], object] | None]) -> None:
     while job := queue.get():
         with suppress(ValueError):  # whoever needs the piece meets the error
             job()
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Raises ValueError if --cache-dir cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free space, or give a lower --cache-gib" if full else "give another --cache-dir"
+        raise ValueError(f"--cache-dir {directory} cannot be written ({error.strerror}): {advice}") from None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cores import usable_cores
+from trainer.data.archives import ArchiveError
 from trainer.data.bucket_sources import whole
 from trainer.data.config import SourceOptions
 from trainer.data.left_out import LeftOut
@@ -21,8 +22,8 @@ def add_shards(top: Folder, paths: Sequence[Path], options: SourceOptions, left_
     """Adds the samples of tars, on disks or in a bucket, in their order; processes on all cores of this rank list them.
 
     Raises:
-        ValueError: a tar that is not complete; a bucket that refuses or does not answer.
-        OSError: the disk of --cache-dir cannot be written.
+        ValueError: a tar that is not complete; a bucket that refuses or does not answer; a disk of --cache-dir that
+            cannot be written.
     """
     from joblib import Parallel, delayed
 
@@ -40,8 +41,6 @@ def _listed(path: Path, options: SourceOptions) -> tuple[Folder, LeftOut]:
     with whole(path, options) as file:
         try:
             add_archive(folder, file, path.name, left_out, options, tree=False)
-        except ValueError as error:
-            if file == path:
-                raise
-            raise ValueError(f"{shown(path)}: {error}") from None
+        except ArchiveError as error:
+            raise ArchiveError(shown(path), error.problem) from None
     return folder, left_out

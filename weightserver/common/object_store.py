@@ -65,7 +65,8 @@ class Reason(Enum):
         "(files in ~/.aws are not read)"
     )
     NO_ANSWER = (
-        f"cannot be reached, in up to {_REQUEST_SECONDS + _RETRY_SECONDS} s: check the network and AWS_ENDPOINT_URL"
+        f"no usable answer in up to {_REQUEST_SECONDS + _RETRY_SECONDS} s: check the network, AWS_ENDPOINT_URL and "
+        "AWS_REGION, and whether AWS_SESSION_TOKEN has expired"
     )
     ENDING = f"no answer in {_ENDING_SECONDS} s after the process was told to end"
 

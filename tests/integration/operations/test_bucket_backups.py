@@ -201,7 +201,7 @@ def test_a_bucket_that_refuses_is_one_line(
         fails(": begin it with https:// or http://")
     objects._bucket.cache_clear()
     server.always = Fault.BUSY
-    fails(": cannot be reached, in up to")
+    fails(": no usable answer in up to")
     restoring = weightserver("restore", "s3://backups/a run/mon", "--data-dir", tmp_path / "x", "--shard", 0)
-    assert_one_line(restoring, "s3://backups/a run/mon/manifest.json: cannot be reached, in up to")
+    assert_one_line(restoring, "s3://backups/a run/mon/manifest.json: no usable answer in up to")
     assert not (tmp_path / "x").exists()

@@ -487,19 +487,40 @@ def test_bad_arguments_and_disks_are_one_line(
     assert not list((tmp_path / "cache/pieces").iterdir())
 
 
-def test_a_full_disk_of_the_cache_is_one_line(bucket: Proxy, tmp_path: Path) -> None:
-    """A file system of 48 KiB, less than the pack; nothing half-written stays on it."""
+@pytest.mark.parametrize("what", ["a pack", "numbered tars"])
+def test_a_full_disk_of_the_cache_is_one_line(what: str, bucket: Proxy, shards: Path, tmp_path: Path) -> None:
+    """A file system of 48 KiB, less than the pack, or than a tar that is listed; nothing half-written stays on it."""
     private = ["unshare", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*private, "true"], capture_output=True).returncode != 0:
         pytest.skip("a small file system needs root, to mount it")
-    script = 'mount -t tmpfs -o size=48k tmpfs "$0" && { "$@"; find "$0/pieces" -name "*.*"; }'
-    read = [sys.executable, "-c", READ_ALL, str(tmp_path), str(SEGMENT_BYTES)]
+    script = 'mount -t tmpfs -o size=48k tmpfs "$0" && { "$@"; find "$0" -path "*/pieces/*.*"; }'
+    place = str(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    read = [sys.executable, "-c", READ_ALL, place, str(SEGMENT_BYTES)]
+    if what == "numbered tars":
+        read = [
+            sys.executable,
+            "-m",
+            "trainer.data",
+            "inspect",
+            SOURCE_NAME,
+            "--cache-dir",
+            place,
+            "--cache-gib",
+            "1e-6",
+        ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*private, "sh", "-c", script, str(tmp_path), *read], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([*private, "sh", "-c", script, place, *read], env=environment, capture_output=True, text=True)
     assert done.stdout == ""
     assert "(No space left on device): free space, or give a lower --cache-gib" in done.stderr.splitlines()[-1]
+
+
+def test_credentials_that_have_expired_are_one_line(bucket: Proxy) -> None:
+    """At once: another request would get the same answer."""
+    bucket.always = Fault.EXPIRED
+    with pytest.raises(ObjectStoreError, match="whether AWS_SESSION_TOKEN has expired"):
+        objects.read(PACK / "manifest.json")
+    assert len(bucket.requests) == 1
 
 
 def test_a_bucket_is_trained_on_by_its_name_alone(
@@ -608,7 +629,7 @@ def test_a_tar_that_cannot_be_listed_is_one_line(
     monkeypatch.setattr(numbered_shards, "SHARDS_A_PROCESS", 1)
     source = SourceOptions(cache_dir=tmp_path / "cache", cache_gib=1e-6)
     put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes()[: tarfile.BLOCKSIZE + 10])
-    with pytest.raises(ValueError, match=r"^s3://images/source/00001\.tar: .* is not a complete tar"):
+    with pytest.raises(ValueError, match=r"^s3://images/source/00001\.tar is not a complete tar"):
         read_source(SOURCE, source)
     refused = ObjectStoreError(SOURCE, Reason.DENIED)
     assert str(copy.copy(refused)) == str(refused), "as it comes from another process"
