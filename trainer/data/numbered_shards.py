@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from trainer.cores import usable_cores
@@ -16,6 +19,7 @@ from weightserver.common.object_store import shown
 
 SHARDS_A_PROCESS = 16
 """Fewer are not worth the start of another process."""
+_LOOK_SECONDS = 0.5
 
 
 def add_shards(top: Folder, paths: Sequence[Path], options: SourceOptions, left_out: LeftOut) -> None:
@@ -29,13 +33,17 @@ def add_shards(top: Folder, paths: Sequence[Path], options: SourceOptions, left_
 
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     jobs = max(1, min(cores, len(paths) // SHARDS_A_PROCESS))
-    for folder, others in Parallel(jobs, return_as="generator")(delayed(_listed)(path, options) for path in paths):
+    for folder, others in Parallel(jobs, return_as="generator")(
+        delayed(_listed)(path, options, os.getpid()) for path in paths
+    ):
         top.take(folder)
         top.own = top.own or folder.own
         left_out.merge(others)
 
 
-def _listed(path: Path, options: SourceOptions) -> tuple[Folder, LeftOut]:
+def _listed(path: Path, options: SourceOptions, caller: int) -> tuple[Folder, LeftOut]:
+    if os.getpid() != caller:
+        _end_with(caller)
     left_out = LeftOut()
     folder = Folder("", left_out)
     with whole(path, options) as file:
@@ -44,3 +52,15 @@ def _listed(path: Path, options: SourceOptions) -> tuple[Folder, LeftOut]:
         except ArchiveError as error:
             raise ArchiveError(shown(path), error.problem) from None
     return folder, left_out
+
+
+@cache
+def _end_with(caller: int) -> None:
+    """Lets this process end soon after the one that started it, which may be killed: joblib's wait for more work."""
+
+    def watch() -> None:
+        while os.getppid() == caller:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ending with the caller").start()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import tracemalloc
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
+from tests.helpers.watching import wait_until
 from trainer.data import listing as listing_module
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
@@ -540,6 +542,40 @@ def test_suffixes_of_tars_may_be_capitals(tmp_path: Path) -> None:
     assert [split.name for split in chosen.splits] == ["old", "new"], "by their names without the numbers"
     asked = read_source(tmp_path / "classes", SourceOptions(tars="classes"))
     assert not any("has no effect" in note for note in asked.notes)
+
+
+LIST_AND_WAIT = """
+import sys, time
+from pathlib import Path
+from trainer.data import numbered_shards
+from trainer.data.reading import read_source
+
+numbered_shards.SHARDS_A_PROCESS, numbered_shards.usable_cores = 1, lambda: 2
+read_source(Path(sys.argv[1]))
+print("listed", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_lists_shards_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    for number in range(4):
+        write_shard(tmp_path / f"{number:05d}.tar", ["0", "1"])
+    command = [sys.executable, "-c", LIST_AND_WAIT, str(tmp_path / "{00000..00003}.tar")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout
+        assert started.stdout.readline() == "listed\n"
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+        started.kill()
+
+    def lists(process: str) -> bool:
+        try:
+            return b"LokyProcess" in Path("/proc", process, "cmdline").read_bytes()  # empty of one that has ended
+        except OSError:
+            return False
+
+    assert len(children) >= 2
+    wait_until(lambda: not any(map(lists, children)))
 
 
 def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
