@@ -31,14 +31,14 @@ from tests.helpers.watching import wait_until
 from trainer.data.parts import Part
 from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import is_remote
 from weightserver.operations.certificates import write_certificates
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
 DEPLOYMENT = (ROOT / "docs/deployment.md").read_text()
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-PARTS = "../parts"
+PARTS, PARTS_IN_BUCKET = "../parts", "../parts-in-bucket"
 VERSION = "1.32"
 Manifest = dict[str, Any]
 
@@ -209,7 +209,7 @@ def assert_clients_accept(names: list[str], *, num_shards: int, namespace: str, 
         server.stop(None)
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS, PARTS_IN_BUCKET])
 def test_manifests_follow_the_schemas(overlay: str) -> None:
     found = manifests(overlay)
     for each in found:
@@ -469,7 +469,7 @@ def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS, PARTS_IN_BUCKET])
 def test_pods_run_unprivileged(overlay: str) -> None:
     for name, template in pods(manifests(overlay)):
         spec, own = template["spec"], container(template)["securityContext"]
@@ -544,6 +544,24 @@ def test_each_index_is_a_part_and_another_job_joins_them(tmp_path: Path) -> None
     assert (packing.command, packing.part) == ("pack", Part(4, 5))
     started = run(found, join["template"], tmp_path / "join")
     assert started.arguments == ["pack", "merge", str(packing.output)]
-    in_bucket = dict(re.findall(r"(?m)^# +(COMMAND|JOIN): (.*)$", text))
-    packing = parser.parse_args([*in_bucket["COMMAND"].split(), "--part", "4/5"])
-    assert in_bucket["JOIN"] == f"pack merge {shown(packing.output)} --cache-dir {packing.cache_dir}"
+
+
+def test_parts_in_a_bucket_need_no_file_system_that_nodes_share(tmp_path: Path) -> None:
+    """But each pod a disk, which has room for what --cache-dir may hold."""
+    found = manifests(PARTS_IN_BUCKET)
+    assert not [each for each in found if each["kind"] == "PersistentVolumeClaim"]
+    parts, join = (the(found, "Job", name)["spec"]["template"] for name in ("parts", "join"))
+    parser = trainer.data.__main__._parser()
+    packing = parser.parse_args(run(found, parts, tmp_path / "parts", JOB_COMPLETION_INDEX="4").arguments)
+    pack, merge, *arguments = run(found, join, tmp_path / "join").arguments
+    merging = parser.parse_args([f"{pack} {merge}", *arguments])
+    assert (packing.part, merging.directory, merging.cache_dir) == (Part(4, 64), packing.output, packing.cache_dir)
+    assert is_remote(packing.source)
+    assert is_remote(packing.output)
+    for template in (parts, join):
+        (disk,) = (volume for volume in template["spec"]["volumes"] if "ephemeral" in volume)
+        claim = disk["ephemeral"]["volumeClaimTemplate"]["spec"]
+        assert claim["accessModes"] == ["ReadWriteOnce"]
+        assert packing.cache_gib < int(claim["resources"]["requests"]["storage"].removesuffix("Gi"))
+        (mount,) = (each for each in template["spec"]["containers"][0]["volumeMounts"] if each["name"] == disk["name"])
+        assert str(packing.cache_dir) == mount["mountPath"]
