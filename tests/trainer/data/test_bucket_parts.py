@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers.dying_pack import Killed
 from tests.helpers.image_tree import odd_tree, plain_tree
-from tests.helpers.object_store import Proxy, credentials, object_store
+from tests.helpers.object_store import KEY, SECRET, Proxy, credentials, object_store
 from tests.helpers.watching import wait_until
 from trainer.data import bucket_packs, bucket_parts, load_dataset
 from trainer.data.__main__ import main
@@ -159,6 +159,8 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
         )
         _, errors = second.communicate(timeout=300)
         assert second.returncode == 0, errors
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not [secret for secret in (KEY, SECRET) if secret in errors or secret.encode() in written]
     before = set(sent(bucket)) - {last}
     assert len(before) > len(tars)
     bucket.heal()
