@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from trainer.cores import usable_cores
@@ -33,17 +32,14 @@ def add_shards(top: Folder, paths: Sequence[Path], options: SourceOptions, left_
 
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     jobs = max(1, min(cores, len(paths) // SHARDS_A_PROCESS))
-    for folder, others in Parallel(jobs, return_as="generator")(
-        delayed(_listed)(path, options, os.getpid()) for path in paths
-    ):
+    processes = Parallel(jobs, return_as="generator", initializer=_end_with, initargs=(os.getpid(),))
+    for folder, others in processes(delayed(_listed)(path, options) for path in paths):
         top.take(folder)
         top.own = top.own or folder.own
         left_out.merge(others)
 
 
-def _listed(path: Path, options: SourceOptions, caller: int) -> tuple[Folder, LeftOut]:
-    if os.getpid() != caller:
-        _end_with(caller)
+def _listed(path: Path, options: SourceOptions) -> tuple[Folder, LeftOut]:
     left_out = LeftOut()
     folder = Folder("", left_out)
     with whole(path, options) as file:
@@ -54,7 +50,6 @@ def _listed(path: Path, options: SourceOptions, caller: int) -> tuple[Folder, Le
     return folder, left_out
 
 
-@cache
 def _end_with(caller: int) -> None:
     """Lets this process end soon after the one that started it, which may be killed: joblib's wait for more work."""
 

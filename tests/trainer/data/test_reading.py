@@ -550,7 +550,7 @@ from pathlib import Path
 from trainer.data import numbered_shards
 from trainer.data.reading import read_source
 
-numbered_shards.SHARDS_A_PROCESS, numbered_shards.usable_cores = 1, lambda: 2
+numbered_shards.SHARDS_A_PROCESS, numbered_shards.usable_cores = 1, lambda: 4
 read_source(Path(sys.argv[1]))
 print("listed", flush=True)
 time.sleep(600)
