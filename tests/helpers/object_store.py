@@ -173,15 +173,20 @@ def url_to_make_bucket(name: str) -> str:
 
 
 @contextmanager
-def object_store(directory: Path) -> Iterator[Proxy]:
-    """Starts the server with its files in `directory`; yields the proxy before it. Skips the test without the server,
-    or without the extra `s3`."""
-    with s3_server(directory) as port:
+def object_store(directory: Path, bucket: str) -> Iterator[Proxy]:
+    """Starts the server with its files in `directory`, and makes a bucket; yields the proxy before it, which the
+    environment names meanwhile. Skips the test without the server, or without the extra `s3`."""
+    with s3_server(directory) as port, pytest.MonkeyPatch.context() as patched:
         proxy = Proxy(port)
+        for name, value in credentials(proxy.url).items():
+            patched.setenv(name, value)
+        _bucket.cache_clear()
         try:
+            proxy.make_bucket(bucket)
             yield proxy
         finally:
             proxy.close()
+            _bucket.cache_clear()
 
 
 @contextmanager

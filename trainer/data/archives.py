@@ -149,13 +149,13 @@ def read_member(path: Path, member: Member, most: int | None = None) -> bytes:
         with path.open("rb") as tar:
             tar.seek(start)
             content.write(tar.read(tarfile.BLOCKSIZE + length))
-    header, found = content.getvalue()[: tarfile.BLOCKSIZE], content.getvalue()[tarfile.BLOCKSIZE :]
-    if _size_in(header) != member.length:
+    content.seek(0)
+    if _size_in(content.read(tarfile.BLOCKSIZE)) != member.length:
         raise ValueError(
             f"{shown(path)} is another tar than was listed, without {member.name} at its place: put the earlier one "
             "back, or list and pack the images again"
         )
-    return found
+    return content.read()
 
 
 def _size_in(header: bytes) -> int:

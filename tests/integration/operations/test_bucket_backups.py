@@ -35,11 +35,7 @@ BACKUPS = Path("s3://backups/a run")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in credentials(proxy.url).items():
-            patched.setenv(name, value)
-        objects._bucket.cache_clear()
-        proxy.make_bucket("backups")
+    with object_store(tmp_path_factory.mktemp("server"), "backups") as proxy:
         yield proxy
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers.dying_pack import Killed
 from tests.helpers.image_tree import odd_tree, plain_tree
-from tests.helpers.object_store import KEY, SECRET, Proxy, credentials, object_store
+from tests.helpers.object_store import KEY, SECRET, Proxy, object_store
 from tests.helpers.watching import wait_until
 from trainer.data import bucket_packs, bucket_parts, load_dataset
 from trainer.data.__main__ import main
@@ -73,13 +73,8 @@ def whole(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in credentials(proxy.url).items():
-            patched.setenv(name, value)
-        objects._bucket.cache_clear()
-        proxy.make_bucket("images")
+    with object_store(tmp_path_factory.mktemp("server"), "images") as proxy:
         yield proxy
-    objects._bucket.cache_clear()
 
 
 @pytest.fixture

@@ -99,15 +99,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """The server, with the pack in its bucket."""
-    with object_store(tmp_path_factory.mktemp("server")) as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in credentials(proxy.url).items():
-            patched.setenv(name, value)
-        objects._bucket.cache_clear()
-        proxy.make_bucket("images")
+    with object_store(tmp_path_factory.mktemp("server"), "images") as proxy:
         for path in (path for path in directory.rglob("*") if path.is_file()):
             upload(path, PACK / path.relative_to(directory))
         yield proxy
-    objects._bucket.cache_clear()
 
 
 def upload(path: Path, target: Path) -> None:
