@@ -37,5 +37,6 @@ if __name__ == "__main__":
     setattr(owner, name, dying)
     shard_builder.BATCH_BYTES = PIECE_BYTES
     backup._FILE_BYTES = PIECE_BYTES
+    backup._SHARDS_AT_ONCE = 1  # no request of another shard is on its way then, and arrives later
     export._BYTES_PER_FILE = PIECE_BYTES
     main(sys.argv[3:])
