@@ -73,6 +73,13 @@ def odd_tree(root: Path, num_images: int = 20) -> Path:
     return root
 
 
+def split_tree(root: Path) -> Path:
+    """53 training images, some of them broken, and 20 test images."""
+    odd_tree(root / "train", 40)
+    plain_tree(root / "test", 20)
+    return root
+
+
 def deep_png(values: NDArray[np.uint16]) -> bytes:
     """A PNG of 16 bits a channel, which Pillow does not write: L, LA, RGB or RGBA, uint16 [h, w, c]."""
     height, width, channels = values.shape

@@ -91,6 +91,10 @@ class Proxy:
         """The GETs of parts of objects with this suffix so far."""
         return [one for one in self.requests if one.method == "GET" and one.range and one.path.endswith(suffix)]
 
+    def lists(self) -> list[Request]:
+        """The requests for lists of objects so far."""
+        return [one for one in self.requests if one.method == "GET" and one.path.count("/") == 1]
+
     def make_bucket(self, name: str) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._server.server_port, timeout=60)
         connection.request("PUT", url_to_make_bucket(name).removeprefix(self.url))

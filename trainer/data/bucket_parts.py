@@ -35,10 +35,10 @@ from trainer.data.manifest import (
     shards_path,
     tar_path,
 )
-from trainer.data.pack import Packer, planned_pack
+from trainer.data.pack import Packer, Plan, planned_pack
 from trainer.data.pack_files import CachedFiles
 from trainer.data.pack_plan import PackOptions, begun
-from trainer.data.parts import WHOLE
+from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
 from trainer.display import counting, stage
 from weightserver.common.atomic_files import directory_lock, make_directory, sha256
@@ -77,28 +77,27 @@ def pack_part(source: Path, target: Path, options: PackOptions) -> Manifest:
     with _work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder:
         if part.number:
             _wait_for_the_plan(target, f"0/{part.of}")
-        directories = plan_in_bucket(source, target, options)
-        place = local_source(source, options.source)
+        plan = plan_in_bucket(source, target, options)
         with counting("packing") as progress, stage("packing"), ThreadPoolExecutor(1) as sender:
-            for there in directories:
-                manifest = Manifest.load(there)
+            for there, manifest in plan.manifests.items():
                 if not manifest.complete:
-                    tars = _TarsInBucket(there, manifest.ranges[-1].tars(part), folder, sender)
-                    Packer(manifest, _listing(there, manifest, options.source), place, options, tars, progress).run()
+                    tars = _TarsInBucket(there, manifest, part, folder, sender)
+                    listing = _listing(there, manifest, options.source)
+                    Packer(manifest, listing, plan.place, options, tars, progress).run()
                     tars.finish()
-    return Manifest.load(target)
+    return plan.manifests[target]
 
 
-def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Path]:
-    """Lists the images of a source for parts in a bucket, unless that is done; returns the pack's directories there.
+def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
+    """Lists the images of a source for parts in a bucket, unless that is done; returns the plan of the pack there.
 
     Raises:
         ValueError, OSError: as `pack_part`.
     """
     if options.extend:
         raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part and --engine")
-    if directories := begun(source, target, options):
-        return directories
+    if manifests := begun(source, target, options):
+        return Plan(manifests, local_source(source, options.source))
     if any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
         raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
     with (
@@ -108,14 +107,14 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> list[Pat
         stage(f"uploading the list of images to {shown(target)}"),
     ):
         if is_packed(target):  # planned by the same command elsewhere, which may have found other images
-            return begun(source, target, options)
-        for here in reversed(plan.directories):
+            return Plan(begun(source, target, options), plan.place)
+        for here, manifest in reversed(plan.manifests.items()):
             there = target / here.relative_to(folder)
             listing = listing_path(here, 0)
             send(listing, there / listing.name, sha256(listing))
             put = create if there == target else write  # of two plans, the first counts
-            put(there / "manifest.json", (here / "manifest.json").read_bytes())
-    return begun(source, target, options)
+            put(there / "manifest.json", manifest.content)
+    return Plan(begun(source, target, options), plan.place)
 
 
 def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
@@ -128,12 +127,12 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
         OSError: the disk cannot be written, or another process joins them with the same --cache-dir.
     """
     directories = packs_in(target)[::-1] or [target]  # which has no manifest then, as `load` says
-    unfinished = {
-        there: manifest.ranges[-1] for there in directories if not (manifest := Manifest.load(there)).complete
-    }
-    for there, range_ in unfinished.items():
+    manifests = {there: Manifest.load(there) for there in directories}
+    unfinished = {there: manifest for there, manifest in manifests.items() if not manifest.complete}
+    for there, manifest in unfinished.items():
+        range_ = manifest.ranges[-1]
         tars = range_.tars(WHOLE)
-        if missing := sorted(set(tars).difference(_finished(there, tars))):
+        if missing := sorted(set(tars).difference(_finished(there, manifest, tars))):
             raise ValueError(
                 f"{len(missing):,} of {counted(len(tars), 'tar')} of {shown(there)} missing, first that of row "
                 f"{missing[0]:,} of {range_.count:,}: repeat 'pic pack SOURCE {shown(target)} --part I/N' for the "
@@ -142,7 +141,7 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
     with _work_folder(target, "merge", options) as folder:
         here = {there: folder / there.relative_to(target) for there in unfinished}
         with writing(options.in_cache()):
-            joined = {there: _joined(there, range_, here[there]) for there, range_ in unfinished.items()}
+            joined = {there: _joined(there, manifest, here[there]) for there, manifest in unfinished.items()}
         for there, range_ in joined.items():
             for path in (index_path(there, range_.first), shards_path(there, range_.first)):
                 send(here[there] / path.name, path, range_.digests(there)[path])
@@ -152,18 +151,19 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
 
 
 class _TarsInBucket:
-    """The tars of a part of a range in a bucket; `tars` are their first rows.
+    """The tars of a part of the last range of a pack in a bucket.
 
     One is sent while the next is packed, by `sender`, which has one thread.
     """
 
-    def __init__(self, there: Path, tars: range, folder: Path, sender: ThreadPoolExecutor) -> None:
-        self.folder, self._there, self._tars = folder, there, tars
-        self._note, self._sender = _notes(there), sender
+    def __init__(self, there: Path, manifest: Manifest, part: Part, folder: Path, sender: ThreadPoolExecutor) -> None:
+        self.folder, self._there, self._manifest, self._part = folder, there, manifest, part
+        self._note, self._sender = _notes(there, manifest), sender
         self._sending: Future[None] | None = None
 
     def finished(self) -> Iterator[tuple[Shard, bytes]]:
-        return _noted(self._there, _finished(self._there, self._tars))
+        tars = _finished(self._there, self._manifest, self._manifest.ranges[-1].tars(self._part))
+        return _noted(self._there, self._manifest, tars)
 
     def add(self, shard: Shard, records: bytes) -> None:
         self.finish()
@@ -235,22 +235,22 @@ def _listing(there: Path, manifest: Manifest, options: SourceOptions) -> Path:
     return listing
 
 
-def _notes(there: Path) -> Callable[[int], Path]:
+def _notes(there: Path, manifest: Manifest) -> Callable[[int], Path]:
     """Where a bucket has line and records of the tar that begins with a row."""
-    plan = hashlib.sha256(read(there / "manifest.json")).hexdigest()[:12]
+    plan = manifest.plan
     return lambda first: there / "parts" / f"{plan}-{first:012d}"
 
 
-def _finished(there: Path, tars: range) -> list[int]:
+def _finished(there: Path, manifest: Manifest, tars: range) -> list[int]:
     """Those of the tars that a bucket has, with line and records; all by their first rows."""
-    note = _notes(there)
+    note = _notes(there, manifest)
     found = {one.path for folder in (there, there / "parts") for one in directly_below(folder)}
     return [first for first in tars if {tar_path(there, first), note(first)} <= found]
 
 
-def _noted(there: Path, tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
+def _noted(there: Path, manifest: Manifest, tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
     """Finished tars, by their first rows, and their records."""
-    note = _notes(there)
+    note = _notes(there, manifest)
 
     def noted(first: int) -> tuple[Shard, bytes]:
         line, _, records = read(note(first)).partition(b"\n")
@@ -269,12 +269,13 @@ def _noted(there: Path, tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
             yield from pool.map(noted, tars[start : start + _READERS])
 
 
-def _joined(there: Path, range_: Range, here: Path) -> Range:
-    """Writes index and list of a range in a bucket into the folder `here`; returns the range with its tars."""
+def _joined(there: Path, manifest: Manifest, here: Path) -> Range:
+    """Writes index and list of the last range of a pack in a bucket into the folder `here`; returns the range with its
+    tars."""
     make_directory(here)
-    shards = list[Shard]()
+    shards, range_ = list[Shard](), manifest.ranges[-1]
     with index_path(here, range_.first).open("wb") as index:
-        for shard, records in _noted(there, range_.tars(WHOLE)):
+        for shard, records in _noted(there, manifest, range_.tars(WHOLE)):
             index.write(records)
             shards.append(shard)
     joined = replace(range_, shards=tuple(shards))

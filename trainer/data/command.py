@@ -98,6 +98,8 @@ def _merge(options: argparse.Namespace) -> list[str]:
     with stage("joining the parts"):
         if is_remote(directory):
             return [_packed(directory, merge_in_bucket(directory, SourceOptions(cache_dir=options.cache_dir)))]
+        if options.cache_dir:
+            raise ValueError("--cache-dir is for a pack in a bucket: omit it")
         return [_packed(directory, merge(directory))]
 
 

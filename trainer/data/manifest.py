@@ -142,14 +142,23 @@ class Manifest:
         """The manifest without the range that is still being added, if any."""
         return replace(self, ranges=tuple(part for part in self.ranges if part.rows_packed == part.count))
 
+    @property
+    def content(self) -> bytes:
+        """The content of manifest.json."""
+        content = {"format": FORMAT} | vars(self) | {"options": self.options.given}
+        content["ranges"] = [{key: vars(part)[key] for key in vars(part) if key != "shards"} for part in self.ranges]
+        return json.dumps(content, indent=1, ensure_ascii=True).encode() + b"\n"
+
+    @property
+    def plan(self) -> str:
+        """Identifies which images are packed in which tars, however many of these there are yet."""
+        return hashlib.sha256(self.content).hexdigest()[:12]
+
     def save(self, directory: Path) -> None:
         """Writes each file atomically: the lists of tars first, then manifest.json."""
         for part in self.ranges:
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=part.list_of_tars))
-        content = {"format": FORMAT} | vars(self) | {"options": self.options.given}
-        content["ranges"] = [{key: vars(part)[key] for key in vars(part) if key != "shards"} for part in self.ranges]
-        text = json.dumps(content, indent=1, ensure_ascii=True) + "\n"
-        atomic_write(directory / "manifest.json", lambda path: path.write_text(text))
+        atomic_write(directory / "manifest.json", partial(Path.write_bytes, data=self.content))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:

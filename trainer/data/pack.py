@@ -38,7 +38,7 @@ from trainer.data.manifest import (
     listing_path,
     tar_path,
 )
-from trainer.data.pack_parts import LOCK, TarsOnDisk, locked, parts_begun
+from trainer.data.pack_parts import LOCK, PLANNING, TarsOnDisk, locked, parts_begun
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import begun, planned
 from trainer.data.packed import PackedImages
@@ -79,17 +79,17 @@ def pack(source: Path, output: Path, options: PackOptions) -> Manifest:
         OSError: the directory cannot be written, or another process packs into it.
     """
     with planned_pack(source, output, options) as plan, counting("packing") as progress, stage("packing"):
-        manifest, *_ = [_pack_split(directory, plan.place, options, progress) for directory in plan.directories]
-        return manifest
+        packed = [_pack_split(*split, plan.place, options, progress) for split in plan.manifests.items()]
+        return packed[0]
 
 
 class Plan(NamedTuple):
     """A pack that is planned."""
 
-    directories: list[Path]
-    """Its own, and that of its test images, if any."""
+    manifests: dict[Path, Manifest]
+    """By directory: its own, and that of its test images, if any."""
     place: Path
-    """Where its source is read, as `local_source` says it."""
+    """Where its source is read: in a bucket or on this machine."""
 
 
 @contextmanager
@@ -109,22 +109,19 @@ def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[P
         raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:
         raise ValueError(f"{output} is the source itself: give another directory")
-    place = local_source(source, options.source)
     reading = None if options.part else read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
-    with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
+    with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB):
         if reading:
-            yield Plan(_plan(reading, output, options), place)
+            yield _plan(reading, output, options)
             return
-        directories = begun(source, output, options)
-        if not directories:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            directories = begun(source, output, options) or _plan(read_source(source, options.source), output, options)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        yield Plan(directories, place)
+        with locked(output / PLANNING, fcntl.LOCK_EX):
+            manifests = begun(source, output, options)
+            plan = None if manifests else _plan(read_source(source, options.source), output, options)
+        yield plan or Plan(manifests, local_source(source, options.source))
 
 
-def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
+def _plan(reading: Reading, output: Path, options: PackOptions) -> Plan:
     """Plans the splits of a source; the manifest in `output` is saved last, because it says that all are planned."""
     if options.extend or not is_packed(output):
         for line in filter(None, (reading.left_out.line(reading.source), *map(Remark, reading.notes))):
@@ -137,16 +134,15 @@ def _plan(reading: Reading, output: Path, options: PackOptions) -> list[Path]:
     for directory, manifest in reversed(plans.items()):
         if not (is_packed(directory) and Manifest.load(directory) == manifest):
             manifest.save(directory)
-    return list(plans)
+    return Plan(plans, reading.train.listing.place)
 
 
-def _pack_split(directory: Path, place: Path, options: PackOptions, progress: Counting) -> Manifest:
+def _pack_split(directory: Path, manifest: Manifest, place: Path, options: PackOptions, progress: Counting) -> Manifest:
     """Packs the last range of a directory, or a part of it, as far as it is not packed; `place` is the plan's."""
-    manifest = Manifest.load(directory)
     range_ = manifest.ranges[-1]
-    tars = TarsOnDisk(directory, range_, options.part)
+    tars = TarsOnDisk(directory, manifest, options.part)
     if not manifest.complete and options.part:
-        others = parts_begun(directory, range_)
+        others = parts_begun(directory, manifest)
         if others and (of := max(others).of) != options.part.of:
             raise ValueError(f"{directory} is being packed in {of} parts: give --part I/{of}")
         if range_.rows_packed:
@@ -155,7 +151,7 @@ def _pack_split(directory: Path, place: Path, options: PackOptions, progress: Co
             Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
         return manifest
     if not manifest.complete:
-        if parts_begun(directory, range_):
+        if parts_begun(directory, manifest):
             raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
         Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
     packed = PackedImages(directory)  # finds indexes that are missing or cut off
@@ -215,7 +211,7 @@ class Packer:
 
     Args:
         listing: of the range's images.
-        place: where their source is read, as `local_source` says it.
+        place: where their source is read: in a bucket or on this machine.
         tars: where they go.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.data.bucket_parts import merge_in_bucket, pack_part, plan_in_bucket
 from trainer.data.manifest import Manifest
-from trainer.data.pack import PackOptions, pack, planned_pack
+from trainer.data.pack import PackOptions, Plan, pack, planned_pack
 from trainer.data.pack_parts import merge
 from trainer.data.parts import WHOLE, Part
 from trainer.display import counting, stage
@@ -30,7 +30,7 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     plan, pack_a_part = (plan_in_bucket, pack_part) if in_bucket else (_plan, pack)
     join = partial(merge_in_bucket, options=options.source) if in_bucket else merge
     with stage("listing the images"):
-        manifests = list(map(Manifest.load, plan(source, output, options)))
+        manifests = plan(source, output, options).manifests.values()
     if all(manifest.complete for manifest in manifests):
         return join(output)
     of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))
@@ -43,6 +43,6 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     return join(output)
 
 
-def _plan(source: Path, output: Path, options: PackOptions) -> list[Path]:
+def _plan(source: Path, output: Path, options: PackOptions) -> Plan:
     with planned_pack(source, output, replace(options, part=WHOLE)) as plan:
-        return plan.directories
+        return plan

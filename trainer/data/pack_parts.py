@@ -19,7 +19,6 @@ from typing import BinaryIO
 from trainer.data.index import add_records, check_index, cut_index, read_records
 from trainer.data.manifest import (
     Manifest,
-    Range,
     Shard,
     add_shard,
     cut_shards,
@@ -30,27 +29,24 @@ from trainer.data.manifest import (
 )
 from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
-from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.common.atomic_files import atomic_write
 
 LOCK = ".packing"
 """File in a packed directory that those who pack into it lock: parts together, others alone."""
+PLANNING = ".planning"
+"""File that the part that lists the images locks; the others wait for it, but not until it has packed them."""
 _LISTED = 5
 """Most parts that a message names."""
 
 
-def part_name(directory: Path, part: Part) -> str:
-    """What the names of a part's files have before their suffix."""
-    return f".{_plan(directory)}.{part.number}-of-{part.of}"
-
-
-def parts_begun(directory: Path, range_: Range) -> set[Part]:
-    """The parts of a range that were begun.
+def parts_begun(directory: Path, manifest: Manifest) -> set[Part]:
+    """The parts of the last range that were begun.
 
     Raises:
         ValueError: they do not belong together.
     """
-    found, plan = set[Part](), _plan(directory)
-    for path in sorted(directory.glob(f"shards-{range_.first:012d}.*.jsonl")):
+    found, plan = set[Part](), manifest.plan
+    for path in sorted(directory.glob(f"shards-{manifest.ranges[-1].first:012d}.*.jsonl")):
         named = re.fullmatch(r"shards-\d+\.(\w+)\.(\d+)-of-(\d+)\.jsonl", path.name)
         if named is None or named[1] != plan:
             raise ValueError(
@@ -67,17 +63,16 @@ def parts_begun(directory: Path, range_: Range) -> set[Part]:
 
 
 class TarsOnDisk:
-    """The tars of a range of a directory, or of a part of it, each named in a list when its files are in place.
+    """The tars of the last range of a directory, or of a part of it, each named in a list when its files are in place.
 
     Attributes:
         folder: where tars are written.
         list: the file that names them.
     """
 
-    def __init__(self, directory: Path, range_: Range, part: Part | None) -> None:
-        name = part_name(directory, part) if part else ""
-        self.folder, self._tars = directory, range_.tars(part or WHOLE)
-        self.list, self._index = shards_path(directory, range_.first, name), index_path(directory, range_.first, name)
+    def __init__(self, directory: Path, manifest: Manifest, part: Part | None) -> None:
+        self.folder, self._tars = directory, manifest.ranges[-1].tars(part or WHOLE)
+        self.list, self._index = _files(directory, manifest, part)
 
     def finished(self) -> Iterator[tuple[Shard, bytes]]:
         """The tars that are named, with their records; what a killed process wrote beyond these is cut off."""
@@ -107,7 +102,7 @@ def merge(output: Path) -> Manifest:
         for directory, manifest in joined.items():
             range_ = manifest.ranges[-1]
             if manifest != Manifest.load(directory):
-                indexes = [path for _, path, _ in _parts(directory, range_)]
+                indexes = [path for _, path, _ in _parts(directory, manifest)]
                 atomic_write(index_path(directory, range_.first), partial(_concatenate, indexes))
                 manifest.save(directory)
             for kind in ("shards", "index"):
@@ -133,10 +128,10 @@ def _joined(directory: Path, output: Path) -> Manifest:
     range_ = manifest.ranges[-1]
     if manifest.complete:
         return manifest
-    if not parts_begun(directory, range_):
+    if not parts_begun(directory, manifest):
         raise ValueError(f"{directory} has no parts to join: 'pic pack SOURCE {output} --part I/N' packs them")
     unfinished, shards = list[Part](), list[Shard]()
-    for part, index, found in _parts(directory, range_):
+    for part, index, found in _parts(directory, manifest):
         rows = range_.tars(part)
         number = sum(shard.count for shard in found)
         if number < rows.stop - rows.start:
@@ -153,14 +148,19 @@ def _joined(directory: Path, output: Path) -> Manifest:
     return replace(manifest, ranges=(*manifest.ranges[:-1], replace(range_, shards=tuple(shards))))
 
 
-def _parts(directory: Path, range_: Range) -> Iterator[tuple[Part, Path, tuple[Shard, ...]]]:
+def _parts(directory: Path, manifest: Manifest) -> Iterator[tuple[Part, Path, tuple[Shard, ...]]]:
     """Each part that has rows, with its index and the tars that it names."""
-    of = max(parts_begun(directory, range_)).of
+    of = max(parts_begun(directory, manifest)).of
     for part in (Part(number, of) for number in range(of)):
-        if tars := range_.tars(part):
-            name = part_name(directory, part)
-            path = shards_path(directory, range_.first, name)
-            yield part, index_path(directory, range_.first, name), shards_in(path, tars) if path.exists() else ()
+        if tars := manifest.ranges[-1].tars(part):
+            path, index = _files(directory, manifest, part)
+            yield part, index, shards_in(path, tars) if path.exists() else ()
+
+
+def _files(directory: Path, manifest: Manifest, part: Part | None) -> tuple[Path, Path]:
+    """List and index of the tars of the last range, or of a part of it."""
+    first, name = manifest.ranges[-1].first, f".{manifest.plan}.{part.number}-of-{part.of}" if part else ""
+    return shards_path(directory, first, name), index_path(directory, first, name)
 
 
 def _concatenate(paths: Sequence[Path], output: Path) -> None:
@@ -168,7 +168,3 @@ def _concatenate(paths: Sequence[Path], output: Path) -> None:
         for path in paths:
             with path.open("rb") as file:
                 shutil.copyfileobj(file, joined)
-
-
-def _plan(directory: Path) -> str:
-    return sha256(directory / "manifest.json")[:12]

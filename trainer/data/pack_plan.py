@@ -76,24 +76,21 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
     return _with_range(manifest, split, split.listing, output, options, known)
 
 
-def begun(source: Path, output: Path, options: PackOptions) -> list[Path]:
-    """The directories of a pack of `source` that is planned: its own, and that of its test images, if any. Empty if it
-    is to be planned.
+def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manifest]:
+    """The manifests of a pack of `source` that is planned, by directory: its own, and that of its test images, if any.
+    Empty if it is to be planned.
 
     Raises:
         ValueError: the pack is another one.
     """
-    directories = packs_in(output)
-    if output not in directories:
-        return []
-    manifests = [Manifest.load(directory) for directory in directories]
-    if options.extend and all(manifest.complete for manifest in manifests):
-        return []
-    for wrong, remedy in _contradictions_of_options(manifests[0], options):
+    manifests = {directory: Manifest.load(directory) for directory in packs_in(output)}
+    if output not in manifests or (options.extend and all(manifest.complete for manifest in manifests.values())):
+        return {}
+    for wrong, remedy in _contradictions_of_options(manifests[output], options):
         raise ValueError(f"{shown(output)} {wrong}: {remedy}, or give another directory")
-    if not (last := manifests[0].ranges[-1]).is_of(source):
+    if not (last := manifests[output].ranges[-1]).is_of(source):
         raise ValueError(f"{shown(output)} holds images of {last.source}: give another directory")
-    return directories
+    return manifests
 
 
 def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:

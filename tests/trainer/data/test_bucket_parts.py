@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.dying_pack import Killed
-from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.image_tree import plain_tree, split_tree
 from tests.helpers.object_store import KEY, SECRET, Proxy, object_store
 from tests.helpers.watching import wait_until
 from trainer.data import bucket_packs, bucket_parts, load_dataset
@@ -56,11 +56,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Training and test images, some of them broken."""
-    root = tmp_path_factory.mktemp("images") / "tree"
-    odd_tree(root / "train", 40)
-    plain_tree(root / "test", 20)
-    return root
+    return split_tree(tmp_path_factory.mktemp("images") / "tree")
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +160,12 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
     assert call("verify", shown) == 1
     assert f"{shown} is not finished: pack its parts, then 'pic pack merge' joins them" in capsys.readouterr().err
     for number in (1, 2, 0):
+        bucket.requests.clear()
         assert not pack_part(tree, target, options(tmp_path / "three", Part(number, 3))).complete
+        read = [one.path for one in bucket.requests if one.method == "GET" and one.path.endswith("manifest.json")]
+        assert read == [f"{place}/manifest.json", f"{place}/test/manifest.json"], "once"
         assert not [path for path in (tmp_path / "three").rglob("*") if path.suffix in (".tar", ".bin")]
-    assert not set(sent(bucket)) & before, "what was finished is not sent again"
+        assert not set(sent(bucket)) & before, "what was finished is not sent again"
     assert call("pack", "merge", shown, "--cache-dir", tmp_path / "four") == 0
     assert capsys.readouterr().out.startswith(f"{shown}: 53 images in 1 range(s), 3 named classes, ")
     assert stored(target) == files(whole)

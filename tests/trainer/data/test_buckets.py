@@ -567,6 +567,7 @@ def test_sources_in_a_bucket_are_those_on_a_disk(bucket: Proxy, shards: Path, tm
     assert call(*command) == call("pack", str(shards / "{00000..00002}.tar"), str(tmp_path / "near")) == 0
     assert Manifest.load(tmp_path / "far").shards == Manifest.load(tmp_path / "near").shards
     assert not bucket.ranges()
+    assert len(bucket.lists()) == 1
     upload(shards / "00000.tar", SOURCE.with_name("00001.tar"))  # of the same length, perhaps in the same second
     (tmp_path / "cache/sources/images/source/gone.tar").write_bytes((shards / "00000.tar").read_bytes())
     copied = read_source(SOURCE.parent, options(tmp_path)).train.listing

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.dying_pack import Killed, contents, die_at
-from tests.helpers.image_tree import odd_tree, plain_tree
+from tests.helpers.dying_pack import Killed, die_at
+from tests.helpers.image_tree import plain_tree, split_tree
 from tests.helpers.watching import wait_until
 from trainer.data.__main__ import main
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.pack_parts import LOCK, locked, merge
+from trainer.data.pack_parts import LOCK, PLANNING, locked, merge
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
 from weightserver.common.atomic_files import sha256
@@ -48,11 +48,7 @@ def options(part: Part | None = None, **changes: Any) -> PackOptions:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Training and test images, some of them broken."""
-    root = tmp_path_factory.mktemp("images") / "tree"
-    odd_tree(root / "train", 40)
-    plain_tree(root / "test", 20)
-    return root
+    return split_tree(tmp_path_factory.mktemp("images") / "tree")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,7 @@ def packed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files(directory: Path) -> dict[str, str]:
     """SHA-256 of each file of a pack and of its test images."""
-    found = (path for path in directory.rglob("*") if path.is_file() and path.name != LOCK)
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK, PLANNING))
     return {str(path.relative_to(directory)): sha256(path) for path in found}
 
 
@@ -96,11 +92,12 @@ def waits_for_a_lock(process: subprocess.Popen[str]) -> bool:
 
 @pytest.mark.guard
 def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, packed: Path, tmp_path: Path) -> None:
-    """One of them lists the images, while the others wait."""
+    """One of them lists the images, while the others wait; they do not wait for one that packs."""
     output = tmp_path / "packed"
     output.mkdir()
     with (
-        locked(output / LOCK, fcntl.LOCK_EX) as lock,
+        locked(output / LOCK, fcntl.LOCK_SH),
+        locked(output / PLANNING, fcntl.LOCK_EX) as lock,
         processes(*(part_command(tree, output, f"{number}/3") for number in range(3))) as started,
     ):
         wait_until(lambda: all(map(waits_for_a_lock, started)), seconds=200)
@@ -183,9 +180,9 @@ def test_images_are_added_in_parts(tmp_path: Path) -> None:
         pack(tree, output, options(Part(number, 3), extend=True))
         assert len(PackedImages(output)) == 20
     merge(output)
-    assert contents(output) == contents(whole)
+    assert files(output) == files(whole)
     pack(tree, output, options(Part(0, 3), extend=True))
-    assert contents(output) == contents(whole), "nothing is new any more"
+    assert files(output) == files(whole), "nothing is new any more"
 
 
 def test_parts_that_were_packed_in_places_of_their_own_are_copied_together(
@@ -306,6 +303,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         f"pic pack merge: {tmp_path / 'absent'} holds no packed images: pack them by pic pack\n"
     )
     assert not (tmp_path / "absent").exists()
+    assert call("pack", "merge", packed, "--cache-dir", tmp_path) == 1
+    assert capsys.readouterr().err == "pic pack merge: --cache-dir is for a pack in a bucket: omit it\n"
 
 
 @pytest.mark.parametrize("part", ["0/0", "5/4", "4/4", "-1/4", "1", "a/b", ""])
