@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from datetime import datetime, timedelta
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
@@ -219,7 +219,7 @@ def copy_range(source: Path, start: int, stop: int, target: BinaryIO, *, sha256:
     version = ""
     for first in range(start, stop, PART_BYTES):
         last = min(first + PART_BYTES, stop)
-        found, notes, content = _answer(source, partial(_get_range, source, first, last))
+        found, notes, content = _get_range(source, first, last)
         before, version = version, notes.get("sha256") or found.version
         if before not in ("", version) or ("sha256" in notes and sha256 not in ("", version)):
             raise ObjectStoreError(source, Reason.REPLACED)
@@ -231,10 +231,21 @@ def copy_range(source: Path, start: int, stop: int, target: BinaryIO, *, sha256:
     return version
 
 
-def _get_range(path: Path, start: int, stop: int, store: Any, key: str) -> tuple[Found, dict[str, str], memoryview]:
+def _get_range(path: Path, start: int, stop: int) -> tuple[Found, dict[str, str], memoryview]:
     """An object, what `upload` noted of it, and bytes start … stop−1, fewer at its end."""
-    answer = _obstore().get(store, key, options={"range": (start, stop)})
-    return _found(path, answer.meta), answer.attributes, memoryview(answer.bytes())
+
+    def get(store: Any, key: str) -> tuple[Found, dict[str, str], memoryview]:
+        answer = _obstore().get(store, key, options={"range": (start, stop)})
+        return _found(path, answer.meta), answer.attributes, memoryview(answer.bytes())
+
+    end = time.monotonic() + _RETRY_SECONDS
+    try:
+        return _answer(path, get)
+    except ObjectStoreError as error:
+        refused = error.reason is Reason.NO_ANSWER and time.monotonic() < end
+        if refused and (now := find(path)) and now.bytes <= start:  # obstore has no error of its own for such a range
+            raise ObjectStoreError(path, Reason.CUT_OFF) from None
+        raise
 
 
 def _matches(content: memoryview, start: int, noted: str) -> bool:

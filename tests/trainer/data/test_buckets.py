@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, is_packed
-from trainer.data.pack import PackOptions, pack
+from trainer.data.pack import PackOptions, pack, planned_pack
 from trainer.data.pack_parts import merge
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
@@ -629,6 +630,19 @@ def test_a_tar_that_cannot_be_listed_is_one_line(
         read_source(SOURCE, source)
     refused = ObjectStoreError(SOURCE, Reason.DENIED)
     assert str(copy.copy(refused)) == str(refused), "as it comes from another process"
+
+
+@pytest.mark.parametrize("left", [0, tarfile.BLOCKSIZE, 5 * tarfile.BLOCKSIZE])
+def test_a_tar_that_is_cut_off_after_it_was_listed_ends_the_pack(
+    left: int, bucket: Proxy, shards: Path, tmp_path: Path
+) -> None:
+    """Before an image that is read where it lies, between it and its header, or in the middle of it."""
+    source = PackOptions(source=SourceOptions(cache_dir=tmp_path / "cache", cache_gib=1e-6))
+    with planned_pack(SOURCE, tmp_path / "packed", replace(source, part=Part(0, 1))):
+        put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes()[:left])
+    with pytest.raises(ObjectStoreError) as ended:
+        pack(SOURCE, tmp_path / "packed", replace(source, part=Part(0, 1)))
+    assert str(ended.value) == f"s3://images/source/00001.tar: {Reason.CUT_OFF.value}"
 
 
 def test_images_of_a_bucket_have_their_names_there(
