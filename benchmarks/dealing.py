@@ -71,20 +71,25 @@ def planned_reads(load: Workload) -> tuple[float, float]:
     return figures["share of the images that a node reads"], figures["share of the segments that a node reads"]
 
 
-def reads(load: Workload, *, by_place: bool) -> tuple[float, float]:
-    """How many machines read an image, and a segment of 2 MiB, on average, while the window passes over them."""
+def reads(load: Workload) -> list[tuple[float, float]]:
+    """How many machines read an image, and a segment of 2 MiB, on average, while the window passes over them: if images
+    are dealt by place, and by position."""
     size, stride, in_segment = load.window_size, load.window_stride, SEGMENT_BYTES // load.image_bytes
     schedule = VisitSchedule(num_rows=load.num_rows, window_size=size, window_stride=stride, seed=0)
     batches = schedule.visits(0, (size // stride + 2) * size).reshape(-1, load.batch_size)
-    if by_place:
-        batches = np.stack([rows[dealt_to_nodes(rows, load.num_nodes, window_size=size)] for rows in batches])
-    nodes = np.broadcast_to(np.arange(load.batch_size) * load.num_nodes // load.batch_size, batches.shape)
     first = -(-(size - stride) // in_segment)
-    segments = np.arange(first, (size + 2 * stride) // in_segment)  # all their visits are among these
-    passed = np.isin(batches // in_segment, segments)
-    images = np.unique(batches[passed] * load.num_nodes + nodes[passed])
-    of_segments = np.unique(images // load.num_nodes // in_segment * load.num_nodes + images % load.num_nodes)
-    return len(images) / len(segments) / in_segment, len(of_segments) / len(segments)
+    last = (size + 2 * stride) // in_segment  # all visits to these segments are among those
+    nodes = np.arange(load.batch_size) * load.num_nodes // load.batch_size
+    by_place = np.stack([rows[dealt_to_nodes(rows, load.num_nodes, window_size=size)] for rows in batches])
+    found = []
+    for dealt in (by_place, batches):
+        is_read = np.zeros(((last - first) * in_segment, load.num_nodes), bool)
+        images = dealt - first * in_segment
+        passed = (images >= 0) & (images < len(is_read))
+        is_read[images[passed], np.broadcast_to(nodes, dealt.shape)[passed]] = True
+        of_segments = is_read.reshape(-1, in_segment, load.num_nodes).any(axis=1)
+        found.append((load.num_nodes * float(is_read.mean()), load.num_nodes * float(np.mean(of_segments))))
+    return found
 
 
 def table_of_reads() -> list[str]:
@@ -95,7 +100,7 @@ def table_of_reads() -> list[str]:
     ]
     for numbers in READERS:
         load = planned_run(*numbers)
-        dealt, planned, position = reads(load, by_place=True), planned_reads(load), reads(load, by_place=False)
+        planned, (dealt, position) = planned_reads(load), reads(load)
         images, segments = (" | ".join(f"{each[i]:.2f}" for each in (dealt, planned, position)) for i in range(2))
         lines.append(f"| {' | '.join(f'{number:,}' for number in numbers)} | {images} | {segments} |")
     return lines

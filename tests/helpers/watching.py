@@ -14,10 +14,11 @@ from weightserver import LocalCluster
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.001
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
 
 
 def once_within(seconds: float, attempt: Callable[[int], float]) -> None:
