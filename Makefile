@@ -6,6 +6,9 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 EXPERIMENTS = $(VENV)/.experiments
 
+# Tests start hundreds of Python processes, each of which would compile our modules and, for pytest, rewrite its tests.
+export PYTHONDONTWRITEBYTECODE =
+
 FASHION_MNIST = /usr/share/datasets/fashion-mnist
 
 .PHONY: install first-hour fashion-mnist demo tables tables-quick million extras test test-guard test-all test-gpu lint docs dashboards locks protos bench bench-quick bench-gpu clean
