@@ -81,7 +81,7 @@ def reads(load: Workload) -> list[tuple[float, float]]:
     last = (size + 2 * stride) // in_segment  # all visits to these segments are among those
     nodes = np.arange(load.batch_size) * load.num_nodes // load.batch_size
     by_place = np.stack([rows[dealt_to_nodes(rows, load.num_nodes, window_size=size)] for rows in batches])
-    found = []
+    found = list[tuple[float, float]]()
     for dealt in (by_place, batches):
         is_read = np.zeros(((last - first) * in_segment, load.num_nodes), bool)
         images = dealt - first * in_segment

@@ -72,7 +72,7 @@ MIXED = {
     "ATen default, two threads": _aten("default") | _TWO_THREADS,
     "ATen AVX2, MKL compatible": _aten("avx2") | _MKL_COMPATIBLE,
     "ATen AVX-512, oneDNN SSE4.1, NumPy's least": _aten("avx512") | _ONEDNN_SSE | _numpy_without(_WITHOUT_AVX2),
-    "oneDNN AVX2, MKL SSE4.2": _ONEDNN_AVX2 | _MKL_SSE,
+    "AVX2, MKL SSE4.2, two threads": AVX2_IN_TWO_THREADS | _MKL_SSE,
 }
 """Some libraries' kernels, the others' as this machine has them."""
 

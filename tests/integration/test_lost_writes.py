@@ -35,7 +35,7 @@ from weightserver.storage.lmdb_storage import LmdbStorage
 PAGE = 4_096
 SPEC = TableSpec(num_rows=160, dim=64, rows_per_block=20)
 """Eight blocks of 10.5 KB, so that each has three pages of its own."""
-INDEXED = TableSpec(num_rows=3_000, dim=8, rows_per_block=2)
+INDEXED = TableSpec(num_rows=1_500, dim=8, rows_per_block=2)
 """Many small blocks: each database has several pages, and they lie where others' pages lay."""
 OPENER = b"o" * 16
 CHANCE = np.random.default_rng(0)
@@ -320,7 +320,7 @@ def test_a_lost_page_of_any_commit_is_noticed(commit: str, trained: Trained, tmp
 SOME = [np.sort(CHANCE.choice(INDEXED.num_rows, 40, replace=False)) for _ in range(NUM_WRITES + 2)]
 INDEXED_PATTERNS: dict[str, Callable[[int], Int64Array]] = {
     "a few": lambda step: SOME[step],
-    "a window": lambda step: np.arange(200 * step, 200 * step + 600),
+    "a window": lambda step: np.arange(100 * step, 100 * step + 500),
 }
 FAILURE, BLOCK = "DamagedFileError", "DamagedBlockError"
 
@@ -345,7 +345,7 @@ def test_a_shard_that_goes_on_after_a_loss_hides_nothing(pattern: str, checkpoin
 
     lost = Lost.by(trained, commits)
     trained.storage.close()
-    groups = [list[int](), *lost.subsets(40)]
+    groups = [list[int](), *lost.subsets(12)]
     sequence, lock = trained.sequence, (trained.directory / "owner.lock").read_text()
     (tmp_path / "before").write_bytes(lost.before)
     (tmp_path / "after").write_bytes(lost.after)

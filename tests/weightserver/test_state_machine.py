@@ -915,7 +915,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     "num_schedules",
     [
-        30,
+        15,
         pytest.param(120, marks=[pytest.mark.guard, pytest.mark.timeout(900)]),
         pytest.param(3_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
