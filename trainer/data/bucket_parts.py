@@ -1,10 +1,10 @@
-"""Parts of a pack that go to a bucket by themselves, so that a machine has a few of its tars only.
+"""Packs that go to a bucket tar by tar, all of them or in parts, so that a machine has a few of the tars only.
 
     parts/PLAN-FIRST    of a finished tar: its line in the list of tars, and its records; uploaded after the tar
 
 PLAN is a digest of manifest.json. Part 0 lists the images and uploads the listing and, last, manifest.json; the others
-wait for that. Which tars there are follows from it alone: a part that is repeated on another machine, or one of another
-number of parts, continues with what is missing. The pack is finished when it has its list of tars, which `merge` makes.
+wait for that. Which tars there are follows from it alone: a command that is repeated on another machine, or in another
+number of parts, continues with what is missing. The pack is finished when it has its list of tars, which merging makes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.bucket_packs import CLAIM, claimed_by_another, send
+from trainer.data.bucket_packs import claimed, send
 from trainer.data.bucket_sources import local_source
 from trainer.data.cache import writing
 from trainer.data.config import SourceOptions
@@ -31,13 +31,13 @@ from trainer.data.manifest import (
     is_packed,
     line_of,
     listing_path,
-    packs_in,
+    manifests_in,
     shards_path,
     tar_path,
 )
 from trainer.data.pack import Packer, Plan, planned_pack
 from trainer.data.pack_files import CachedFiles
-from trainer.data.pack_plan import PackOptions, begun
+from trainer.data.pack_plan import AnotherPackError, PackOptions, begun
 from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
 from trainer.display import counting, stage
@@ -63,16 +63,18 @@ _READERS = 16
 """Objects that are read at the same time."""
 
 
-def pack_part(source: Path, target: Path, options: PackOptions) -> Manifest:
-    """Packs the part of `options` (default: all) into a bucket, as far as its tars are not there. The first part lists
-    the images; the others wait until it has.
+def pack_in_bucket(source: Path, target: Path, options: PackOptions) -> Manifest:
+    """Packs images into a bucket, or the part of `options` of them, as far as its tars are not there. The first part
+    lists the images; the others wait until it has.
 
-    Returns the manifest of the training images, which has no tars before `merge_in_bucket`.
+    Returns the manifest of the training images; that of a part has no tars before `merge_in_bucket`.
 
     Raises:
         ValueError: as `pack`; a bucket that refuses or does not answer, or holds another pack.
         OSError: the disk cannot be written, or another process packs this part with the same --cache-dir.
     """
+    if options.part and options.extend:
+        raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part")
     part = options.part or WHOLE
     with _work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder:
         if part.number:
@@ -82,39 +84,64 @@ def pack_part(source: Path, target: Path, options: PackOptions) -> Manifest:
             for there, manifest in plan.manifests.items():
                 if not manifest.complete:
                     tars = _TarsInBucket(there, manifest, part, folder, sender)
-                    listing = _listing(there, manifest, options.source)
+                    listing = _listing(there, manifest.ranges[-1], options.source)
                     Packer(manifest, listing, plan.place, options, tars, progress).run()
                     tars.finish()
-    return plan.manifests[target]
+    if options.part:
+        return plan.manifests[target]
+    with stage("joining the tars"):
+        return merge_in_bucket(target, options.source)
 
 
 def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
-    """Lists the images of a source for parts in a bucket, unless that is done; returns the plan of the pack there.
+    """Lists the images of a source for a pack in a bucket, unless that is done; returns the plan of the pack there.
 
     Raises:
-        ValueError, OSError: as `pack_part`.
+        ValueError, OSError: as `pack_in_bucket`.
     """
-    if options.extend:
-        raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part and --engine")
-    if manifests := begun(source, target, options):
+    if not options.extend and (manifests := begun(source, target, options)):
         return Plan(manifests, local_source(source, options.source))
-    if any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
+    before = manifests_in(target)
+    if not before and any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
         raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
+    absolute = source if is_remote(source) else source.resolve()
+    claim = repr((shown(absolute), options.order_seed or 0, options.source.given))
     with (
         _work_folder(target, "plan", options.source) as folder,
-        _planning(source, target, options),
-        planned_pack(source, folder, replace(options, part=None)) as plan,
-        stage(f"uploading the list of images to {shown(target)}"),
+        claimed(target, claim.encode()),
+        _naming(target, folder),
     ):
-        if is_packed(target):  # planned by the same command elsewhere, which may have found other images
-            return Plan(begun(source, target, options), plan.place)
+        for there, manifest in before.items():
+            here = folder / there.relative_to(target)
+            make_directory(here)
+            manifest.save(here)
+            for range_ in manifest.ranges:
+                shutil.copyfile(_listing(there, range_, options.source), listing_path(here, range_.first))
+        with planned_pack(source, folder, replace(options, part=None)) as plan:
+            if manifests_in(target) == before:  # or the same command elsewhere was first, with other images perhaps
+                _upload_plan(plan, folder, target, before)
+    return Plan(manifests_in(target), plan.place)
+
+
+@contextmanager
+def _naming(target: Path, folder: Path) -> Iterator[None]:
+    """Lets what is wrong with the pack in a folder be told of that in a bucket."""
+    try:
+        yield
+    except AnotherPackError as error:
+        place = target / error.directory.relative_to(folder)
+        raise AnotherPackError(place, error.wrong, error.remedy) from None
+
+
+def _upload_plan(plan: Plan, folder: Path, target: Path, before: dict[Path, Manifest]) -> None:
+    """Uploads what is new in a plan that was made in a folder."""
+    with stage(f"uploading the list of images to {shown(target)}"):
         for here, manifest in reversed(plan.manifests.items()):
-            there = target / here.relative_to(folder)
-            listing = listing_path(here, 0)
-            send(listing, there / listing.name, sha256(listing))
-            put = create if there == target else write  # of two plans, the first counts
-            put(there / "manifest.json", manifest.content)
-    return Plan(begun(source, target, options), plan.place)
+            there, range_ = target / here.relative_to(folder), manifest.ranges[-1]
+            if manifest != before.get(there):
+                send(listing_path(here, range_.first), listing_path(there, range_.first), range_.listing_sha256)
+                put = write if before or there != target else create  # of two plans, the first counts
+                put(there / "manifest.json", manifest.content)
 
 
 def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
@@ -126,9 +153,8 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
         ValueError: tars that are missing, and nothing is changed; a bucket that refuses or does not answer.
         OSError: the disk cannot be written, or another process joins them with the same --cache-dir.
     """
-    directories = packs_in(target)[::-1] or [target]  # which has no manifest then, as `load` says
-    manifests = {there: Manifest.load(there) for there in directories}
-    unfinished = {there: manifest for there, manifest in manifests.items() if not manifest.complete}
+    manifests = manifests_in(target) or {target: Manifest.load(target)}  # which says that there is none
+    unfinished = {there: manifest for there, manifest in reversed(manifests.items()) if not manifest.complete}
     for there, manifest in unfinished.items():
         range_ = manifest.ranges[-1]
         tars = range_.tars(WHOLE)
@@ -145,7 +171,7 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
         for there, range_ in joined.items():
             for path in (index_path(there, range_.first), shards_path(there, range_.first)):
                 send(here[there] / path.name, path, range_.digests(there)[path])
-    for there in directories:
+    for there in manifests:
         remove(below(there / "parts"))
     return Manifest.load(target)
 
@@ -182,24 +208,6 @@ class _TarsInBucket:
 
 
 @contextmanager
-def _planning(source: Path, target: Path, options: PackOptions) -> Iterator[None]:
-    """Keeps other commands from `target`, but not the same one, which is repeated elsewhere after it was killed.
-
-    Raises:
-        ValueError: another command packs there.
-    """
-    source = source if is_remote(source) else source.resolve()
-    mine = repr((shown(source), options.order_seed or 0, options.source.given)).encode()
-    if create(target / CLAIM, mine) != mine:
-        raise claimed_by_another(target)
-    try:
-        yield
-    finally:
-        with suppress(ObjectStoreError):
-            remove([target / CLAIM])
-
-
-@contextmanager
 def _work_folder(target: Path, name: str, options: SourceOptions) -> Iterator[Path]:
     """An empty folder in --cache-dir, which no other process has meanwhile.
 
@@ -225,9 +233,8 @@ def _wait_for_the_plan(target: Path, first: str) -> None:
             time.sleep(_LOOK_SECONDS)
 
 
-def _listing(there: Path, manifest: Manifest, options: SourceOptions) -> Path:
-    """The listing of the last range, in --cache-dir, which the parts on a machine share."""
-    range_ = manifest.ranges[-1]
+def _listing(there: Path, range_: Range, options: SourceOptions) -> Path:
+    """The listing of a range, in --cache-dir, which the parts on a machine share."""
     path = listing_path(there, range_.first)
     listing = CachedFiles(options).whole(path, range_.listing_sha256)
     if sha256(listing) != range_.listing_sha256:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.data.bucket_packs import claimed, staging, upload_pack, verify_in_bucket
-from trainer.data.bucket_parts import merge_in_bucket, pack_part
+from trainer.data.bucket_packs import upload_pack, verify_in_bucket
+from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed, packs_in
@@ -41,26 +41,10 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 
 def _pack(options: argparse.Namespace) -> list[str]:
     check_part_arguments(options)
-    target, of_source = options.output, source_options(options)
-    if not is_remote(target):
-        return _pack_images(options)
-    if has_pack := not is_remote(options.source) and is_packed(options.source):
-        if options.extend or options.part or options.engine or options.order_seed is not None or of_source.given:
-            raise ValueError(f"{options.source} holds packed images, which are uploaded as they are: omit the options")
-        place = claimed(target, options.source.resolve())
-    elif options.part or options.engine:
-        return _pack_images(options)
-    else:
-        place = staging(target, of_source, extend=options.extend)
-    with place as options.output:
-        lines = [_packed(options.output, Manifest.load(options.output))] if has_pack else _pack_images(options)
-        with stage(f"uploading to {shown_path(target)}"):
-            upload_pack(options.output, target)
-    return [*lines, f"{shown_path(target)} holds the pack; {options.output} is not needed any more"]
-
-
-def _pack_images(options: argparse.Namespace) -> list[str]:
-    of_source = source_options(options, Manifest.load(options.output).options if is_packed(options.output) else None)
+    source, output = options.source, options.output
+    if is_remote(output) and not is_remote(source) and is_packed(source):
+        return _upload(options)
+    of_source = source_options(options, Manifest.load(output).options if is_packed(output) else None)
     how = PackOptions(
         order_seed=options.order_seed,
         extend=options.extend,
@@ -69,17 +53,24 @@ def _pack_images(options: argparse.Namespace) -> list[str]:
         part=options.part,
     )
     if options.engine:
-        manifest = pack_on_ray(options.source, options.output, how, options.address)
-    elif is_remote(options.output):
-        manifest = pack_part(options.source, options.output, how)
+        manifest = pack_on_ray(source, output, how, options.address)
     else:
-        manifest = pack(options.source, options.output, how)
-    output = shown_path(options.output)
-    if not manifest.complete:
-        images = counted(manifest.ranges[-1].count, "image")
-        merging = f"pic pack merge {output}" + (" --cache-dir DIR" if is_remote(options.output) else "")
-        return [f"{output}: part {how.part} of {images}; '{merging}' joins all parts"]
-    return [_packed(options.output, manifest)]
+        manifest = (pack_in_bucket if is_remote(output) else pack)(source, output, how)
+    if manifest.complete:
+        return [_packed(output, manifest)]
+    images = counted(manifest.ranges[-1].count, "image")
+    merging = f"pic pack merge {shown_path(output)}" + (" --cache-dir DIR" if is_remote(output) else "")
+    return [f"{shown_path(output)}: part {how.part} of {images}; '{merging}' joins all parts"]
+
+
+def _upload(options: argparse.Namespace) -> list[str]:
+    here, there = options.source, options.output
+    of_packing = options.extend or options.part or options.engine or options.order_seed is not None
+    if of_packing or source_options(options).given:
+        raise ValueError(f"{here} holds packed images, which are uploaded as they are: omit the options")
+    with stage(f"uploading to {shown_path(there)}"):
+        upload_pack(here, there)
+    return [_packed(here, Manifest.load(here)), f"{shown_path(there)} holds the pack; {here} is not needed any more"]
 
 
 def _packed(output: Path, manifest: Manifest) -> str:

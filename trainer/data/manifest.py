@@ -212,6 +212,12 @@ def packs_in(directory: Path) -> list[Path]:
     return list(filter(is_packed, (directory, directory / "test")))
 
 
+def manifests_in(directory: Path) -> dict[Path, Manifest]:
+    """The manifests of a pack by directory: its own, and that of its test images, if any; none before it is planned."""
+    manifests = {each: Manifest.load(each) for each in packs_in(directory)}
+    return manifests if directory in manifests else {}
+
+
 def _read(path: Path) -> bytes:
     return read(path) if is_remote(path) else path.read_bytes()
 

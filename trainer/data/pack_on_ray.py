@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from trainer.data.bucket_parts import merge_in_bucket, pack_part, plan_in_bucket
+from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket, plan_in_bucket
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, Plan, pack, planned_pack
 from trainer.data.pack_parts import merge
@@ -27,7 +27,7 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
         options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
     in_bucket = is_remote(output)
     output = output if in_bucket else output.resolve()
-    plan, pack_a_part = (plan_in_bucket, pack_part) if in_bucket else (_plan, pack)
+    plan, pack_a_part = (plan_in_bucket, pack_in_bucket) if in_bucket else (_plan, pack)
     join = partial(merge_in_bucket, options=options.source) if in_bucket else merge
     with stage("listing the images"):
         manifests = plan(source, output, options).manifests.values()
@@ -36,7 +36,7 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     of = min(MOST_PARTS, max(manifest.ranges[-1].num_tars for manifest in manifests))
 
     def task(part: Part) -> None:
-        pack_a_part(source, output, replace(options, part=part, threads=1))
+        pack_a_part(source, output, replace(options, part=part, threads=1, extend=False))
 
     with stage("packing"), counting("parts", of) as progress:
         on_ray(task, of, progress.advance, address=address)

@@ -18,7 +18,7 @@ from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
-from trainer.data.manifest import Manifest, Range, is_packed, listing_path, packs_in
+from trainer.data.manifest import Manifest, Range, is_packed, listing_path, manifests_in
 from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
@@ -50,6 +50,19 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
+class AnotherPackError(ValueError):
+    """A directory does not hold the pack that is asked for, or what can become it.
+
+    Attributes:
+        directory: of the pack.
+        wrong, remedy: what is wrong with it, and what to do.
+    """
+
+    def __init__(self, directory: Path, wrong: str, remedy: str) -> None:
+        super().__init__(f"{shown(directory)} {wrong}: {remedy}, or give another directory")
+        self.directory, self.wrong, self.remedy = directory, wrong, remedy
+
+
 def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, ...] = ()) -> Manifest:
     """The manifest to pack a split by: the existing one, with a new range if images are added, which is not saved.
 
@@ -62,13 +75,13 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
     if is_packed(output):
         manifest = Manifest.load(output)
         for wrong, remedy in _contradictions(manifest, split, options):
-            raise ValueError(f"{output} {wrong}: {remedy}, or give another directory")
+            raise AnotherPackError(output, wrong, remedy)
         if not (manifest.complete and options.extend):
             return manifest
         added = _added(split, output, manifest)
         return _with_range(manifest, split, added, output, options, known) if added else manifest
     if options.extend:
-        raise ValueError(f"{output} holds no packed images to extend: omit --extend")
+        raise AnotherPackError(output, "holds no packed images to extend", "omit --extend")
     if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
         raise ValueError(f"{output} holds other files: give an empty or new directory")
     seed = options.order_seed or 0
@@ -83,31 +96,35 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
     Raises:
         ValueError: the pack is another one.
     """
-    manifests = {directory: Manifest.load(directory) for directory in packs_in(output)}
-    if output not in manifests or (options.extend and all(manifest.complete for manifest in manifests.values())):
+    manifests = manifests_in(output)
+    if not manifests or (options.extend and all(manifest.complete for manifest in manifests.values())):
         return {}
     for wrong, remedy in _contradictions_of_options(manifests[output], options):
-        raise ValueError(f"{shown(output)} {wrong}: {remedy}, or give another directory")
-    if not (last := manifests[output].ranges[-1]).is_of(source):
-        raise ValueError(f"{shown(output)} holds images of {last.source}: give another directory")
+        raise AnotherPackError(output, wrong, remedy)
+    if not manifests[output].ranges[-1].is_of(source):
+        raise AnotherPackError(output, *_of_other_images(manifests[output]))
     return manifests
 
 
 def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     yield from _contradictions_of_options(manifest, options)
-    root, last = split.listing.root, manifest.ranges[-1]
+    root = split.listing.root
     for part in manifest.ranges if is_remote(root) else ():  # before, ranges had the names of copies in --cache-dir
         cache, copy, _ = f"{part.root}/".partition(f"/sources/{root.parts[1]}/")
         if copy:
             remedy = f"replace {cache}/sources/ by s3:// in its manifest.json if it does"
             yield f"may hold images of {shown(root)} already, by the name of their copy {part.root}", remedy
-    if last.source != split.source and (not manifest.complete or not options.extend):
-        remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
-        yield f"holds images of {last.source}", remedy
+    if manifest.ranges[-1].source != split.source and (not manifest.complete or not options.extend):
+        yield _of_other_images(manifest)
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if split.kind_of_labels != kind:
         yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
+
+
+def _of_other_images(manifest: Manifest) -> tuple[str, str]:
+    remedy = "give --extend to add these" if manifest.complete else "finish packing those first"
+    return f"holds images of {manifest.ranges[-1].source}", remedy
 
 
 def _contradictions_of_options(manifest: Manifest, options: PackOptions) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from tests.helpers.object_store import KEY, SECRET, Proxy, object_store
 from tests.helpers.watching import wait_until
 from trainer.data import bucket_packs, bucket_parts, load_dataset
 from trainer.data.__main__ import main
-from trainer.data.bucket_parts import merge_in_bucket, pack_part
+from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, planned_pack
@@ -48,7 +48,7 @@ bucket_parts._LOOK_SECONDS = 0.2
 source, target, part, cache = sys.argv[1:]
 with exit_on_error("part"):
     options = PackOptions(tar_bytes=40_000, threads=2, part=to_part(part), source=SourceOptions(cache_dir=Path(cache)))
-    bucket_parts.pack_part(Path(source), Path(target), options)
+    bucket_parts.pack_in_bucket(Path(source), Path(target), options)
 """
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
@@ -158,10 +158,12 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
     with pytest.raises(ValueError, match=rf"^{shown} is not completely packed: .*; 'pic pack merge' joins parts"):
         PackedImages(target, source_options(tmp_path / "two"))
     assert call("verify", shown) == 1
-    assert f"{shown} is not finished: pack its parts, then 'pic pack merge' joins them" in capsys.readouterr().err
+    assert f"{shown} is not finished: repeat the command that packs it; 'pic pack merge' joins parts" in (
+        capsys.readouterr().err
+    )
     for number in (1, 2, 0):
         bucket.requests.clear()
-        assert not pack_part(tree, target, options(tmp_path / "three", Part(number, 3))).complete
+        assert not pack_in_bucket(tree, target, options(tmp_path / "three", Part(number, 3))).complete
         read = [one.path for one in bucket.requests if one.method == "GET" and one.path.endswith("manifest.json")]
         assert read == [f"{place}/manifest.json", f"{place}/test/manifest.json"], "once"
         assert not [path for path in (tmp_path / "three").rglob("*") if path.suffix in (".tar", ".bin")]
@@ -178,7 +180,7 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
     assert np.array_equal(far.test_images[:], near.test_images[:])
     bucket.heal()
     again = options(tmp_path / "six", Part(0, 2))
-    assert pack_part(tree, target, again) == merge_in_bucket(target, again.source) == Manifest.load(whole)
+    assert pack_in_bucket(tree, target, again) == merge_in_bucket(target, again.source) == Manifest.load(whole)
     assert not [one for one in bucket.requests if one.method == "PUT"]
 
 
@@ -186,7 +188,7 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
 def packed(tree: Path, target: Path, tmp_path: Path) -> Path:
     """Both parts of a pack, not joined yet."""
     for number in range(2):
-        pack_part(tree, target, options(tmp_path / "cache", Part(number, 2)))
+        pack_in_bucket(tree, target, options(tmp_path / "cache", Part(number, 2)))
     return target
 
 
@@ -204,13 +206,13 @@ def test_nothing_is_joined_before_all_tars_are_there(
         return line
 
     assert f"{shown}/manifest.json: {Reason.MISSING.value}" in refused()
-    pack_part(tree, target, options(cache, Part(0, 2)))
+    pack_in_bucket(tree, target, options(cache, Part(0, 2)))
     capsys.readouterr()
     assert refused() == (
         f"pic pack merge: 1 of 2 tars of {shown}/test missing, first that of row 11 of 20: repeat 'pic pack SOURCE "
         f"{shown} --part I/N' for the parts that did not end"
     )
-    pack_part(tree, target, options(cache, Part(1, 2)))
+    pack_in_bucket(tree, target, options(cache, Part(1, 2)))
     tar = target / "rows-000000000000.tar"
     content = objects.read(tar)
     for damaged in (content[:-1], content[:-1] + b"x"):
@@ -223,7 +225,7 @@ def test_nothing_is_joined_before_all_tars_are_there(
         in refused()
     )
     for of in (2, 3):
-        pack_part(tree, target, options(cache, Part(0, of)))
+        pack_in_bucket(tree, target, options(cache, Part(0, of)))
     note = min(objects.below(target / "parts"))
     noted = objects.read(note)
     capsys.readouterr()
@@ -265,21 +267,24 @@ def test_an_interrupted_merge_is_repeated(
 
 
 @pytest.mark.parametrize(
-    "places",
+    ("num_parts", "places"),
     [
-        ("images-", "manifest", "rows-", "parts/", "shards-"),
-        pytest.param(("test/manifest", "test/rows-", "test/index-", "index-"), marks=pytest.mark.slow),
+        (2, ("images-", "manifest", "rows-", "parts/", "shards-")),
+        pytest.param(0, ("test/manifest", "test/rows-", "test/index-", "index-"), marks=pytest.mark.slow),
     ],
 )
 def test_a_write_that_is_refused_is_one_line_and_repeated(
-    places: tuple[str, ...], bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path
+    num_parts: int, places: tuple[str, ...], bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path
 ) -> None:
-    """Of each kind of object."""
+    """Of each kind of object, in parts and by one command."""
 
     def pack_all() -> None:
-        for number in range(2):
-            pack_part(tree, target, options(tmp_path / "cache", Part(number, 2)))
-        merge_in_bucket(target, source_options(tmp_path / "cache"))
+        for number in range(num_parts):
+            pack_in_bucket(tree, target, options(tmp_path / "cache", Part(number, num_parts)))
+        if num_parts:
+            merge_in_bucket(target, source_options(tmp_path / "cache"))
+        else:
+            pack_in_bucket(tree, target, options(tmp_path / "cache"))
 
     last = f"test/rows-{Manifest.load(whole / 'test').shards[-1].first:012d}"
     for place in places:
@@ -295,44 +300,51 @@ def test_a_write_that_is_refused_is_one_line_and_repeated(
     assert stored(target) == files(whole)
 
 
-def test_a_pack_of_parts_is_extended_on_any_machine(
+def test_one_command_packs_and_extends_on_any_machine(
     bucket: Proxy, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its tars are not copied there."""
+    """Without parts; no tar is copied there. What was interrupted is continued, and not changed by another command."""
     tree, whole, shown = plain_tree(tmp_path / "tree/train", 12).parent, tmp_path / "whole", objects.shown(target)
     plain_tree(tree / "test", 5)
-    pack(tree, whole, options(tmp_path))
-    first = options(tmp_path / "one", Part(0, 1))
-    pack_part(tree, target, first)
-    merge_in_bucket(target, first.source)
-    extend = ["pack", tree, shown, "--extend", "--cache-dir"]
-    for number, cache in enumerate(("two", "three", "two")):
+    place, command = f"/images/{target.name}", ["pack", tree, shown, "--cache-dir"]
+
+    def refused(*arguments: object) -> str:
+        capsys.readouterr()
+        assert call(*arguments) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert f"{shown} holds no packed images to extend: omit --extend" in refused(*command, tmp_path / "one", "--extend")
+    bucket.refused = f"{place}/test/rows-"
+    assert Reason.DENIED.value in refused(*command, tmp_path / "one")
+    bucket.heal()
+    assert call(*command, tmp_path / "two") == 0
+    assert capsys.readouterr().out.startswith(f"{shown}: 12 images in 1 range(s), 3 named classes, 1 tar, ")
+    assert sent(bucket) == [f"{place}/test/rows-000000000000.tar"], "the other was sent before"
+    pack(tree, whole, PackOptions())
+    assert stored(target) == files(whole)
+    bucket.heal()
+    assert call(*command, tmp_path / "two") == 0
+    assert not [one for one in bucket.requests if one.method == "PUT"]
+    for number, (cache, write) in enumerate([("two", "manifest.json"), ("three", "rows-"), ("two", "shards-")]):
         plain_tree(tree / "train", 3, first=12 + 3 * number)
-        assert call(*extend, tmp_path / cache) == 0
+        plain_tree(tree / "test", 1, first=20 + number)
+        bucket.refused = f"{place}/{write}"
+        assert Reason.DENIED.value in refused(*command, tmp_path / cache, "--extend")
+        assert len(PackedImages(target, source_options(tmp_path / "reader"))) == 12 + 3 * number
+        if write == "rows-":
+            other = ["pack", tree / "test", shown, "--extend", "--cache-dir", tmp_path / cache]
+            message = f"{shown} holds images of {tree}/train: finish packing those first, or give another"
+            assert message in refused(*other)
+        bucket.heal()
+        assert call(*command, tmp_path / "four", "--extend") == 0
         pack(tree, whole, PackOptions(extend=True))
         assert stored(target) == files(whole)
-    copied = {path.name for path in (tmp_path / "two").rglob("rows-*") if path.parent.name != "test"}
-    assert copied == {"rows-000000000012.tar", "rows-000000000018.tar"}, "those that it has added"
-    pack(plain_tree(tmp_path / "other", 3), tmp_path / "four/packs" / Path(*target.parts[1:]), PackOptions())
-    capsys.readouterr()
-    for more, message in (
-        ([tmp_path / "four"], f"{shown} holds another pack than {tmp_path}/four/packs/"),
-        (
-            [tmp_path / "five", "--part", "0/2"],
-            "--extend adds images to a pack in a bucket by one process: omit --part",
-        ),
-    ):
-        assert call(*extend, *more) == 1
-        assert message in capsys.readouterr().err
-    tar = target / "rows-000000000012.tar"
-    content = objects.read(tar)
-    objects.remove([tar])
-    assert call(*extend, tmp_path / "three") == 1
-    assert f"{objects.shown(tar)}: {Reason.MISSING.value}" in capsys.readouterr().err
-    objects.write(tar, content)
-    objects.write(target / "index-000000000012.bin", bytes(120))
-    assert call(*extend, tmp_path / "six") == 1
-    assert f"index-000000000012.bin: {Reason.DAMAGED.value}" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("rows-*") if not path.is_relative_to(whole)]
+    assert "holds images of" in refused("pack", tree / "test", shown, "--cache-dir", tmp_path / "two")
+    assert "by one process: omit --part" in refused(*command, tmp_path / "two", "--extend", "--part", "0/2")
+    listing = target / "images-000000000012.tsv"
+    objects.write(listing, objects.read(listing)[:-1] + b"x")
+    assert f"{objects.shown(listing)}: {Reason.DAMAGED.value}" in refused(*command, tmp_path / "five", "--extend")
 
 
 def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_path: Path) -> None:
@@ -346,7 +358,7 @@ def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_p
     small = SourceOptions(cache_dir=cache, cache_gib=8 / 2**20)
     pack(source, tmp_path / "whole", options(tmp_path / "other"))
     for number in range(3):
-        pack_part(source, target / "packed", options(cache, Part(number, 3), source=small))
+        pack_in_bucket(source, target / "packed", options(cache, Part(number, 3), source=small))
     merge_in_bucket(target / "packed", small)
     assert stored(target / "packed") == files(tmp_path / "whole")
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 8_192
@@ -361,37 +373,44 @@ def test_a_tar_that_the_store_does_not_keep_is_not_finished(
 
     monkeypatch.setattr(bucket_packs, "upload", lose)
     with pytest.raises(ObjectStoreError, match=r"rows-000000000000\.tar: it does not match its checksum"):
-        pack_part(tree, target, options(tmp_path / "cache", Part(0, 1)))
+        pack_in_bucket(tree, target, options(tmp_path / "cache", Part(0, 1)))
     assert not objects.below(target / "parts")
 
 
 def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
-    bucket: Proxy, tree: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Proxy, tree: Path, whole: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache, shown = tmp_path / "cache", objects.shown(packed)
     before = stored(packed)
     capsys.readouterr()
     for source, more, message in (
+        (tree, ["--order-seed", "6"], "is packed in the order of seed 0, not 6: give --order-seed 0"),
         (tree, ["--part", "0/2", "--order-seed", "6"], "is packed in the order of seed 0, not 6: give --order-seed 0"),
         (tree, ["--part", "1/2", "--alpha", "ignore"], "was packed with --alpha show, not --alpha ignore: omit that"),
-        (tree / "test", ["--part", "1/2"], f"holds images of {tree}/train: give another"),
+        (
+            tree / "test",
+            ["--part", "1/2"],
+            f"holds images of {tree}/train: finish packing those first, or give another",
+        ),
         (
             tree,
             ["--part", "1/2", "--extend"],
             "--extend adds images to a pack in a bucket by one process: omit --part",
         ),
-        (tree, [], f"{shown} is being packed in parts: then 'pic pack merge {shown} --cache-dir DIR'"),
     ):
         assert call("pack", source, shown, "--cache-dir", cache, *more) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
         assert stored(packed) == before
+    assert call("pack", tree, shown, "--cache-dir", cache) == 0
+    assert stored(packed) == files(whole), "without --part, all that parts have not packed is packed and joined"
+    capsys.readouterr()
     other = packed.with_name(f"{packed.name}-other")
     for name, message in (
         (
             ".claim",
-            f"another command packs to {objects.shown(other)}, or was killed: wait for it or repeat it where it ran, "
-            f"or remove {objects.shown(other)}/.claim if it is given up",
+            f"another command packs to {objects.shown(other)}, or was killed: wait for it or repeat it, or "
+            f"remove {objects.shown(other)}/.claim if it is given up",
         ),
         ("rows-000000000000.tar", f"{objects.shown(other)} holds other files: give another place, or remove them"),
     ):
@@ -411,53 +430,54 @@ def test_a_bucket_holds_one_pack_and_it_is_made_in_one_way(
 def test_one_command_lists_the_images(
     bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Others are refused meanwhile, with and without parts. After it was killed, it is repeated on any machine."""
+    """Others are refused meanwhile, in parts or not. After it was killed, it is repeated on any machine."""
     bucket.silent = f"/images/{target.name}/images-"
     with process(tree, target, "0/2", tmp_path / "one"):
         wait_until(lambda: any(one.path.startswith(bucket.silent) for one in bucket.requests))
-        part = ["--part", "0/2"]
-        for source, more in ((tree / "test", part), (tree, [*part, "--alpha", "ignore"]), (tree, [])):
-            assert call("pack", source, objects.shown(target), "--cache-dir", tmp_path / "two", *more) == 1
+        for source, *how in ((tree / "test", "--part", "0/2"), (tree, "--alpha", "ignore"), (tree, "--order-seed", 6)):
+            assert call("pack", source, objects.shown(target), "--cache-dir", tmp_path / "two", *how) == 1
             assert f"another command packs to {objects.shown(target)}, or was killed: " in capsys.readouterr().err
     bucket.heal()
-    pack_part(tree, target, options(tmp_path / "three", Part(0, 1)))
-    merge_in_bucket(target, source_options(tmp_path / "three"))
+    pack_in_bucket(tree, target, options(tmp_path / "three"))
     assert stored(target) == files(whole)
 
 
+@pytest.mark.parametrize("extend", [False, True])
 def test_the_first_list_of_images_stays(
-    bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extend: bool, bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the same command finds more images elsewhere."""
     other = tmp_path / "tree"
     shutil.copytree(tree, other)
+    if extend:
+        pack_in_bucket(other, target, options(tmp_path / "one"))
+        plain_tree(other / "test", 1, first=998)
 
     @contextmanager
     def slow(*arguments: Any) -> Iterator[Any]:
         with planned_pack(*arguments) as plan:
             monkeypatch.undo()
             plain_tree(other / "test", 1, first=999)
-            pack_part(other, target, options(tmp_path / "two", Part(0, 1)))
+            pack_in_bucket(other, target, options(tmp_path / "two", extend=extend))
             yield plan
 
     monkeypatch.setattr(bucket_parts, "planned_pack", slow)
-    pack_part(other, target, options(tmp_path / "one", Part(0, 1)))
-    merge_in_bucket(target, source_options(tmp_path / "one"))
+    pack_in_bucket(other, target, options(tmp_path / "one", extend=extend))
     assert call("verify", objects.shown(target)) == 0
-    assert Manifest.load(target / "test").num_images == 21
+    assert Manifest.load(target / "test").num_images == 21 + extend
 
 
 def test_records_of_another_plan_do_not_count(bucket: Proxy, tree: Path, target: Path, tmp_path: Path) -> None:
     """Which a user has left when the rest was removed, also beside a tar whose own records are not there yet."""
     cache, other = tmp_path / "cache", tmp_path / "other"
-    pack_part(tree, target, options(cache, Part(0, 1)))
+    pack_in_bucket(tree, target, options(cache, Part(0, 1)))
     objects.remove([path for path in objects.below(target) if path.parent.name != "parts"])
     changed = options(cache, Part(0, 1), order_seed=5)
     bucket.refused = f"/images/{target.name}/parts/"
     with pytest.raises(ObjectStoreError):
-        pack_part(tree, target, changed)
+        pack_in_bucket(tree, target, changed)
     bucket.heal()
-    pack_part(tree, target, changed)
+    pack_in_bucket(tree, target, changed)
     merge_in_bucket(target, changed.source)
     pack(tree, other, replace(changed, part=None))
     assert stored(target) == files(other)

@@ -258,7 +258,7 @@ def test_a_pack_is_made_in_one_way(tree: Path, tmp_path: Path, monkeypatch: pyte
         (output, tree, {"part": Part(0, 5)}, "is being packed in 4 parts: give --part I/4"),
         (output, tree, {"part": Part(1, 4), "order_seed": 6}, "is packed in the order of seed 5, not 6"),
         (output, tree, {"part": Part(1, 4), "source": SourceOptions(alpha="ignore")}, "was packed with"),
-        (output, tree / "test", {"part": Part(1, 4)}, f"holds images of {tree}/train: give another"),
+        (output, tree / "test", {"part": Part(1, 4)}, f"holds images of {tree}/train: finish packing those first"),
         (whole, tree, {"part": Part(0, 4)}, "is being packed by one process: repeat its command, without --part"),
     ):
         before = files(directory)
