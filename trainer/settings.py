@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -168,6 +169,7 @@ def check_of_table(settings: Settings, *names: str) -> None:
                 TableSpec(**{"num_rows": 1, "dim": 1, name: value})
 
 
+@functools.cache
 def set_help_texts(settings: type) -> None:
     """Makes each field's docstring its help text, as one line: tyro would keep the line breaks of the source."""
     import docstring_parser  # here, so that a command without the trainer's libraries says what it needs
