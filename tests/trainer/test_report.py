@@ -115,7 +115,7 @@ def test_results_have_names_and_units() -> None:
 def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, page = tmp_path / "run", tmp_path / "page.html"
-    train(small_run(run))  # generated images, no labels, no evaluation
+    train(small_run(run, rows="dense"))  # generated images, no labels, no evaluation
     assert report(run, "--output", page) == 0
     text = page.read_text()
     assert f"<td>{NUM_STEPS}</td>" in text
@@ -166,7 +166,7 @@ def test_what_cannot_be_shown_gives_one_line(tmp_path: Path, capsys: pytest.Capt
 
 def test_missing_images_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(small_run(run, steps=2))
+    train(small_run(run, steps=2, rows="dense"))
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"dataset": "idx", "num_images": None, "data_dir": "/none"}))
     assert report(run) == 0

@@ -210,6 +210,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
             dataset="idx",
             num_images=None,
             data_dir=data,
+            rows="dense",
             steps=30,
             window_size=48,
             window_stride=16,
@@ -293,7 +294,7 @@ def test_a_run_of_few_labels_has_its_results(tmp_path: Path, capsys: pytest.Capt
                     tar.addfile(info, io.BytesIO(content))
     encoder = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1))
     data = {"dataset": "folder", "num_images": None, "data_dir": tmp_path, "encoder": encoder, "evaluate": True}
-    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3}
+    windows = {"window_size": 24, "window_stride": 8, "num_negatives": 16, "steps": 3, "rows": "dense"}
     result = train(small_run(tmp_path / "run", **data, **windows))
     finish(result)
     assert {"knn_top1", "linear_top1"} <= summary_of(tmp_path / "run").keys()

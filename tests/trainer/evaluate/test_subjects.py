@@ -38,7 +38,7 @@ SMALL = EncoderConfig(name="resnet18", in_channels=3, image_size=32, pixel_mean=
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "a"
-    train(small_run(run, keep_checkpoints=4))
+    train(small_run(run, keep_checkpoints=4, num_shards=1))
     return run
 
 
