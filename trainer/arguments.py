@@ -61,7 +61,7 @@ def _parsed(preset: str, options: Sequence[str], default: TrainConfig) -> TrainC
             description=f"{what}\n{_OF_FILES}",
             args=options,
             default=default,
-            config=(tyro.conf.AvoidSubcommands,),
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff),  # which it would look for each time
         )
 
     return parsed_or_exit(parse, options, SETTINGS, command="trainer")
