@@ -6,7 +6,9 @@ Blocks run as they are printed, except for substitutions that make them short (`
 
 from __future__ import annotations
 
+import argparse
 import ast
+import functools
 import itertools
 import json
 import os
@@ -15,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ from weightserver.torch import ClassifierHead
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-PARSERS = {
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "weightserver ": weightserver.cli._parser,
     "pic export ": trainer.export.__main__._parser,
     "pic embed ": trainer.embed._parser,
@@ -75,10 +78,15 @@ TRAINED = [
 # ---- commands of all documents
 
 
+@functools.cache
+def parser(prefix: str) -> argparse.ArgumentParser:
+    return PARSERS[prefix]()
+
+
 @pytest.mark.parametrize(("document", "command"), PARSED)
 def test_commands_in_documents_can_be_parsed(document: str, command: str) -> None:
     prefix = next(prefix for prefix in PARSERS if command.startswith(prefix))
-    PARSERS[prefix]().parse_args(shlex.split(command.removeprefix(prefix), comments=True))
+    parser(prefix).parse_args(shlex.split(command.removeprefix(prefix), comments=True))
 
 
 @pytest.mark.parametrize(("document", "arguments"), TRAINED)

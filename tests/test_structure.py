@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -25,15 +26,21 @@ ROOT = Path(__file__).parent.parent
 PROTO = ROOT / "protos/pic/weightserver/v1/weight_server.proto"
 
 
-def imports(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, at the top or inside functions."""
-    names: set[str] = set()
+@cache
+def import_lines(path: Path) -> list[tuple[str, list[str]]]:
+    """All modules that a file imports, at the top or inside functions, with the names that it takes from them."""
+    found = list[tuple[str, list[str]]]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
+            found += [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.module or ".", [alias.name for alias in node.names]))
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports."""
+    return {module.partition(".")[0] for module, _ in import_lines(path)}
 
 
 MAY_IMPORT = {
@@ -59,14 +66,8 @@ TRAINER_MAY_IMPORT = {
 
 
 def folders_imported(path: Path, package: str = "weightserver") -> set[str]:
-    """The names after `weightserver.` in the imports of a file, at the top or inside; "" for `weightserver` itself."""
-    modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module or ".")
-    parts = [module.split(".") for module in modules]
+    """The names after `weightserver.` in the imports of a file; "" for `weightserver` itself."""
+    parts = [module.split(".") for module, _ in import_lines(path)]
     return {"".join(names[1:2]) for names in parts if names[0] == package}
 
 
@@ -123,13 +124,8 @@ def test_no_folders_import_each_other(rule: dict[str, set[str]]) -> None:
 
 
 def files_imported(path: Path) -> set[Path]:
-    """The files of the project that a file imports, at the top or inside functions; the `__init__` of folders aside."""
-    names = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    """The files of the project that a file imports; the `__init__` of folders aside."""
+    names = {name for module, taken in import_lines(path) for name in (module, *(f"{module}.{one}" for one in taken))}
     return {file for name in names if (file := ROOT / f"{name.replace('.', '/')}.py").exists()}
 
 
@@ -146,16 +142,14 @@ def test_the_trainer_takes_public_names_only() -> None:
     everyone = ("weightserver.core.", "weightserver.common.", *commands)
     for path in (ROOT / "trainer").rglob("*.py"):
         assert "lmdb" not in imports(path), path
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert not any(alias.name.startswith("weightserver") for alias in node.names), path
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weightserver"):
-                names = {alias.name for alias in node.names}
-                if node.module in ("weightserver", "weightserver.torch"):
-                    assert names <= set(sys.modules[node.module].__all__), path
-                else:
-                    assert (node.module or "").startswith(everyone), (path, node.module)
-                    assert not any(name.startswith("_") for name in names), (path, names)
+        for module, names in import_lines(path):
+            if module in ("weightserver", "weightserver.torch"):
+                assert names, f"{path} imports the whole module"
+                assert set(names) <= set(sys.modules[module].__all__), path
+            elif module.startswith("weightserver"):
+                assert names, f"{path} imports the whole module"
+                assert module.startswith(everyone), (path, module)
+                assert not any(name.startswith("_") for name in names), (path, names)
 
 
 def test_types_of_arrays_are_defined_once() -> None:

@@ -30,14 +30,12 @@ _RESUMED: dict[str, Any] = {"checkpoint_every": 5}
 _KNN: dict[str, Any] = {"knn_every": 0.05}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "in memory, resident": _IN_MEMORY | {"capacity": 56},
-    "in memory, resident, resumed": _IN_MEMORY | _RESUMED | {"deterministic": True},
+    "in memory, resident": _IN_MEMORY | _RESUMED | {"capacity": 56, "deterministic": True},
     "in memory, remote": _IN_MEMORY | _TWO_VIEWS | {"rows": "remote", "accumulate": 2},
     "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16"} | _KNN,
     "generated, low temperature": _GENERATED | {"temperature": 0.01},
-    "decoded, resident": _DECODED | {"capacity": 56, "precision": "bfloat16"},
-    "decoded, resident, resumed": _DECODED | _RESUMED | _TWO_VIEWS | {"accumulate": 2, "precision": "bfloat16"},
-    "decoded, remote, resumed": _DECODED | _RESUMED | {"rows": "remote"},
+    "decoded, resident": _DECODED | _RESUMED | _TWO_VIEWS | {"capacity": 56, "accumulate": 2, "precision": "bfloat16"},
+    "decoded, remote": _DECODED | _RESUMED | {"rows": "remote"},
     "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True} | _KNN,
 }
 

@@ -185,7 +185,7 @@ def test_all_frozen_shards_are_tried_at_once_and_named(
     """Neither does a small fetch wait for one after another."""
     with (
         LocalCluster(3, tmp_path) as cluster,
-        WeightClient(cluster.addresses, timeout_seconds=1, retry_seconds=8) as client,
+        WeightClient(cluster.addresses, timeout_seconds=1, retry_seconds=4) as client,
         ExitStack() as stack,
     ):
         fill(client)
@@ -193,13 +193,13 @@ def test_all_frozen_shards_are_tried_at_once_and_named(
             stack.enter_context(frozen(cluster, shard))
         for call in (lambda: client.fetch(ROWS, step=1), client.describe):
             started = time.monotonic()
-            with pytest.raises(ShardUnavailableError, match=r"^shard 0 at .* for [89]\.") as raised:
+            with pytest.raises(ShardUnavailableError, match=r"^shard 0 at .* for [4-9]\.") as raised:
                 call()
-            assert time.monotonic() - started < 16
+            assert time.monotonic() - started < 10
             others = ", ".join(f"shard {shard} at {cluster.addresses[shard]}" for shard in (1, 2))
             assert str(raised.value).endswith(f"; nor did {others} answer")
         assert {line["shard"] for line in lines()} == {"0", "1", "2"}
-        assert all("tried for 8 s" in line["text"] for line in lines() if "budget" in line)
+        assert all("tried for 4 s" in line["text"] for line in lines() if "budget" in line)
 
 
 @pytest.mark.guard
@@ -249,7 +249,7 @@ def test_a_frozen_shard_shows_while_it_is_frozen(tmp_path: Path, lines: Callable
 def test_a_shard_that_is_gone_is_reported_until_its_caller_gives_up(
     tmp_path: Path, lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=12) as client:
+    with LocalCluster(1, tmp_path) as cluster, WeightClient(cluster.addresses, retry_seconds=5) as client:
         fill(client)
         cluster.processes[0].kill()
         errors = value("errors_total", shard="0", method="PushGradients", status="UNAVAILABLE", outcome="failed")

@@ -52,8 +52,8 @@ class Place:
         self.client.extend_schedule(0, np.ones(100, np.float32))
         self.client.open_session("run")
 
-    def connect(self) -> WeightClient:
-        return WeightClient(self.cluster.addresses, timeout_seconds=5, retry_seconds=20)
+    def connect(self, *, retry_seconds: float = 20) -> WeightClient:
+        return WeightClient(self.cluster.addresses, timeout_seconds=5, retry_seconds=retry_seconds)
 
     def push(self, step: int = 0) -> None:
         self.client.push_gradients(ROWS, ONES, step=step)
@@ -215,7 +215,7 @@ def test_a_session_is_more_than_its_number(place: Place) -> None:
     """The same epoch with another session id is another session, as when copies of both shards were served."""
     place.push()
     copy = place.copy(1, "copy")
-    with place.connect() as newer:
+    with place.connect(retry_seconds=2) as newer:
         assert newer.open_session("newer") == 2
         place.replace(1, copy)
         with raw_channel(place.cluster.addresses[1]) as channel:

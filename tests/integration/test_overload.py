@@ -173,8 +173,8 @@ def test_silent_callers_block_neither_others_nor_health_checks(crowd: Crowd) -> 
     one line with the good client, and each has its thread and memory for a second."""
     crowd.work(3)
     crowd.read_nothing(MAX_THREADS)
-    crowd.announce(3 * MAX_THREADS)
-    crowd.send_no_message(3 * MAX_THREADS)
+    crowd.announce(MAX_THREADS)
+    crowd.send_no_message(MAX_THREADS)
     wait_until(lambda: crowd.metric("running_calls") >= MAX_THREADS)
     for _ in range(10):
         assert _serving_status(crowd.cluster.addresses[0], ClientSecurity(), 2) == "SERVING"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ NUM_IMAGES_11K = 7_470_000
 TRAINER = Path(trainer.__file__).parent
 
 
+@cache
 def imagenet(*options: str) -> TrainConfig:
     config = parse_config(["imagenet-1k", *options])
     config.check()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.sizes import resident_rows
 from trainer.arguments import parse_config
+from trainer.config import TrainConfig
 from trainer.presets import PRESETS
 from trainer.run.run_images import RunImages
 from weightserver.common.logs import LogFormat, log_events
@@ -72,7 +73,7 @@ def test_the_warm_up_is_five_epochs_at_any_length(length: list[str]) -> None:
 def test_the_warm_up_that_is_given_takes_the_place_of_the_presets(arguments: list[str], peak: int) -> None:
     config = parse_config(arguments)
     config.check()
-    assert int(rates_of(arguments).argmax()) == peak
+    assert int(rates(config).argmax()) == peak
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,11 @@ def test_a_run_may_end_within_its_warm_up() -> None:
 
 
 def rates_of(arguments: list[str]) -> np.ndarray:
-    return RunImages(NUM_IMAGES, NUM_IMAGES).learning_rates(parse_config(arguments).optimization)
+    return rates(parse_config(arguments))
+
+
+def rates(config: TrainConfig) -> np.ndarray:
+    return RunImages(NUM_IMAGES, NUM_IMAGES).learning_rates(config.optimization)
 
 
 def test_views_have_the_areas_of_the_paper() -> None:
