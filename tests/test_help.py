@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -143,35 +144,50 @@ def test_no_command_loads_libraries_that_it_may_not_need() -> None:
     assert not {"torch._dynamo", "sklearn", "pandas", "faiss", "transformers"} & set(run.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["evaluate", "--help"], "linear-cached"),
-        (["evaluate", "linear", "--help"], "--learning-rates"),
-        (["evaluate", "linear", "--pixels", "--learningrates", "8"], "--learning-rates"),
-        (["evaluate", "knn", "--pixels", "--k", "0"], "give one or more numbers, at least 1"),
-        (["--help"], "fashion-mnist"),
-        (["fashion-mnist", "--help"], "--num-negatives"),
-        (["images", "--help"], "--num-negatives"),
-        (["fashion-mnst"], "did you mean fashion-mnist?"),
-        (["fashion-mnist", "--batchsize", "8"], "--batch-size"),
-        (["fashion-mnist", "--num-negatives", "many"], "--num-negatives"),
-        (["--resume", "--output", "nowhere"], "holds no run"),
-    ],
-    ids=" ".join,
-)
-def test_the_trainer_answers_before_it_loads_its_libraries(arguments: list[str], said: str, tmp_path: Path) -> None:
+ANSWERED = {
+    "evaluate --help": "linear-cached",
+    "evaluate linear --help": "--learning-rates",
+    "evaluate linear --pixels --learningrates 8": "--learning-rates",
+    "evaluate knn --pixels --k 0": "give one or more numbers, at least 1",
+    "--help": "fashion-mnist",
+    "fashion-mnist --help": "--num-negatives",
+    "images --help": "--num-negatives",
+    "fashion-mnst": "did you mean fashion-mnist?",
+    "fashion-mnist --batchsize 8": "--batch-size",
+    "fashion-mnist --num-negatives many": "--num-negatives",
+    "--resume --output nowhere": "holds no run",
+}
+"""Command lines of the trainer, and what they are told."""
+ANSWERS = """
+import contextlib, importlib, io, json, sys
+answers = []
+for line in sys.stdin.read().splitlines():
+    is_evaluation, arguments = line.startswith("evaluate "), line.removeprefix("evaluate ").split()
+    main = importlib.import_module("trainer.evaluate.__main__" if is_evaluation else "trainer.__main__").main
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            answers.append([ended.code or 0, said.getvalue()])
+print(json.dumps([answers, list(sys.modules)]))
+"""
+
+
+def test_the_trainer_answers_before_it_loads_its_libraries(tmp_path: Path) -> None:
     """torch and its relatives take seconds to import."""
-    module = "trainer.evaluate.__main__" if arguments[0] == "evaluate" else "trainer.__main__"
-    code = (
-        f"import atexit, sys; from {module} import main; "
-        "atexit.register(lambda: print('MODULES', *sys.modules)); main(sys.argv[1:])"
-    )
-    arguments = [argument for argument in arguments if argument != "evaluate"]
     environment = os.environ | {"PYTHONPATH": str(Path(trainer.__file__).parent.parent)}
-    command = [sys.executable, "-c", code, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
-    assert run.returncode == (0 if "--help" in arguments else 2), run.stderr
-    answer, _, modules = run.stdout.partition("MODULES")
-    assert said in answer + run.stderr
-    assert not {"torch", "timm", "torchvision", "matplotlib", "grpc", "sklearn"} & set(modules.split())
+    run = subprocess.run(
+        [sys.executable, "-c", ANSWERS],
+        input="\n".join(ANSWERED),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
+    answers, modules = json.loads(run.stdout)
+    for (line, expected), (status, said) in zip(ANSWERED.items(), answers, strict=True):
+        assert status == (0 if line.endswith("--help") else 2), (line, said)
+        assert expected in said, line
+    assert not {"torch", "timm", "torchvision", "matplotlib", "grpc", "sklearn"} & set(modules)

@@ -60,6 +60,7 @@ def test_their_errors_are_those_of_other_fetches(client: WeightClient) -> None:
     assert (raised.value.row, raised.value.step) == (7, 3)
 
 
+@pytest.mark.parametrize("client", [2], indirect=True)
 def test_a_fetch_that_a_shard_refuses_leaves_nothing_in_memory(client: WeightClient) -> None:
     """Nor do the answers of others, to which the requests were sent at the same time."""
     client.open_session("errors")
