@@ -1,11 +1,9 @@
-"""The checker of histories: hand-made ones that have an order, ones that have none, and simulated ones with a bug."""
+"""The checker of histories: hand-made ones that have an order, and ones that have none. Real ones are in
+tests/integration/test_histories.py."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.histories import Call, History, Recorder, rows_of_shard
+from tests.helpers.histories import History, Recorder
 from tests.helpers.linearizability import NotLinearizableError, check, main
 from tests.helpers.row_model import NEVER_WRITTEN
-from tests.helpers.sequential_model import Model, Operation
+from tests.helpers.sequential_model import Model
 from weightserver import TableSpec, WeightClient
 
 # A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
@@ -475,155 +473,3 @@ def test_the_model_follows_sgd() -> None:
     row = model.rows.at(row, 40)
     np.testing.assert_allclose(row.weight, weight.detach().numpy(), atol=1e-12)
     np.testing.assert_allclose(row.momentum_buffer, optimizer.state[weight]["momentum_buffer"].numpy(), atol=1e-12)
-
-
-# ---- simulated histories
-
-
-SIMULATED = TableSpec(num_rows=12, dim=2, momentum=0.8, weight_decay=0.05, init_std=1.0, rows_per_block=3)
-SIMULATED_RATES = np.linspace(0.4, 0.1, 60)
-LAST = 60
-
-
-def shard_of(row: int) -> int:
-    return row // SIMULATED.rows_per_block % 2
-
-
-@dataclass
-class UnderWay:
-    """A call that has begun."""
-
-    call: Call
-    shards: list[int]
-    """Where it has not taken effect."""
-    weight: dict[int, list[float]] = field(default_factory=dict)
-    """What a fetch has seen."""
-    refused_by: int | None = None
-
-
-class Simulation:
-    """Two shards that are right. A call takes effect on each at some time between its beginning and its end, or, where
-    its outcome is unknown, later or never."""
-
-    def __init__(self, recorder: Recorder, seed: int) -> None:
-        self.random, self.generator = random.Random(seed), np.random.default_rng(seed)
-        self.model = Model(SIMULATED, SIMULATED_RATES)
-        self.script = Script(recorder)
-        self.shards = [replace(self.model.initial(rows_of_shard(SIMULATED, 2, shard)), epoch=1) for shard in range(2)]
-        self.under_way: list[UnderWay] = []
-        self.failed: list[UnderWay] = []
-        self.step = 0
-
-    def run(self, num_calls: int) -> None:
-        """Makes that many calls, up to four of them at a time."""
-        num_begun = 0
-        while num_begun < num_calls or self.under_way:
-            if num_begun < num_calls and len(self.under_way) < 4 and self.random.random() < 0.3:
-                self.begin()
-                num_begun += 1
-            elif self.failed and self.random.random() < 0.03:
-                self.take_effect(self.random.choice(self.failed))
-            elif self.under_way:
-                one = self.random.choice(self.under_way)
-                if one.shards and self.random.random() < 0.98:
-                    self.take_effect(one)
-                else:
-                    self.end(one)
-
-    def begin(self) -> None:
-        rows = self.random.choices(range(12), k=self.random.randrange(1, 6))
-        self.step = min(LAST - 2, self.step + self.random.randrange(2))
-        kind = self.random.choice(["push_gradients", "push_gradients", "write_state", "fetch", "fetch"])
-        if kind == "write_state":
-            rows = sorted(set(rows))
-        values = self.generator.standard_normal((2, len(rows), SIMULATED.dim))
-        given: dict[str, Any] = {
-            "push_gradients": {"gradients": values[0], "step": max(0, self.step - self.random.randrange(4))},
-            "write_state": {
-                "weight": values[0],
-                "momentum_buffer": values[1],
-                "last_step": [self.step + self.random.randrange(2)] * len(rows),
-            },
-            "fetch": {"step": LAST},
-        }[kind] | {"rows": rows}
-        number = self.script.begin(getattr(WeightClient, kind), "client", 1, **given)
-        self.under_way.append(UnderWay(Call(number, "client", kind, 1, given), sorted({shard_of(row) for row in rows})))
-
-    def take_effect(self, one: UnderWay, *, times: int = 1, rows: Sequence[int] = range(12)) -> None:
-        """On one of its shards; a push or state write that is no bug once, and on all rows."""
-        if not one.shards:
-            return
-        shard = one.shards.pop()
-        mine: dict[int, list[int]] = {}
-        for place, row in enumerate(one.call.arguments["rows"]):
-            if row in rows and shard_of(row) == shard:
-                mine.setdefault(row, []).append(place)
-        if one.call.kind == "fetch":
-            one.weight |= {row: self.weight(row) for row in mine}
-            return
-        for _ in range(times):
-            operation = Operation(one.call, one.call.kind, mine, False, frozenset(), frozenset(), frozenset())
-            state = self.model.apply(self.shards[shard], operation)
-            if state is None:
-                one.refused_by = shard
-            else:
-                self.shards[shard] = state
-
-    def weight(self, row: int) -> list[float]:
-        at = self.model.rows.at(self.shards[shard_of(row)].rows[row], LAST)
-        weight: list[float] = at.weight.astype(np.float32).tolist()
-        return weight
-
-    def end(self, one: UnderWay) -> None:
-        """Ends the call as it must end; with an unknown outcome if it has not taken effect everywhere."""
-        self.under_way.remove(one)
-        if one.shards:
-            self.script.unknown(one.call.number)
-            self.failed.append(one)
-        elif one.refused_by is not None:
-            self.script.refused(one.call.number, "StepError", one.refused_by)
-        elif one.call.kind == "fetch":
-            self.script.done(one.call.number, [one.weight[row] for row in one.call.arguments["rows"]])
-        else:
-            self.script.done(one.call.number)
-
-    def see_everything(self) -> None:
-        self.script.seen(list(range(12)), [self.weight(row) for row in range(12)], step=LAST)
-
-
-def test_simulated_servers_are_accepted(tmp_path: Path) -> None:
-    outcomes = Counter[tuple[str, str]]()
-    for seed in range(12):
-        with Recorder(tmp_path / f"history-{seed}.jsonl", SIMULATED, 2, SIMULATED_RATES) as recorder:
-            simulation = Simulation(recorder, seed)
-            simulation.run(100)
-            simulation.see_everything()
-        outcomes += check(recorder.path).outcomes
-    assert min(outcomes["push_gradients", "unknown"], outcomes["write_state", "StepError"]) > 5
-
-
-@pytest.mark.parametrize("bug", ["lost", "twice", "by halves"])
-@pytest.mark.parametrize("seed", range(4))
-def test_simulated_servers_with_a_bug_are_refused(seed: int, bug: str, tmp_path: Path) -> None:
-    """The last push before everything is seen, and it alone, is treated wrongly."""
-    with Recorder(tmp_path / "history.jsonl", SIMULATED, 2, SIMULATED_RATES) as recorder:
-        simulation = Simulation(recorder, seed)
-        simulation.run(100)
-        rows = [[0, 1], [3, 5]][seed % 2]
-        gradients = simulation.generator.standard_normal((2, SIMULATED.dim))
-        given: dict[str, Any] = {"rows": rows, "gradients": gradients, "step": simulation.step}
-        push = UnderWay(
-            Call(simulation.script.begin(WeightClient.push_gradients, **given), "writer", "push_gradients", 1, given),
-            [seed % 2],
-        )
-        match bug:
-            case "lost":
-                push.shards.clear()
-            case "twice":
-                simulation.take_effect(push, times=2)
-            case "by halves":
-                simulation.take_effect(push, rows=rows[:1])
-        simulation.script.done(push.call.number)
-        simulation.see_everything()
-    with pytest.raises(NotLinearizableError, match="nothing explains"):
-        check(recorder.path)

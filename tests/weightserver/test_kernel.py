@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import kernel_fuzz
-from tests.helpers.kernels_built import EXTENSION, NUMPY, ROOT, RefusedError, build, computing_with, load
+from tests.helpers.kernels_built import EXTENSION, NUMPY, ROOT, RefusedError, build, computing_with
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.schedules import naming
 from weightserver.core import kernel
@@ -33,12 +33,6 @@ from weightserver.shard.transaction import WriteHeader
 SESSION_ID = b"o" * 16
 SIZES = (1e-42, 1e-3, 1.0, 1e9, 1e12, 1e37)
 """Of values: subnormal ones, usual ones, and some that overflow."""
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> kernel.Kernel:
-    """Today's source, compiled as an installation compiles it."""
-    return load(build(tmp_path_factory.mktemp("kernel")))
 
 
 @st.composite

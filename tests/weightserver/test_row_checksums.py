@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.helpers.kernels_built import NUMPY, build, computing_with, load
+from tests.helpers.kernels_built import NUMPY, computing_with
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.schedules import naming
 from weightserver.core import kernel
@@ -29,11 +29,6 @@ LARGE = TableSpec(num_rows=1_000, dim=128)
 BLOCK, WRITE_ID, STEP = 3, 2**63 + 11, 10
 ALL = slice(0, None)
 SESSION_ID = b"o" * 16
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> kernel.Kernel:
-    return load(build(tmp_path_factory.mktemp("kernel")))
 
 
 @pytest.fixture(params=["numpy", "compiled"])

@@ -216,7 +216,10 @@ def gradients_over_ranks(world_size: int, directory: Path) -> dict[str, Float64A
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     out = str(directory / f"of-{world_size}")
-    torch.multiprocessing.spawn(compute, (world_size, port, out), nprocs=world_size)  # type: ignore[attr-defined]
+    torch.multiprocessing.set_forkserver_preload([__name__])  # imported once, not by each
+    torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
+        compute, (world_size, port, out), nprocs=world_size, start_method="forkserver"
+    )
     parts = [dict(np.load(f"{out}-{rank}.npz")) for rank in range(world_size)]
     result = {}
     for name in parts[0]:
