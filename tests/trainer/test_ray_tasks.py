@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,9 @@ with exit_on_error("pack"):
 """
 PACK_IN_BUCKET = """
 import http.client, sys
+from dataclasses import replace
 from pathlib import Path
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.object_store import url_to_make_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.pack import PackOptions
@@ -60,6 +63,8 @@ output = Path("s3://images/packed")
 how = PackOptions(order_seed=5, tar_bytes=20_000, source=SourceOptions(cache_dir=Path(copy, "cache")))
 for _ in range(2):  # the second time, nothing is to be done
     pack_on_ray(Path(source), output, how, address)
+plain_tree(Path(source, "train"), 9, first=900)
+pack_on_ray(Path(source), output, replace(how, extend=True), address)
 for path in below(output):
     target = Path(copy, "packed", path.relative_to(output))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +201,7 @@ def test_parts_are_packed_into_a_bucket(
         with cluster(folder, inside) as (_, address):
             command = [*inside, sys.executable, "-c", PACK_IN_BUCKET, str(images), str(tmp_path), address]
             subprocess.run([*command, f"127.0.0.1:{port}"], check=True, cwd=ROOT, timeout=300)
+    pack(images, tmp_path / "whole", replace(OPTIONS, extend=True))
     assert files(tmp_path / "packed") == files(tmp_path / "whole")
 
 

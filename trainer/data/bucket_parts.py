@@ -13,7 +13,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,7 +83,7 @@ def pack_in_bucket(source: Path, target: Path, options: PackOptions) -> Manifest
         with counting("packing") as progress, stage("packing"), ThreadPoolExecutor(1) as sender:
             for there, manifest in plan.manifests.items():
                 if not manifest.complete:
-                    tars = _TarsInBucket(there, manifest, part, folder, sender)
+                    tars = _Sending(_TarsInBucket(there, manifest, part), folder, sender)
                     listing = _listing(there, manifest.ranges[-1], options.source)
                     Packer(manifest, listing, plan.place, options, tars, progress).run()
                     tars.finish()
@@ -154,42 +154,87 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
         OSError: the disk cannot be written, or another process joins them with the same --cache-dir.
     """
     manifests = manifests_in(target) or {target: Manifest.load(target)}  # which says that there is none
-    unfinished = {there: manifest for there, manifest in reversed(manifests.items()) if not manifest.complete}
-    for there, manifest in unfinished.items():
-        range_ = manifest.ranges[-1]
-        tars = range_.tars(WHOLE)
-        if missing := sorted(set(tars).difference(_finished(there, manifest, tars))):
+    unfinished = [_TarsInBucket(there, each) for there, each in reversed(manifests.items()) if not each.complete]
+    for tars in unfinished:
+        if tars.missing:
             raise ValueError(
-                f"{len(missing):,} of {counted(len(tars), 'tar')} of {shown(there)} missing, first that of row "
-                f"{missing[0]:,} of {range_.count:,}: repeat 'pic pack SOURCE {shown(target)} --part I/N' for the "
-                "parts that did not end"
+                f"{len(tars.missing):,} of {counted(tars.range.num_tars, 'tar')} of {shown(tars.there)} missing, first "
+                f"that of row {tars.missing[0]:,} of {tars.range.count:,}: repeat 'pic pack SOURCE {shown(target)}', "
+                "with --part I/N for the parts that did not end"
             )
     with _work_folder(target, "merge", options) as folder:
-        here = {there: folder / there.relative_to(target) for there in unfinished}
         with writing(options.in_cache()):
-            joined = {there: _joined(there, manifest, here[there]) for there, manifest in unfinished.items()}
-        for there, range_ in joined.items():
-            for path in (index_path(there, range_.first), shards_path(there, range_.first)):
-                send(here[there] / path.name, path, range_.digests(there)[path])
+            joined = [tars.joined(folder / tars.there.relative_to(target)) for tars in unfinished]
+        for tars, range_ in zip(unfinished, joined, strict=True):
+            digests = range_.digests(tars.there)
+            for path in (index_path(tars.there, range_.first), shards_path(tars.there, range_.first)):
+                send(folder / path.relative_to(target), path, digests[path])
     for there in manifests:
         remove(below(there / "parts"))
     return Manifest.load(target)
 
 
 class _TarsInBucket:
-    """The tars of a part of the last range of a pack in a bucket.
+    """The tars of the last range of a pack in a bucket, or of a part of it, each known by its first row.
 
-    One is sent while the next is packed, by `sender`, which has one thread.
+    Attributes:
+        missing: those that are not finished: they lack line and records, or are not there.
     """
 
-    def __init__(self, there: Path, manifest: Manifest, part: Part, folder: Path, sender: ThreadPoolExecutor) -> None:
-        self.folder, self._there, self._manifest, self._part = folder, there, manifest, part
-        self._note, self._sender = _notes(there, manifest), sender
-        self._sending: Future[None] | None = None
+    def __init__(self, there: Path, manifest: Manifest, part: Part = WHOLE) -> None:
+        self.there, self.range, self._plan = there, manifest.ranges[-1], manifest.plan
+        found = {one.path for folder in (there, there / "parts") for one in directly_below(folder)}
+        tars = self.range.tars(part)
+        self._finished = [first for first in tars if {tar_path(there, first), self.note(first)} <= found]
+        self.missing = sorted(set(tars).difference(self._finished))
+
+    def note(self, first: int) -> Path:
+        """Where line and records of a tar are."""
+        return self.there / "parts" / f"{self._plan}-{first:012d}"
 
     def finished(self) -> Iterator[tuple[Shard, bytes]]:
-        tars = _finished(self._there, self._manifest, self._manifest.ranges[-1].tars(self._part))
-        return _noted(self._there, self._manifest, tars)
+        """The finished tars, in order, and their records."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            for start in range(0, len(self._finished), _READERS):
+                yield from pool.map(self._noted, self._finished[start : start + _READERS])
+
+    def _noted(self, first: int) -> tuple[Shard, bytes]:
+        line, _, records = read(self.note(first)).partition(b"\n")
+        try:
+            shard = Shard(**json.loads(line))
+        except (ValueError, TypeError):
+            raise ObjectStoreError(self.note(first), Reason.DAMAGED) from None
+        if hashlib.sha256(records).hexdigest() != shard.index_sha256:
+            raise ObjectStoreError(self.note(first), Reason.DAMAGED)
+        if digest_of(tar := tar_path(self.there, first)) != shard.sha256:
+            raise ObjectStoreError(tar, Reason.DAMAGED)
+        return shard, records
+
+    def joined(self, here: Path) -> Range:
+        """Writes index and list into the folder `here`; returns the range with its tars."""
+        make_directory(here)
+        shards = list[Shard]()
+        with index_path(here, self.range.first).open("wb") as index:
+            for shard, records in self.finished():
+                index.write(records)
+                shards.append(shard)
+        joined = replace(self.range, shards=tuple(shards))
+        shards_path(here, self.range.first).write_bytes(joined.list_of_tars)
+        return joined
+
+
+class _Sending:
+    """Tars that are sent when they are packed, each while the next one is packed.
+
+    Args:
+        folder: in which they are packed.
+        sender: with one thread.
+    """
+
+    def __init__(self, tars: _TarsInBucket, folder: Path, sender: ThreadPoolExecutor) -> None:
+        self.folder, self.finished = folder, tars.finished
+        self._tars, self._sender = tars, sender
+        self._sending: Future[None] | None = None
 
     def add(self, shard: Shard, records: bytes) -> None:
         self.finish()
@@ -202,8 +247,8 @@ class _TarsInBucket:
 
     def _add(self, shard: Shard, records: bytes) -> None:
         tar = tar_path(self.folder, shard.first)
-        send(tar, self._there / tar.name, shard.sha256)
-        write(self._note(shard.first), line_of(shard) + records)
+        send(tar, self._tars.there / tar.name, shard.sha256)
+        write(self._tars.note(shard.first), line_of(shard) + records)
         tar.unlink()
 
 
@@ -240,51 +285,3 @@ def _listing(there: Path, range_: Range, options: SourceOptions) -> Path:
     if sha256(listing) != range_.listing_sha256:
         raise ObjectStoreError(path, Reason.DAMAGED)
     return listing
-
-
-def _notes(there: Path, manifest: Manifest) -> Callable[[int], Path]:
-    """Where a bucket has line and records of the tar that begins with a row."""
-    plan = manifest.plan
-    return lambda first: there / "parts" / f"{plan}-{first:012d}"
-
-
-def _finished(there: Path, manifest: Manifest, tars: range) -> list[int]:
-    """Those of the tars that a bucket has, with line and records; all by their first rows."""
-    note = _notes(there, manifest)
-    found = {one.path for folder in (there, there / "parts") for one in directly_below(folder)}
-    return [first for first in tars if {tar_path(there, first), note(first)} <= found]
-
-
-def _noted(there: Path, manifest: Manifest, tars: Sequence[int]) -> Iterator[tuple[Shard, bytes]]:
-    """Finished tars, by their first rows, and their records."""
-    note = _notes(there, manifest)
-
-    def noted(first: int) -> tuple[Shard, bytes]:
-        line, _, records = read(note(first)).partition(b"\n")
-        try:
-            shard = Shard(**json.loads(line))
-        except (ValueError, TypeError):
-            raise ObjectStoreError(note(first), Reason.DAMAGED) from None
-        if hashlib.sha256(records).hexdigest() != shard.index_sha256:
-            raise ObjectStoreError(note(first), Reason.DAMAGED)
-        if digest_of(tar := tar_path(there, first)) != shard.sha256:
-            raise ObjectStoreError(tar, Reason.DAMAGED)
-        return shard, records
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        for start in range(0, len(tars), _READERS):
-            yield from pool.map(noted, tars[start : start + _READERS])
-
-
-def _joined(there: Path, manifest: Manifest, here: Path) -> Range:
-    """Writes index and list of the last range of a pack in a bucket into the folder `here`; returns the range with its
-    tars."""
-    make_directory(here)
-    shards, range_ = list[Shard](), manifest.ranges[-1]
-    with index_path(here, range_.first).open("wb") as index:
-        for shard, records in _noted(there, manifest, range_.tars(WHOLE)):
-            index.write(records)
-            shards.append(shard)
-    joined = replace(range_, shards=tuple(shards))
-    shards_path(here, range_.first).write_bytes(joined.list_of_tars)
-    return joined

@@ -139,23 +139,21 @@ def _plan(reading: Reading, output: Path, options: PackOptions) -> Plan:
 
 def _pack_split(directory: Path, manifest: Manifest, place: Path, options: PackOptions, progress: Counting) -> Manifest:
     """Packs the last range of a directory, or a part of it, as far as it is not packed; `place` is the plan's."""
-    range_ = manifest.ranges[-1]
-    tars = TarsOnDisk(directory, manifest, options.part)
-    if not manifest.complete and options.part:
+    range_, part = manifest.ranges[-1], options.part
+    if not manifest.complete:
         others = parts_begun(directory, manifest)
-        if others and (of := max(others).of) != options.part.of:
+        if part and others and (of := max(others).of) != part.of:
             raise ValueError(f"{directory} is being packed in {of} parts: give --part I/{of}")
-        if range_.rows_packed:
+        if part and range_.rows_packed:
             raise ValueError(f"{directory} is being packed by one process: repeat its command, without --part")
+        if others and not part:
+            raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
+        tars = TarsOnDisk(directory, manifest, part)
         with locked(tars.list, fcntl.LOCK_EX):
             Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
-        return manifest
-    if not manifest.complete:
-        if parts_begun(directory, manifest):
-            raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
-        Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
-    packed = PackedImages(directory)  # finds indexes that are missing or cut off
-    return packed.manifest
+        if part:
+            return manifest
+    return PackedImages(directory).manifest  # which finds indexes that are missing or cut off
 
 
 def verify(directory: Path) -> list[str]:

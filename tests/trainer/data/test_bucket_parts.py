@@ -210,7 +210,7 @@ def test_nothing_is_joined_before_all_tars_are_there(
     capsys.readouterr()
     assert refused() == (
         f"pic pack merge: 1 of 2 tars of {shown}/test missing, first that of row 11 of 20: repeat 'pic pack SOURCE "
-        f"{shown} --part I/N' for the parts that did not end"
+        f"{shown}', with --part I/N for the parts that did not end"
     )
     pack_in_bucket(tree, target, options(cache, Part(1, 2)))
     tar = target / "rows-000000000000.tar"
