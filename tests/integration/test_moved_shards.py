@@ -393,9 +393,9 @@ ANSWERS = {"a mock": b"", "a page": b"<html>", "a gate": None}
         pytest.param(what, call, marks=pytest.mark.guard if is_guard else pytest.mark.slow)
         for what in PLACES
         for call, is_guard in (
-            ("fetch", what in ("rebooted", "an HTTP/2 server", "empty")),
+            ("fetch", what in ("rebooted", "empty")),
             ("push", what != "rebooted"),  # "older copy" is what a backup restored elsewhere is, too
-            ("checkpoint", what in ("sibling", "a mock", "stranger")),
+            ("checkpoint", what == "stranger"),
         )
     ],
 )
@@ -444,8 +444,13 @@ def test_a_shard_that_is_in_its_place_late_is_found(
         assert [kept.name for kept in client.checkpoints()] == (["kept"] if call == "checkpoint" else [])
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("call", ["fetch", "push", "checkpoint"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("push", marks=pytest.mark.guard),
+        *(pytest.param(call, marks=pytest.mark.slow) for call in ("fetch", "checkpoint")),
+    ],
+)
 def test_shards_that_exchanged_their_addresses_are_found(call: str, others: Path, cluster: LocalCluster) -> None:
     """Before names follow, and again when they have."""
     with trained(cluster, retry_seconds=60) as client:

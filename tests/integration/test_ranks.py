@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from tests.helpers.small_run import losses
+from trainer.arguments import parse_config
+from trainer.loop import train
 from weightserver import LocalCluster, WeightClient
 from weightserver.torch import (
     ClassifierHead,
@@ -34,13 +36,17 @@ def test_several_machines_need_servers_that_all_can_reach(tmp_path: Path) -> Non
 def launch(num_ranks: int, output: Path, *more: str, kill_after_steps: int | None = None) -> None:
     """Starts a run as users do, including weight servers; optionally kills torchrun and all ranks with -9.
 
-    GroupNorm: with BatchNorm a rank's statistics are its slice's.
+    A single rank that lives runs in this process. GroupNorm: with BatchNorm a rank's statistics are its slice's.
     """
+    settings = ["synthetic", "--num-images", "500", "--output", str(output), "--steps", "50", "--batch-size", "16"]
+    settings += ["--num-negatives", "64", "--window-size", "96", "--window-stride", "24", "--rows-per-block", "5"]
+    settings += ["--dim", "16", "--log-every", "1", "--learning-rate", "0.3", "--encoder.image-size", "16"]
+    settings += ["--encoder.width", "8", "--encoder.norm", "group", *more]
+    if num_ranks == 1 and kill_after_steps is None:
+        train(parse_config(settings))
+        return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "trainer", "synthetic", "--num-images", "500", "--output", str(output), "--steps", "50"]
-    command += ["--batch-size", "16", "--num-negatives", "64", "--window-size", "96", "--window-stride", "24"]
-    command += ["--rows-per-block", "5", "--dim", "16", "--log-every", "1", "--learning-rate", "0.3"]
-    command += ["--encoder.image-size", "16", "--encoder.width", "8", "--encoder.norm", "group", *more]
+    command += ["-m", "trainer", *settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
