@@ -5,7 +5,7 @@ pic pack images/train packed/                # repeat it to continue after an in
 pic pack more-images packed/ --extend        # new images get the ids after the old ones
 pic pack images/train packed/ --part 2/8     # one of eight processes, each with a part
 pic pack merge packed/                       # when all parts are packed
-pic pack images/ s3://bucket/packed --cache-dir /nvme/images              # also with --part; then
+pic pack images/ s3://bucket/packed --cache-dir /nvme/images              # or in parts, and then
 pic pack merge s3://bucket/packed --cache-dir /nvme/images
 pic pack packed/ s3://bucket/packed          # uploads it
 pic verify packed/
