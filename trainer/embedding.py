@@ -30,7 +30,7 @@ from trainer.ray_tasks import MOST_PARTS, on_ray
 from trainer.run.directory import is_run
 from trainer.stopping import exit_on_error
 from weightserver.common.logs import Remark, say
-from weightserver.common.object_store import is_remote
+from weightserver.common.object_store import absolute, is_remote
 from weightserver.common.object_store import shown as shown_path
 
 _BATCH_SIZE = 128
@@ -93,16 +93,12 @@ def _check_parts_of_bucket(options: argparse.Namespace) -> None:
 def _digest(found: Subject, images: dict[str, DecodedImages], options: argparse.Namespace) -> str:
     """What all parts have in common: the encoder, the images, and how they are read."""
     reading = [(name, len(each), each.digests, each.options.given) for name, each in images.items()]
-    content = [found.digest, str(_absolute(options.images)), reading]
+    content = [found.digest, str(absolute(options.images)), reading]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _absolute(path: Path) -> Path:
-    return path if is_remote(path) else path.resolve()
-
-
 def _on_ray(options: argparse.Namespace, of: int) -> None:
-    paths = {name: _absolute(value) for name, value in vars(options).items() if isinstance(value, Path)}
+    paths = {name: absolute(value) for name, value in vars(options).items() if isinstance(value, Path)}
     here = {"engine": None, "address": None, "decode_threads": options.decode_threads or 1}
     settings = vars(options) | paths | here
 

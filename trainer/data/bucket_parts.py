@@ -46,11 +46,11 @@ from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import (
     ObjectStoreError,
     Reason,
+    absolute,
     below,
     create,
     digest_of,
     directly_below,
-    is_remote,
     read,
     remove,
     shown,
@@ -104,8 +104,7 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
     before = manifests_in(target)
     if not before and any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
         raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
-    absolute = source if is_remote(source) else source.resolve()
-    claim = repr((shown(absolute), options.order_seed or 0, options.source.given))
+    claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given))
     with (
         _work_folder(target, "plan", options.source) as folder,
         claimed(target, claim.encode()),

@@ -27,7 +27,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
 from weightserver.common.atomic_files import append_synced, atomic_write, sync
-from weightserver.common.object_store import find, is_remote, read, shown, unless_missing
+from weightserver.common.object_store import absolute, find, is_remote, read, shown, unless_missing
 
 FORMAT = 5
 
@@ -99,7 +99,7 @@ class Range:
     def is_of(self, source: Path) -> bool:
         """Whether images of a source are packed: of a folder all of it, not of one in it."""
         is_folder = not numbered(source) and find(source) is None if is_remote(source) else source.is_dir()
-        source = source if is_remote(source) else source.resolve()
+        source = absolute(source)
         root = source if is_folder else source.parent
         return self.root == shown(root) and Path(self.source).is_relative_to(source)
 

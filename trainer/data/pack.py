@@ -47,7 +47,7 @@ from trainer.data.reading import Reading, read_source
 from trainer.display import Counting, counting, stage
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
-from weightserver.common.object_store import is_remote, shown
+from weightserver.common.object_store import absolute, is_remote, shown
 from weightserver.torch import RangesOrder
 
 _REQUESTS = 32
@@ -104,7 +104,7 @@ def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[P
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is not a directory: give another")
-    source = source if is_remote(source) else source.resolve()
+    source = absolute(source)
     if is_packed(source):
         raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if output.resolve() == source:

@@ -13,7 +13,7 @@ from trainer.data.pack_parts import merge
 from trainer.data.parts import WHOLE, Part
 from trainer.display import counting, stage
 from trainer.ray_tasks import MOST_PARTS, on_ray
-from weightserver.common.object_store import is_remote
+from weightserver.common.object_store import absolute, is_remote
 
 
 def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str | None) -> Manifest:
@@ -22,13 +22,11 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
     Raises:
         ValueError, OSError: as `pack`, `merge` and `on_ray`.
     """
-    source = source if is_remote(source) else source.resolve()
+    source, output = absolute(source), absolute(output)
     if cache := options.source.cache_dir:  # a worker has another working directory
         options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
-    in_bucket = is_remote(output)
-    output = output if in_bucket else output.resolve()
-    plan, pack_a_part = (plan_in_bucket, pack_in_bucket) if in_bucket else (_plan, pack)
-    join = partial(merge_in_bucket, options=options.source) if in_bucket else merge
+    plan, pack_a_part = (plan_in_bucket, pack_in_bucket) if is_remote(output) else (_plan, pack)
+    join = partial(merge_in_bucket, options=options.source) if is_remote(output) else merge
     with stage("listing the images"):
         manifests = plan(source, output, options).manifests.values()
     if all(manifest.complete for manifest in manifests):

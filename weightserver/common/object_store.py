@@ -125,6 +125,11 @@ def shown(path: Path) -> str:
     return f"{SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
+def absolute(path: Path) -> Path:
+    """A path without links, which means the same in any working directory; one in a bucket as it is."""
+    return path if is_remote(path) else path.resolve()
+
+
 def read(path: Path) -> bytes:
     """The content of a small object. Raises ObjectStoreError."""
     return _answer(path, lambda store, key: bytes(_obstore().get(store, key).bytes()))
