@@ -156,18 +156,6 @@ def test_pixels_of_12_bits_are_warned_of(
     assert 186 <= int(pixels.min()) <= int(pixels.max()) <= 188
 
 
-def test_labels_stored_as_images_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pictures").mkdir()
-    for number in range(4):
-        Image.fromarray(np.full((40, 40), number, np.uint8)).save(tmp_path / f"pictures/{number}.png")
-    images_config(["--data-dir", "pictures", "--device", "cpu"])
-    line = "\n  values: 0 to 3 of 255 in 4 of 4 sampled images of 8 bits, which are shown nearly black: name the"
-    assert line in capsys.readouterr().err
-
-
 def test_images_of_one_class_have_no_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
