@@ -148,7 +148,7 @@ def live(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def connected(cluster: LocalCluster) -> WeightClient:
     """A client that has made a push to MOVED, and has taken checkpoint `kept`."""
-    client = WeightClient(cluster.addresses, retry_seconds=1, connect_seconds=20)
+    client = WeightClient(cluster.addresses, retry_seconds=20)
     client.create_table(TableSpec(num_rows=64, dim=4, momentum=0, weight_decay=0, init_std=0, rows_per_block=4))
     client.extend_schedule(0, np.ones(9, np.float32))
     client.open_session("run")
@@ -195,8 +195,11 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
     """The shards no longer know whose it was, and its other half may be of other shards."""
     with connected(live) as client:
         stop(live, 1)
+        (_, stopped) = client._shards.connections()
+        stopped._retry_seconds = 0.3
         with pytest.raises(ShardUnavailableError):
             client.push_gradients(MOVED, ONES, step=1)
+        stopped._retry_seconds = 20.0
         live.restart(1)
         reshard_in_place(live, rows_per_block, current=True)
         client.describe()
