@@ -115,7 +115,7 @@ def test_results_have_names_and_units() -> None:
 def test_an_unfinished_run_shows_what_is_available(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run, page = tmp_path / "run", tmp_path / "page.html"
-    train(small_run(run, rows="dense"))  # generated images, no labels, no evaluation
+    train(small_run(run, num_shards=1))  # generated images, no labels, no evaluation
     assert report(run, "--output", page) == 0
     text = page.read_text()
     assert f"<td>{NUM_STEPS}</td>" in text
