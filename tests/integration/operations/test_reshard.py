@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.helpers.operations import (
     targets_in,
 )
 from tests.helpers.stored import get, put, stored
+from tests.helpers.watching import wait_until
 from weightserver import (
     ClusterError,
     LocalCluster,
@@ -41,6 +43,7 @@ from weightserver.operations.checkpoint_blocks import CheckpointReader
 from weightserver.operations.inspect import inspect_directory
 from weightserver.operations.reshard import reshard
 from weightserver.operations.verify import verify_directory
+from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.storage.lmdb_storage import LmdbStorage
 from weightserver.storage.shard_builder import ShardBuilder
 
@@ -196,9 +199,12 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
     with connected(live) as client:
         stop(live, 1)
         (_, stopped) = client._shards.connections()
-        stopped._retry_seconds = 0.3
-        with pytest.raises(ShardUnavailableError):
-            client.push_gradients(MOVED, ONES, step=1)
+        with ThreadPoolExecutor(1) as thread:
+            push = thread.submit(client.push_gradients, MOVED, ONES, step=1)
+            wait_until(lambda: client.call_shard(0, "Describe", pb.DescribeRequest()).clock == 2)
+            stopped._retry_seconds = 0.0
+            with pytest.raises(ShardUnavailableError):
+                push.result()
         stopped._retry_seconds = 20.0
         live.restart(1)
         reshard_in_place(live, rows_per_block, current=True)
