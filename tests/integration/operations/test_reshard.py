@@ -154,7 +154,7 @@ def connected(cluster: LocalCluster) -> WeightClient:
     client = WeightClient(cluster.addresses, retry_seconds=20)
     client.create_table(TableSpec(num_rows=64, dim=4, momentum=0, weight_decay=0, init_std=0, rows_per_block=4))
     client.extend_schedule(0, np.ones(9, np.float32))
-    client.open_session("run")
+    client.open_session("run", hold=False)  # a lease's renewal may hear of a state that new shards do not have
     client.push_gradients(MOVED, ONES, step=0)
     client.checkpoint("kept", step=1)
     return client
