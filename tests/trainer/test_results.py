@@ -210,7 +210,6 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
             dataset="idx",
             num_images=None,
             data_dir=data,
-            rows="dense",
             steps=30,
             window_size=48,
             window_stride=16,
