@@ -63,8 +63,12 @@ def upload_pack(directory: Path, target: Path) -> None:
                 f"{unfinished[0]} is not finished: repeat the command that packs it; 'pic pack merge' joins parts"
             )
         with claimed(target, manifests[directory].plan.encode()):
+            places = {here: target / here.relative_to(directory) for here in manifests}
+            befores = {here: _uploaded(here, manifests[here], there) for here, there in places.items()}
+            if directory / "test" not in manifests and is_packed(target / "test"):
+                raise ValueError(f"{shown(target)} holds test images, {directory} has none: give another place")
             for here, manifest in reversed(manifests.items()):
-                _upload(here, manifest, target / here.relative_to(directory))
+                _upload(here, manifest, places[here], befores[here])
 
 
 def verify_in_bucket(directory: Path) -> list[str]:
@@ -74,15 +78,20 @@ def verify_in_bucket(directory: Path) -> list[str]:
     if not manifest.complete:
         return [f"{shown(directory)} is not finished: repeat the command that packs it; 'pic pack merge' joins parts"]
     return [
-        f"{shown(path)} is missing or does not match its checksum: remove it and upload the pack again"
+        f"{shown(path)} is missing or does not match its checksum: pack the images on a disk, and upload that"
         for _, path, _ in _absent(directory, manifest)
     ]
 
 
-def _upload(here: Path, manifest: Manifest, there: Path) -> None:
+def _uploaded(here: Path, manifest: Manifest, there: Path) -> Manifest:
+    """What a bucket has of a pack: its manifest, or one without ranges. Raises ValueError if it has another pack."""
     before = Manifest.load(there) if is_packed(there) else replace(manifest, ranges=())
     if (before.order_seed, before.ranges) != (manifest.order_seed, manifest.ranges[: len(before.ranges)]):
         raise ValueError(f"{shown(there)} holds another pack than {here}: give another place")
+    return before
+
+
+def _upload(here: Path, manifest: Manifest, there: Path, before: Manifest) -> None:
     for part, target, digest in _absent(there, manifest):
         path = here / target.name
         is_index = path == index_path(here, part.first)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -47,7 +48,6 @@ from weightserver.common.object_store import (
     ObjectStoreError,
     Reason,
     absolute,
-    below,
     create,
     digest_of,
     directly_below,
@@ -61,6 +61,8 @@ _LOOK_SECONDS = 5.0
 """How often a part looks whether the images are listed."""
 _READERS = 16
 """Objects that are read at the same time."""
+_FILES_OF_A_PACK = (".tar", ".bin", ".jsonl")
+_NOTE = re.compile(r"[0-9a-f]{12}-\d{12}")
 
 
 def pack_in_bucket(source: Path, target: Path, options: PackOptions) -> Manifest:
@@ -101,22 +103,21 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
     """
     if not options.extend and (manifests := begun(source, target, options)):
         return Plan(manifests, local_source(source, options.source))
-    before = manifests_in(target)
-    if not before and any(one.path.suffix in (".tar", ".bin") for one in directly_below(target)):
-        raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
     claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given))
-    with (
-        _work_folder(target, "plan", options.source) as folder,
-        claimed(target, claim.encode()),
-        _naming(target, folder),
-    ):
+    with _work_folder(target, "plan", options.source) as folder, claimed(target, claim.encode()):
+        if not options.extend and (manifests := begun(source, target, options)):  # planned meanwhile
+            return Plan(manifests, local_source(source, options.source))
+        before = manifests_in(target)
+        found = () if before else (*directly_below(target), *directly_below(target / "test"))
+        if any(one.path.suffix in _FILES_OF_A_PACK for one in found):
+            raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
         for there, manifest in before.items():
             here = folder / there.relative_to(target)
             make_directory(here)
             manifest.save(here)
             for range_ in manifest.ranges:
                 shutil.copyfile(_listing(there, range_, options.source), listing_path(here, range_.first))
-        with planned_pack(source, folder, replace(options, part=None)) as plan:
+        with _naming(target, folder), planned_pack(source, folder, replace(options, part=None)) as plan:
             if manifests_in(target) == before:  # or the same command elsewhere was first, with other images perhaps
                 _upload_plan(plan, folder, target, before)
     return Plan(manifests_in(target), plan.place)
@@ -135,6 +136,8 @@ def _naming(target: Path, folder: Path) -> Iterator[None]:
 def _upload_plan(plan: Plan, folder: Path, target: Path, before: dict[Path, Manifest]) -> None:
     """Uploads what is new in a plan that was made in a folder."""
     with stage(f"uploading the list of images to {shown(target)}"):
+        if not before and folder / "test" not in plan.manifests:  # of a command that was given up
+            remove([target / "test" / "manifest.json"])
         for here, manifest in reversed(plan.manifests.items()):
             there, range_ = target / here.relative_to(folder), manifest.ranges[-1]
             if manifest != before.get(there):
@@ -169,7 +172,7 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
             for path in (index_path(tars.there, range_.first), shards_path(tars.there, range_.first)):
                 send(folder / path.relative_to(target), path, digests[path])
     for there in manifests:
-        remove(below(there / "parts"))
+        remove([one.path for one in directly_below(there / "parts") if _NOTE.fullmatch(one.path.name)])
     return Manifest.load(target)
 
 

@@ -23,6 +23,7 @@ from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
 from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote, shown
 
 _MEASURED = 1_000
@@ -77,6 +78,9 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
         for wrong, remedy in _contradictions(manifest, split, options):
             raise AnotherPackError(output, wrong, remedy)
         if not (manifest.complete and options.extend):
+            if options.extend:
+                source = manifest.ranges[-1].source
+                say(Remark(f"{source}: packing what was listed before; repeat --extend to add newer images"))
             return manifest
         added = _added(split, output, manifest)
         return _with_range(manifest, split, added, output, options, known) if added else manifest

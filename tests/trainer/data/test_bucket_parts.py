@@ -327,6 +327,8 @@ def test_one_command_packs_and_extends_on_any_machine(
             assert message in refused(*other)
         bucket.heal()
         assert call(*command, tmp_path / "four", "--extend") == 0
+        said = f"{tree}/train: packing what was listed before; repeat --extend to add newer images"
+        assert (said in capsys.readouterr().err) == (write != "manifest.json")
         pack(tree, whole, PackOptions(extend=True))
         assert stored(target) == files(whole)
     assert not [path for path in tmp_path.rglob("rows-*") if not path.is_relative_to(whole)]
@@ -337,6 +339,52 @@ def test_one_command_packs_and_extends_on_any_machine(
     listing = target / "images-000000000012.tsv"
     objects.write(listing, objects.read(listing)[:-1] + b"x")
     assert f"{objects.shown(listing)}: {Reason.DAMAGED.value}" in refused(*command, tmp_path / "five", "--extend")
+
+
+def test_what_others_have_at_the_place_stays_and_is_no_part_of_a_pack(
+    bucket: Proxy, tree: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program's objects, test images that were packed alone, a list of tars, a plan that was given up."""
+    cache, shown = tmp_path / "cache", objects.shown(target)
+    images = plain_tree(tmp_path / "images", 6)
+    for name in ("parts/00000.tar", "test/parts/note", "parts/0123456789ab-000000000000/more"):
+        objects.write(target / name, b"another's")
+    bucket.refused = f"/images/{target.name}/manifest"
+    assert call("pack", tree, shown, "--cache-dir", cache) == 1
+    bucket.heal()
+    assert call("pack", images, shown, "--cache-dir", cache) == 0
+    assert not objects.find(target / "test/manifest.json"), "the plan of other test images"
+    assert objects.read(target / "parts/00000.tar") == objects.read(target / "test/parts/note") == b"another's"
+    assert objects.read(target / "parts/0123456789ab-000000000000/more") == b"another's"
+    assert len([path for path in objects.below(target) if path.is_relative_to(target / "parts")]) == 2
+    left = target.with_name(f"{target.name}-left")
+    assert call("pack", tree / "test", objects.shown(left / "test"), "--cache-dir", cache) == 0
+    for what in ("test images", "a list of tars"):
+        before = stored(left)
+        capsys.readouterr()
+        assert call("pack", tree, objects.shown(left), "--cache-dir", cache, "--order-seed", 5) == 1, what
+        assert f"{objects.shown(left)} holds other files: give another place" in capsys.readouterr().err
+        assert stored(left) == before
+        objects.remove([path for path in objects.below(left) if not path.name.startswith("shards-")])
+
+
+def test_a_pack_that_another_command_planned_meanwhile_is_not_lost(
+    bucket: Proxy, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, other = plain_tree(tmp_path / "images", 6), plain_tree(tmp_path / "other", 9)
+    claimed = bucket_packs.claimed
+
+    def others_first(*arguments: Any) -> Any:
+        monkeypatch.setattr(bucket_parts, "claimed", claimed)
+        pack_in_bucket(other, target, options(tmp_path / "two", extend=bool(objects.below(target))))
+        return claimed(*arguments)
+
+    monkeypatch.setattr(bucket_parts, "claimed", others_first)
+    with pytest.raises(ValueError, match="holds images of "):
+        pack_in_bucket(images, target, options(tmp_path / "one"))
+    plain_tree(other, 3, first=9)
+    monkeypatch.setattr(bucket_parts, "claimed", others_first)
+    assert pack_in_bucket(images, target, options(tmp_path / "one", extend=True)).num_images == 18
 
 
 def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -746,6 +747,25 @@ def test_a_pack_is_uploaded_continued_and_extended(bucket: Proxy, tmp_path: Path
     assert stored(target) == whole, "what is missing or too short is sent again"
 
 
+def test_another_pack_at_the_place_of_an_upload_stays_as_it_is(
+    bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Test images are sent first, and would be those of another pack."""
+    tree = plain_tree(tmp_path / "tree/train", 6).parent
+    plain_tree(tree / "val", 4)
+    pack(tree, tmp_path / "split", PackOptions())
+    pack(tree / "train", tmp_path / "plain", PackOptions(order_seed=3))
+    for there, here in (("plain", "split"), ("split/test", "plain")):
+        target = Path("s3://images/another", there)
+        assert call("pack", str(tmp_path / there), f"s3://images/another/{there}") == 0
+        before = stored(target.parent)
+        capsys.readouterr()
+        assert call("pack", str(tmp_path / here), f"s3://images/another/{there.removesuffix('/test')}") == 1
+        assert re.search("holds (another pack|test images)", capsys.readouterr().err)
+        assert stored(target.parent) == before
+    assert call("verify", "s3://images/another/split") == 1, "there are test images only"
+
+
 def test_a_pack_of_parts_is_uploaded_and_verified(
     bucket: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -791,7 +811,7 @@ def test_a_pack_of_parts_is_uploaded_and_verified(
     ):
         content, noted = objects.read(target / name), attributes_of(target / name)
         put(target / name, content, noted | {"sha256": "of another"})
-        line = f"pic verify: s3://images/joined/{name} is missing or does not match its checksum: remove it and upload"
+        line = f"pic verify: s3://images/joined/{name} is missing or does not match its checksum: pack the images"
         assert refused("verify", "s3://images/joined").startswith(line)
         objects.remove([target / name])
         if not name.startswith("shards"):  # by which the manifest is complete
