@@ -80,7 +80,8 @@ def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, 
         if not (manifest.complete and options.extend):
             if options.extend:
                 source = manifest.ranges[-1].source
-                say(Remark(f"{source}: packing what was listed before; repeat --extend to add newer images"))
+                line = f"{source}: packing what was listed before; repeat --extend to add newer images"
+                say(Remark(line, source=source))
             return manifest
         added = _added(split, output, manifest)
         return _with_range(manifest, split, added, output, options, known) if added else manifest

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -90,7 +91,7 @@ class _Table:
             arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError:
             raise ValueError(f"{path} is a table of images, which needs pyarrow: {install_advice('parquet')}") from None
-        self._path, self._arrow = path, arrow
+        self._path, self._arrow, self._lock = path, arrow, threading.Lock()
         self._is_arrow = not path.lower().endswith(".parquet")
         try:
             if self._is_arrow:
@@ -118,7 +119,8 @@ class _Table:
         if self._is_arrow:
             return self._batches[part].column(column)
         try:
-            return self._file.read_row_group(part, [column]).column(0)
+            with self._lock:  # two threads that read the same file could wait for each other for ever
+                return self._file.read_row_group(part, [column], use_threads=False).column(0)
         except (OSError, self._arrow.ArrowException) as error:
             raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
 
