@@ -98,7 +98,7 @@ def _verify(options: argparse.Namespace) -> list[str]:
     directory = options.directory
     with stage("comparing checksums"):
         compare = verify_in_bucket if is_remote(directory) else verify
-        wrong = [line for one in {directory: None, **dict.fromkeys(packs_in(directory))} for line in compare(one)]
+        wrong = [line for one in sorted({directory, *packs_in(directory)}) for line in compare(one)]
     if wrong:
         raise ValueError("; ".join(wrong))
     return [f"{shown_path(directory)}: all files match their checksums"]
