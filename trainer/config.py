@@ -99,6 +99,13 @@ class TrainConfig:
             yield SettingError(
                 "--rows dense keeps the rows in the trainer: omit --servers, or use --rows resident", "rows", "servers"
             )
+        if self.model.embedding_norm == "batch" and self.optimization.part_size < 2:
+            yield SettingError(
+                "--embedding-norm batch needs two images at a time: give a larger --batch-size, or fewer parts "
+                "(--accumulate)",
+                "embedding_norm",
+                "batch_size",
+            )
         if sampling.labels is not None and run.extend:
             yield SettingError(
                 "--extend adds images, but --labels has no rows for new classes: omit --extend", "labels", "extend"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.compute import ComputeConfig
+from trainer.config import TrainConfig
 from trainer.model import (
     EncoderConfig,
     build_encoder,
@@ -71,6 +72,13 @@ def test_embeddings_are_centred_and_scaled_without_parameters() -> None:
     embeddings, expected = normed(images), plain(images)
     expected = (expected - expected.mean(dim=0)) / (expected.var(dim=0, correction=0) + 1e-5).sqrt()
     torch.testing.assert_close(embeddings, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 4, "accumulate": 4}])
+def test_an_image_alone_cannot_be_centred_and_scaled(changes: dict[str, Any]) -> None:
+    TrainConfig().with_settings(**changes).check()
+    with pytest.raises(ValueError, match="--embedding-norm batch needs two images at a time"):
+        TrainConfig().with_settings(**changes, embedding_norm="batch").check()
 
 
 @pytest.mark.parametrize("config", [SMALL, GROUP], ids=["batch", "group"])
