@@ -41,7 +41,7 @@ class HeldLease:
         """Held while it is renewed, so that no renewal follows the end."""
         _held.add(self)
         _end_all_at_exit()
-        threads.outcomes(self.renew, [()], not_main=True)  # an interrupt there could leave a lock taken
+        threads.outside_main(self.renew)
         start_new_thread(_renew, (weakref.ref(self), self._running))
 
     def holds(self, session: Session) -> bool:
@@ -68,7 +68,7 @@ class HeldLease:
             self._running.release()
         except RuntimeError:  # it has ended before
             return
-        threads.outcomes(self._leave, [()], not_main=True)
+        threads.outside_main(self._leave)
 
     def _leave(self) -> None:
         if self.lost is None and self._turn.acquire(timeout=_CLOSE_SECONDS):

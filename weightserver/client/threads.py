@@ -5,11 +5,15 @@ in `threading.Condition.__enter__` after it has acquired its lock, which is then
 built from conditions, as `Future`, `Thread.start` and executors are: threads share with their caller only a
 `SimpleQueue`, whose code a signal cannot interrupt halfway. gRPC is built from conditions too: see `channels.py`.
 
+A signal that arrives just before the main thread begins to wait does not end the wait; Python notices it afterwards. So
+no wait is long.
+
 An interrupt of the caller leaves the other calls running. They make no further attempt: see `require_caller`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from _thread import start_new_thread
@@ -18,14 +22,17 @@ from concurrent.futures import CancelledError
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from weightserver.core.errors import ShardUnavailableError, WeightServerError
 
+Result = TypeVar("Result")
 Answers = SimpleQueue[tuple[int, Any]]
 """Numbers of calls, and what they returned or raised."""
 _MORE_SECONDS = 1.0
 """For so long the calls of other shards go on after a refusal, so that their marks are remembered."""
+_WAIT_SECONDS = 0.2
+"""The longest wait between two looks for signals, as in gRPC."""
 
 
 @dataclass
@@ -61,7 +68,7 @@ def outcomes(
         first = 0
     found: dict[int, Any] = {}
     refused: WeightServerError | None = None
-    deadline = 0.0
+    deadline = math.inf
     try:
         for number in range(first, len(every)):
             try:
@@ -72,10 +79,11 @@ def outcomes(
             found[0] = _outcome(call, every[0])
         while len(found) < len(every):
             try:
-                number, outcome = answers.get(timeout=max(0.0, deadline - time.monotonic()) if refused else None)
+                number, outcome = answers.get(timeout=min(_WAIT_SECONDS, max(0.0, deadline - time.monotonic())))
             except Empty:
-                assert refused is not None
-                raise refused from None
+                if refused is not None and time.monotonic() >= deadline:
+                    raise refused from None
+                continue
             if isinstance(outcome, BaseException) and not isinstance(outcome, WeightServerError):
                 raise outcome
             found[number] = outcome
@@ -86,6 +94,15 @@ def outcomes(
         caller.has_left = True
         raise
     return [found[number] for number in range(len(every))]
+
+
+def outside_main(call: Callable[[], Result]) -> Result:
+    """Makes a call in another thread than the main one, where an interrupt could leave a lock taken; returns what it
+    returned."""
+    found = outcomes(call, [()], not_main=True)
+    raise_first(found)
+    returned: Result = found[0]
+    return returned
 
 
 def raise_first(outcomes: list[Any]) -> None:

@@ -30,6 +30,7 @@ from safetensors.numpy import save
 
 from weightserver.client.client import WeightClient
 from weightserver.client.results import TableInfo
+from weightserver.client.threads import outside_main
 from weightserver.common.object_store import ObjectStoreError, shown, to_location
 from weightserver.common.version import FORMAT, __version__
 from weightserver.core.blocks import BlockCodec
@@ -192,21 +193,25 @@ def _copy_shards(
     client: WeightClient, checkpoint: Checkpoint, base: Backup | None, info: TableInfo, write: Write
 ) -> tuple[dict[str, Any], ...]:
     """Writes the files of all shards, several at once; returns `Backup.shards`."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(_SHARDS_AT_ONCE) as threads:
-        try:
-            copies = [
-                threads.submit(_copy_shard, client, shard, checkpoint, base, info, write, stop)
-                for shard in range(len(info.shards))
-            ]
-            for copy in as_completed(copies):
-                copy.result()
-        except KeyboardInterrupt:
-            client.close()  # ends the threads' calls, also of a shard that stands still
-            raise
-        finally:
-            stop.set()
-    return tuple(copy.result() for copy in copies)
+    stop, pool = threading.Event(), ThreadPoolExecutor(_SHARDS_AT_ONCE)
+
+    def copy_all() -> tuple[dict[str, Any], ...]:
+        copies = [
+            pool.submit(_copy_shard, client, shard, checkpoint, base, info, write, stop)
+            for shard in range(len(info.shards))
+        ]
+        for copy in as_completed(copies):
+            copy.result()
+        return tuple(copy.result() for copy in copies)
+
+    try:
+        return outside_main(copy_all)
+    except KeyboardInterrupt:
+        client.close()  # ends the threads' calls, also of a shard that stands still
+        raise
+    finally:
+        stop.set()
+        outside_main(pool.shutdown)
 
 
 def _copy_shard(
