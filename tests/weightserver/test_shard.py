@@ -623,7 +623,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
             served.sweeper = Sweeper(served.shard, served.committer)
         elif event == "sweep":
             before, needed = all_versions(served), kept_versions(served)
-            now = served.weights()
+            now, mark = served.weights(), served.shard.state.mark
             if chance.random() < 0.5 and not served.sweeper.is_done:
                 served.sweeper.sweep(0.0)  # a part
                 assert all(all_versions(served)[block] >= needed[block] for block in before)
@@ -631,6 +631,7 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
             assert all_versions(served) == needed
             num_swept += before != needed
             assert np.array_equal(served.weights(), now)
+            assert served.shard.state.mark == mark, "no client takes its absence for a loss"
             for known in served.shard.state.checkpoints:
                 chunks = served.shard.fetch(np.arange(100), step=None, state=False, checkpoint=known.name)
                 assert np.array_equal(decoded(chunks, SPEC).weight, rows_of[known.name])

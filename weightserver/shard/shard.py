@@ -276,6 +276,8 @@ class Shard:
                         write_lineage(txn, lineage)
                     write_state(txn, state, before)
                     batch.state = state
+                for block in batch.to_sweep:
+                    batch.delete_unneeded(block)
                 self._next_table = batch.table
             self._lineage, self.peers = lineage, batch.peers
             self.state = batch.state

@@ -69,8 +69,7 @@ class Sweeper:
                     break
 
         def delete(batch: WriteTransaction) -> None:
-            for block in found:
-                batch.delete_unneeded(block)
+            batch.to_sweep += found
 
         if found:
             self._committer.submit(delete).result()

@@ -43,6 +43,8 @@ class WriteTransaction:
     ahead: ScheduledRates | None
     """Learning rates beyond the used ones that the shard has in memory."""
     lease: Lease
+    to_sweep: list[int] = field(default_factory=list)
+    """Blocks whose unneeded versions are deleted once the state is stored, as that does not change it."""
     is_cancelled: Callable[[], bool] = lambda: False
     """Whether the caller of the running operation has stopped waiting for it."""
 

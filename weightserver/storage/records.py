@@ -58,7 +58,7 @@ class State:
     incarnation: str = ""
     """Names the process that wrote last: 16 hexadecimal digits."""
     commit: int = 0
-    """Number of transactions that changed anything."""
+    """Number of transactions that changed anything, apart from sweeps."""
     rows_commit: int = 0
     """Number of the newest one that may have changed rows."""
     timeline: str = ""
