@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.helpers.stored import get, put, stored
 from tests.helpers.watching import wait_until
 from weightserver import (
     ClusterError,
+    DataLossError,
     LocalCluster,
     ShardUnavailableError,
     StorageError,
@@ -154,7 +155,7 @@ def connected(cluster: LocalCluster) -> WeightClient:
     client = WeightClient(cluster.addresses, retry_seconds=20)
     client.create_table(TableSpec(num_rows=64, dim=4, momentum=0, weight_decay=0, init_std=0, rows_per_block=4))
     client.extend_schedule(0, np.ones(9, np.float32))
-    client.open_session("run", hold=False)  # a lease's renewal may hear of a state that new shards do not have
+    client.open_session("run")
     client.push_gradients(MOVED, ONES, step=0)
     client.checkpoint("kept", step=1)
     return client
@@ -165,11 +166,14 @@ def stop(cluster: LocalCluster, shard: int) -> None:
     cluster.processes[shard].wait()
 
 
-def reshard_in_place(cluster: LocalCluster, rows_per_block: int, *, current: bool) -> None:
-    """The same shards at the same addresses."""
+def reshard_in_place(
+    cluster: LocalCluster, rows_per_block: int, *, current: bool, then: Callable[[], object] = lambda: None
+) -> None:
+    """The same shards at the same addresses; `then` runs before the old ones are stopped."""
     new = targets_in(cluster.directory / "new", 2)
     with WeightClient(cluster.addresses) as other:
         reshard_all(other, new, rows_per_block=rows_per_block, current=current)
+    then()
     for shard, directory in enumerate(targets_in(cluster.directory, 2)):
         stop(cluster, shard)
         directory.rename(cluster.directory / f"old-{shard}")
@@ -193,6 +197,24 @@ def test_a_client_that_lives_through_a_reshard_loses_no_row(live: LocalCluster) 
         assert (client.fetch(MOVED, step=2) == -2).all()
 
 
+def test_new_shards_of_the_current_rows_hold_all_but_later_writes(live: LocalCluster) -> None:
+    """Of what clients have heard of the old shards."""
+    with connected(live) as client:
+        marks = list[list[str]]()
+
+        def hear_and_write() -> None:
+            client.describe()
+            marks.append(client.marks())
+            client.push_gradients(MOVED, ONES, step=1)
+            marks.append(client.marks())
+
+        reshard_in_place(live, 4, current=True, then=hear_and_write)
+        with WeightClient(live.addresses) as later:
+            later.expect(marks[0])
+            with pytest.raises(DataLossError, match="lacks what it had acknowledged"):
+                later.expect(marks[1])
+
+
 @pytest.mark.parametrize("rows_per_block", [4, 8])
 def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_per_block: int) -> None:
     """The shards no longer know whose it was, and its other half may be of other shards."""
@@ -207,7 +229,7 @@ def test_half_a_write_is_not_completed_after_a_reshard(live: LocalCluster, rows_
                 push.result()
         stopped._retry_seconds = 20.0
         live.restart(1)
-        reshard_in_place(live, rows_per_block, current=True)
+        reshard_in_place(live, rows_per_block, current=True, then=client.describe)
         client.describe()
         client.open_session("run")
         for _ in range(2):
