@@ -19,7 +19,7 @@ from experiments import page
 from experiments.cells import Table
 from experiments.defaults import DEFAULTS_FILE, check_defaults
 from experiments.quick import quick
-from experiments.results import finished
+from experiments.results import has_run, load
 from experiments.run_cell import CIFAR_10 as IMAGES
 from experiments.runner import Runner
 from experiments.tables import TABLES
@@ -91,7 +91,8 @@ def _gpu(options: argparse.Namespace) -> int:
     options.directory = options.directory or (QUICK / "runs" if options.quick else Path("runs/gpu"))
     status = _run(options)
     (table,) = _tables(options.tables, is_quick=options.quick)
-    done = sum(finished(options.directory, cell, 0) for cell in table.cells)
+    runs = load(_results(options))
+    done = sum(has_run(runs, cell, 0) for cell in table.cells)
     print(f"{done} of {len(table.cells)} runs have finished; the same command continues in {options.directory}")
     return status
 

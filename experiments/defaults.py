@@ -29,23 +29,22 @@ def defaults() -> dict[str, dict[str, Any]]:
 
 
 def check_defaults(folder: Path) -> None:
-    """Raises ValueError if the runs or results of a folder were made with other defaults; writes them if it has none.
+    """Raises ValueError if the runs or results of a folder were made with other defaults; writes those it lacks.
 
     A setting that did not exist then is taken to have changed nothing.
     """
-    file, now = folder / DEFAULTS_FILE, defaults()
-    of_today = _flat(now)
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(now, indent=1) + "\n"
-        atomic_write(file, lambda path: path.write_text(text))
-        return
-    for name, value in _flat(json.loads(file.read_text())).items():
-        if (today := of_today.get(name, value)) != value:
+    file, today = folder / DEFAULTS_FILE, _flat(defaults())
+    made = _flat(json.loads(file.read_text())) if file.exists() else {}
+    for name, value in made.items():
+        if (now := today.get(name, value)) != value:
             raise ValueError(
-                f"{folder} was made with the default {name} {value}, which is {today} now: give another folder, or "
+                f"{folder} was made with the default {name} {value}, which is {now} now: give another folder, or "
                 "remove its runs or results"
             )
+    if today.keys() - made.keys():
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(today | made, indent=1) + "\n"
+        atomic_write(file, lambda path: path.write_text(text))
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
