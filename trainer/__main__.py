@@ -70,7 +70,8 @@ def _settings(arguments: list[str]) -> TrainConfig:
         config.check()
         preset = arguments[0] if arguments[0] in PRESETS else "fashion-mnist"  # of a resumed run none may be given
         sys.stdout.write(to_toml(config, preset))
-        if num_images := config.data.num_images or SIZES.get(config.data.dataset):
+        num_images = config.data.num_images or SIZES.get(config.data.dataset)
+        if num_images and config.sampling.labels is None:  # how many classes they share only the images tell
             sys.stdout.writelines(f"# {line}\n" for line in proportions(config, num_images).lines())
         sys.exit(0)
     return config

@@ -48,6 +48,9 @@ def test_settings_are_printed_before_anything_starts(
     settings, proportions = printed.split("# ", maxsplit=1)
     assert settings == 'preset = "fashion-mnist"\nepochs = 2.0\n\n[encoder]\nwidth = 8\n'
     assert "# visits to each row: 2\n" in proportions
+    with pytest.raises(SystemExit):
+        main(["fashion-mnist", "--labels", "classes", "--print-config"])
+    assert "#" not in capsys.readouterr().out, "rows are fewer than images, by a number that is not known yet"
     assert not list(tmp_path.iterdir())
 
 
