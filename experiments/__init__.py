@@ -2,6 +2,5 @@
 
 A cell is one training run with its evaluations, for any number of seeds; a table is cells with the paper's numbers and
 claims about them. `tables` holds these as data, `baselines` trains other methods, `runner` runs the cells, one process
-each, `results` collects what they measured, and `page` writes docs/results.md and
-its appendix from it.
+each, `results` collects what they measured, and `page` writes docs/results.md and its appendix from it.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -106,11 +105,3 @@ def _draw_points(axis: Axes, panel: Points, names: Sequence[str]) -> None:
     faces = ["none" if len(values) == 1 else _COLOUR for values in found.values()]
     axis.scatter(means, list(found), s=36, edgecolors=_COLOUR, facecolors=faces)
     axis.set_yticks(range(len(names)), [textwrap.fill(name, _LETTERS) for name in names])
-
-
-def drawn(path: Path) -> Any:
-    """The numbers that a plot shows: `points`, what was measured and the paper's, or `curves`."""
-    found = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(), re.DOTALL)
-    if found is None:
-        raise ValueError(f"{path} is no plot of a table: draw it with python -m experiments page")
-    return json.loads(found.group(1).replace("&quot;", '"').replace("&amp;", "&"))

@@ -1,8 +1,7 @@
 """The methods that are compared with PIC: each a module whose state is all that its training changes.
 
 `forward` takes V views of b images, float32 (b, C, side, side) each, and the images' numbers, int64 (b,); it returns
-the loss. Keyword-only arguments of the constructors are the methods' own settings; their defaults are those published
-for small images, where there are any.
+the loss. Keyword-only arguments of the constructors are the methods' own settings.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class MoCoV2(Method):
     `batch_norm_size`, by default the 32 images of one of their GPUs or half of a smaller batch, and keys are shuffled
     before, so that BatchNorm does not give away which key belongs to a query. The queue holds at most half of the
     images, so that it seldom holds an image of the batch. Default queue and momentum: those of the authors' demo on
-    CIFAR-10, whose runs are short, too.
+    CIFAR-10, whose runs are short, too; default τ: MoCo v2's for ImageNet, where the demo has 0.1.
     """
 
     num_views = 2

@@ -102,10 +102,10 @@ NEGATIVES = Table(
     title="Negatives, with and without correction",
     source="Table 2",
     text="In epoch order, beside the paper's numbers at the same K / N. The paper's formula has one learning rate for "
-    "all steps of a gap. With K far above B runs collapse, with and without correction: embeddings become one "
-    "direction, which turns away from the newest rows. A first visit turns these rows eight times as far as the "
-    "paper's; rows that begin ten times as long turn by a hundredth of that, and do not collapse. Even so, the paper's "
-    "equal accuracies from K = 2¹⁶ to all images do not reproduce, and why is open.",
+    "all steps of a gap. With K far above B runs with correction collapse: their losses are near chance, ln K. A first "
+    "visit turns these rows eight times as far as the paper's; rows that begin ten times as long turn by a hundredth "
+    "of that, and do not collapse. Even so, their accuracies are not equal up to K = N, as the paper's are, and why is "
+    "open.",
     cells=(
         *(_negatives(correction, number) for number in (128, 512, 1_024, 4_096) for correction in _CORRECTIONS),
         _negatives("exact", IMAGES),
@@ -153,7 +153,8 @@ WINDOWS = Table(
     title="Window and stride",
     source="Table 3",
     text="W and S are the paper's divided by 128, as is the number of images. A window of 256 images has two batches, "
-    "the paper's smallest 64; with K twice as large as such a window the encoder collapses, with K = B hardly.",
+    "the paper's smallest 64; with K twice as large as such a window accuracies are about the untrained encoder's, "
+    "with K = B they are not.",
     cells=(
         *(_in_windows(f"W = {w:,}, S = {s}", window_size=w, window_stride=s) for w, s in _SHAPES),
         _in_epoch_order("epoch order"),

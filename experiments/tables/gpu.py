@@ -37,8 +37,8 @@ GPU = Table(
     "bfloat16. Solo-learn's table for ResNet-18 at 1,000 epochs has 90.7 for SimCLR, 92.9 for MoCo v2+ and 93.1 for "
     "MoCo v3 (online linear), with two views an image; one view of PIC at 200 epochs sees a tenth of their views. "
     "The aim is 90.7 at 200 epochs. SimCLR sees as many views as PIC, ten million: two of each image in half as many "
-    "steps. Neither comes near the aim with them, and one seed each tells nothing of a point's difference. "
-    "Images were JPEG copies (quality about 75).",
+    "steps. Neither comes near the aim with them, and one seed each tells nothing of a point's difference. The probes "
+    "choose λ and k on 5,000 training images. Images were JPEG copies (quality about 75).",
     cells=(
         _cell("K = 0.05 N, window"),
         _cell("η = 0.03", learning_rate=0.03),
