@@ -18,8 +18,9 @@ from experiments.claims import IMAGENET_1K, alike, claim_table, outcome
 from experiments.paired import CONFIDENCE, Effect, effects
 from experiments.plots import curves, draw, draw_curves
 from experiments.results import Runs, load, seeds_of, values
-from experiments.tables.cifar import METHODS, SEEDS, TRIALS
+from experiments.tables.cifar import BEYOND, METHODS, SEEDS, TRIALS
 from experiments.tables.fashion import BASE, FASHION_MNIST, WINDOW
+from experiments.tables.fashion import BEYOND as BEYOND_ON_FASHION_MNIST
 from experiments.tables.gpu import GPU
 from trainer.presets import PRESETS
 from trainer.proportions import MEANINGS, proportions
@@ -129,7 +130,11 @@ def text_of(tables: Sequence[Table], runs: Runs, end_to_end: Iterable[str] = ())
     planned = [table for table in tables if table.name not in _APPENDIX]
     planned.sort(key=lambda table: table.name == TRIALS.name)  # rates that were tried come last
     parts = [_HEAD, *_claims(planned, runs)]
-    parts += [_section(table, runs) for table in planned if _has_runs(table, runs) or table.name == GPU.name]
+    for table in planned:
+        if _has_runs(table, runs) or table.name == GPU.name:
+            parts.append(_section(table, runs))
+        if table.name == BEYOND.name:
+            parts += _gains_on_both(runs)
     parts += [f"\n{line}" for line in end_to_end]
     if missing := [table for table in planned if not _has_runs(table, runs) and table.name != GPU.name]:
         parts.append("\n## Not run yet\n\n" + "".join(f"- {_titled(table)}\n" for table in missing))
@@ -228,7 +233,7 @@ def _of_appendix(tables: Sequence[Table], runs: Runs) -> Iterator[str]:
         return
     shown: dict[str, list[str]] = {}
     for table, text, effect in found:
-        if effect.shows and effect.mean > 0:
+        if effect.gains:
             shown.setdefault(table.title, []).append(text)
     number, opposite = sum(map(len, shown.values())), sum(each.shows and each.mean < 0 for *_, each in found)
     counted = (
@@ -245,8 +250,13 @@ def _section(table: Table, runs: Runs) -> str:
     if table.text:
         lines += [_wrapped(table.text), ""]
     lines += [*_rows(table, runs), ""]
-    for text, claim, effect in zip(_texts(table), table.claims, effects(table, runs), strict=True):
-        lines.append(f"- {_capitalised(text)}: {_said(table, runs, claim, effect)}")
+    judged = effects(table, runs)
+    for text, claim, effect in zip(_texts(table), table.claims, judged, strict=True):
+        if effect is not None:
+            lines.append(f"- {_capitalised(text)}: {_said(table, runs, claim, effect)}")
+    waiting = dict.fromkeys(claim.text for claim, effect in zip(table.claims, judged, strict=True) if effect is None)
+    if waiting:
+        lines.append(f"- Not judged before all seeds have run: {'; '.join(waiting)}")
     lines += [""] * bool(table.claims)
     if not _has_runs(table, runs):
         lines += ["None of them has run yet.", ""]
@@ -262,6 +272,22 @@ def _texts(table: Table) -> list[str]:
         f"{claim.text}, {table.measures[claim.measure]}" if often[claim.text] > 1 else claim.text
         for claim in table.claims
     ]
+
+
+def _gains_on_both(runs: Runs) -> Iterator[str]:
+    """Which ideas beyond the paper raise accuracy on both data sets, once all have been judged."""
+    judged = [(table, effects(table, runs)) for table in (BEYOND, BEYOND_ON_FASHION_MNIST)]
+    if any(effect is None for _, found in judged for effect in found):
+        return
+    gains = [
+        {claim.text for claim, effect in zip(table.claims, found, strict=True) if effect and effect.gains}
+        for table, found in judged
+    ]
+    both = ", ".join(sorted(text.partition(":")[0] for text in set.intersection(*gains))) or "none"
+    said = (
+        f"Gains that show on [Fashion-MNIST]({APPENDIX}#beyond-the-paper) as well: {both}. What shows on both becomes "
+    )
+    yield f"\n{_wrapped(said + 'a default.')}\n"
 
 
 def _capitalised(text: str) -> str:
@@ -290,11 +316,9 @@ def _shown(measured: list[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(measured):.{digits}f}" if len(measured) > 1 else mean
 
 
-def _said(table: Table, runs: Runs, claim: Claim, effect: Effect | None) -> str:
+def _said(table: Table, runs: Runs, claim: Claim, effect: Effect) -> str:
     digits = _digits(claim.measure)
     said = outcome(table, runs, claim, effect, digits)
-    if effect is None:
-        return said
     better, worse = (table.paper.get(name, {}).get(claim.measure) for name in (claim.better, claim.worse))
     paper = "" if better is None or worse is None else f" (the paper {better - worse:+.{digits}f})".replace("-", "−")
     return f"{said}{paper}, p = {effect.p:.2g}, corrected {effect.corrected:.2g}"

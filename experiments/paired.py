@@ -31,6 +31,10 @@ class Effect:
     def shows(self) -> bool:
         return self.corrected < 1 - CONFIDENCE
 
+    @property
+    def gains(self) -> bool:
+        return self.shows and self.mean > 0
+
 
 def paired_effect(better: Sequence[float], worse: Sequence[float]) -> Effect:
     """The effect of one cell over another; both have the same seeds in the same order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -30,7 +31,8 @@ from experiments.page import (
 from experiments.plots import curves, draw, draw_curves, points
 from experiments.results import RUNS_FILE, Run, load, seeds_of
 from experiments.tables import TABLES
-from experiments.tables.cifar import LARGER, METHODS, NEGATIVES
+from experiments.tables.cifar import BEYOND, LARGER, METHODS, NEGATIVES
+from experiments.tables.fashion import BEYOND as BEYOND_ON_FASHION_MNIST
 from experiments.tables.fashion import COMPONENTS
 
 RUNS = load(RESULTS)
@@ -105,7 +107,7 @@ def test_a_table_has_a_line_for_each_cell_and_the_papers_number() -> None:
     assert "## A list (Table 6 of the paper)\n\nWhat corresponds to what.\n\n" in text
     assert "| | linear | kNN | seeds | paper |\n|---|---|---|---|---|\n" in text
     assert "| first | 81.0 ± 1.4 | 70.0 ± 0.0 | 2 | 66.2 |\n| second | 80.0 | 60.0 | 1 | 60.0 |\n" in text
-    assert "- The first is better: not judged yet: 1 of 2 seeds\n" in text
+    assert "- Not judged before all seeds have run: the first is better\n" in text
     assert "3 runs took at least 1.5 hours of one core (A processor), evaluations included." in text
     judged = text_of([LIST], LIST_RUNS | {SECOND.identity(1): run(linear_top1=81.0)})
     assert "- The first is better: **does not show**, +0.5 ± 6.4 (the paper +6.2), p = 0.5, corrected 0.5\n" in judged
@@ -119,6 +121,19 @@ def test_a_run_of_two_tables_is_counted_once_and_tables_without_runs_are_listed(
     text = text_of([LIST, other, later], LIST_RUNS)
     assert "3 runs took at least 1.5 hours" in text
     assert "## Not run yet\n\n- Later (Table 6 of the paper)\n" in text
+
+
+@pytest.mark.parametrize(("gains", "said"), [(2, "BatchNorm of embeddings"), (1, "none")])
+def test_an_idea_that_gains_on_both_data_sets_is_named(gains: int, said: str) -> None:
+    runs: dict[str, Any] = {}
+    for number, table in enumerate((BEYOND, BEYOND_ON_FASHION_MNIST)):
+        for cell, seed in itertools.product(table.cells, range(5)):
+            has_gain = number < gains and cell.name == "BatchNorm of embeddings"
+            measured = 50.0 + seed % 2 + (1.0 + 0.01 * seed) * has_gain
+            runs[cell.identity(seed)] = run(**{claim.measure: measured for claim in table.claims})
+    assert f"as well: {said}. What" in text_of([BEYOND], runs)
+    del runs[BEYOND_ON_FASHION_MNIST.cells[-1].identity(4)]
+    assert "as well:" not in text_of([BEYOND], runs)
 
 
 def test_tables_on_fashion_mnist_are_an_appendix_without_plots() -> None:

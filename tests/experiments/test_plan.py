@@ -131,4 +131,4 @@ def test_claims_are_judged_once_all_seeds_have_run_and_corrected_together() -> N
     assert late is None
     text = text_of([PAIRED], measured)
     assert f"**shows**, +1.0 ± 0.2, p = {by_itself:.2g}, corrected {3 * by_itself:.2g}" in text
-    assert "Ours is better than late: not judged yet" in text
+    assert "- Not judged before all seeds have run: ours is better than late\n" in text
