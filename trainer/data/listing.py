@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     label: int
     """Number of its class; −1 without labels."""
     offset: int
-    """Offset in the tar; −1 for a plain file, −3 in a zip; the row of a table."""
+    """Offset in the tar; −1 for a plain file, −3 in a zip; of a table, its `mark`."""
     length: int
     """Length in the archive; −1 for a plain file, −2 in a table."""
     path: str

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 from trainer.data.config import SourceOptions
 from trainer.data.label_texts import label_text
 from trainer.data.left_out import LeftOut, Reason, is_image, quoted
-from trainer.data.tables import IN_TABLE, columns_of, has_paths, num_rows, splits_of, values_of
+from trainer.data.tables import IN_TABLE, columns_of, has_paths, mark, num_rows, splits_of, values_of
 from trainer.data.tree import Folder
 
 _IMAGE_COLUMNS = ("image", "path", "file", "filename", "file_name", "filepath", "image_path", "img", "image_file")
@@ -82,6 +82,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
     notes, known = [], dict[str, str]()
     for shown, split in zip(tables, splits_of(tables), strict=True):
         folder, path = top.folder(split) if split else top, root / shown
+        offset = mark(path)  # before its rows are read: a table that is rewritten meanwhile is another one
         columns = _columns(path, columns_of(path), options)
         values = values_of(path, columns.label) if columns.label else itertools.repeat(None, num_rows(path))
         labels = (label_text(value, f"{path}, row {row}") for row, value in enumerate(values))
@@ -94,7 +95,7 @@ def add_tables(top: Folder, root: Path, tables: Sequence[str], options: SourceOp
             notes += _add_paths(folder, path, shown, lines, left_out, known)
         else:
             for row, label in enumerate(labels):
-                folder.add(shown, f"{columns.image}[{row}]", offset=row, length=IN_TABLE, label=label)
+                folder.add(shown, f"{columns.image}[{row}]", offset=offset, length=IN_TABLE, label=label)
     return notes
 
 

@@ -1,7 +1,7 @@
 """Reads tables of images by pyarrow: Parquet, Arrow and Feather files, and data sets of Hugging Face in such files.
 
 A table has a column of paths, or of images: bytes, or structs of bytes and path, as the library `datasets` writes them.
-An image in a table is an entry of a listing with the table's path, its row, and COLUMN[ROW] as member.
+An image in a table is an entry of a listing with the table's path and `mark`, and COLUMN[ROW] as member.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from xxhash import xxh3_64
+
 from trainer.data.archives import version
 from trainer.data.config import split_of
 from weightserver.common.installing import install_advice
 
 IN_TABLE = -2
-"""Length of an entry whose image is in a table; its offset is the row."""
+"""Length of an entry whose image is in a table; its offset is the table's `mark`."""
 _PART = re.compile(r"[-_.]?\d{5}-of-\d{5}$")
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
 def splits_of(tables: Sequence[str]) -> list[str]:
@@ -69,10 +72,25 @@ def values_of(path: Path, column: str) -> Iterator[Any]:
             yield names[value] if names and isinstance(value, int) and 0 <= value < len(names) else value
 
 
-def read_cell(path: Path, member: str, row: int) -> bytes:
-    """The encoded image in a row, of the column that the member's name begins with. Raises OSError if there is none."""
-    column = member.rpartition("[")[0]
-    table = _opened(*version(path))
+def mark(path: Path) -> int:
+    """A checksum of a table's length, its end and samples of its content: another one where rows have other places, for
+    rows have no other name."""
+    return _mark(*version(path))
+
+
+def read_cell(path: Path, member: str, listed: int) -> bytes:
+    """The encoded image of COLUMN[ROW] in a table that was listed with a `mark`.
+
+    Raises:
+        OSError: there is none.
+        ValueError: the table was rewritten since it was listed.
+    """
+    if mark(path) != listed:
+        raise ValueError(
+            f"{path} is another table than was listed: put the earlier one back, or list and pack the images again"
+        )
+    column, _, number = member.removesuffix("]").rpartition("[")
+    table, row = _opened(*version(path)), int(number)
     part = bisect.bisect_right(table.starts, row) - 1
     value = table.part(part, column)[row - table.starts[part]].as_py()
     content, file = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
@@ -123,6 +141,16 @@ class _Table:
                 return self._file.read_row_group(part, [column], use_threads=False).column(0)
         except (OSError, self._arrow.ArrowException) as error:
             raise OSError(f"{self._path} is damaged ({' '.join(str(error).split())}): fetch it again") from None
+
+
+@functools.cache
+def _mark(path: str, size: int, _: int) -> int:
+    digest = xxh3_64(str(size).encode())
+    with open(path, "rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.intdigest()
 
 
 @functools.lru_cache(64)

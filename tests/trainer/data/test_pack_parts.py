@@ -217,6 +217,35 @@ def test_a_tar_that_is_replaced_after_it_was_listed_ends_the_pack(replaced_by: s
     assert merge(packed).shards == pack(source, tmp_path / "whole", options()).shards
 
 
+@pytest.mark.parametrize("name", ["images.parquet", "images.arrow"])
+@pytest.mark.parametrize("replaced_by", [slice(None, None, -1), slice(1, None)])
+def test_a_table_that_is_rewritten_after_it_was_listed_ends_the_pack(
+    replaced_by: slice, name: str, tmp_path: Path
+) -> None:
+    """Its rows are known by their numbers alone, and each image would have another one's label."""
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))]
+    source, packed = tmp_path / name, tmp_path / "packed"
+
+    def write(rows: slice) -> None:
+        table = arrow.table({"image": images[rows], "label": [*range(12)][rows]})
+        if name.endswith(".parquet"):
+            parquet.write_table(table, source)
+        else:
+            with arrow.ipc.new_file(str(source), table.schema) as file:
+                file.write_table(table)
+
+    write(slice(None))
+    pack(source, packed, options(Part(0, 2), tar_bytes=5_000))
+    write(replaced_by)
+    with pytest.raises(ValueError, match=f"^{source} is another table than was listed: put the earlier one back, or"):
+        pack(source, packed, options(Part(1, 2), tar_bytes=5_000))
+    write(slice(None))
+    pack(source, packed, options(Part(1, 2), tar_bytes=5_000))
+    assert merge(packed).shards == pack(source, tmp_path / "whole", options(tar_bytes=5_000)).shards
+    assert [PackedImages(packed).read(image) for image in range(12)] == images
+
+
 def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path) -> None:
     """Parts that were packed elsewhere and copied: some are missing, overlap, or are of another pack."""
     halves, thirds, seeds = (tmp_path / name for name in ("halves", "thirds", "seeds"))
