@@ -16,7 +16,7 @@ from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.pack_on_ray import pack_on_ray
 from trainer.data.pack_parts import merge
 from trainer.data.parts import check_part_arguments
-from trainer.data.reading import counted
+from trainer.data.reading import check_source, counted
 from trainer.data.source_arguments import source_options
 from trainer.display import shown, stage
 from trainer.stopping import exit_on_error
@@ -42,6 +42,11 @@ def _inspect(options: argparse.Namespace) -> list[str]:
 def _pack(options: argparse.Namespace) -> list[str]:
     check_part_arguments(options)
     source, output = options.source, options.output
+    check_source(source)
+    if is_remote(output) and source == output:
+        raise ValueError(f"{shown_path(output)} is the source itself: give another place")
+    if is_remote(output) and options.part and options.extend:
+        raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part")
     if is_remote(output) and not is_remote(source) and is_packed(source):
         return _upload(options)
     of_source = source_options(options, Manifest.load(output).options if is_packed(output) else None)

@@ -152,6 +152,21 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
     return Reading(source=given, kind=kind, splits=tuple(found), left_out=left_out, notes=tuple(dict.fromkeys(notes)))
 
 
+def check_source(source: Path) -> None:
+    """Looks whether a source is there; asks no bucket.
+
+    Raises:
+        ValueError: it, or one of its numbered files, is missing.
+    """
+    if is_remote(source) or source.is_dir():
+        return
+    paths = numbered(source)
+    if not paths and not source.is_file():
+        raise ValueError(f"no such folder or list of images: {source}")
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
+
+
 def _found(
     source: Path, options: SourceOptions, left_out: LeftOut, notes: list[str]
 ) -> tuple[Folder, str, tuple[str, ...]]:
@@ -160,6 +175,7 @@ def _found(
     Raises:
         ValueError: no such source, or one that cannot be read.
     """
+    check_source(source)
     if source.is_dir():
         return _found_in(source, options, left_out, notes)
     top = Folder("", left_out)
@@ -168,12 +184,8 @@ def _found(
             notes.append(
                 f"{shown(source)} is larger than --cache-gib: its images are read there, one by one, at each use"
             )
-        elif missing := [path for path in paths if not path.is_file()]:
-            raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
         add_shards(top, paths, options, left_out)
         return top, f"{counted(len(paths), 'shard')} of samples (webdataset)", _SHARDS
-    if not source.is_file():
-        raise ValueError(f"no such folder or list of images: {source}")
     if is_table(source.name):
         notes += add_tables(top, source.parent, [source.name], options, left_out)
         return top, "a table of images", _COLUMNS

@@ -73,8 +73,8 @@ def values_of(path: Path, column: str) -> Iterator[Any]:
 
 
 def mark(path: Path) -> int:
-    """A checksum of a table's length, its end and samples of its content: another one where rows have other places, for
-    rows have no other name."""
+    """A checksum of a table's length, its end and samples of its content: rows, which are known by number alone, have
+    other numbers where it differs."""
     return _mark(*version(path))
 
 

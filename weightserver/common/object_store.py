@@ -101,7 +101,7 @@ def to_location(text: str) -> Path:
     """Parses a path of the command line, which may be s3://BUCKET/KEY.
 
     Raises:
-        ArgumentTypeError: any other URL, or one with credentials.
+        ArgumentTypeError: any other URL, one with credentials, or one that names no object.
     """
     scheme, mark, rest = text.partition("://")
     if mark and "@" in rest.partition("/")[0]:
@@ -110,6 +110,12 @@ def to_location(text: str) -> Path:
             "s3://BUCKET/KEY, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
         )
     if mark and scheme == "s3" and rest.strip("/"):
+        if ".." in rest.split("/"):
+            raise ArgumentTypeError(f"{text} has .., and a bucket has no folder above: give the place itself")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ArgumentTypeError(f"{text!a} is not UTF-8, as names in a bucket are: give another") from None
         return Path(text)
     if mark and scheme.isalnum():
         raise ArgumentTypeError(f"{text} is a URL: copy or mount what is there, or give s3://BUCKET/KEY")

@@ -39,6 +39,20 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert call("verify", packed) == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        ("s3://images/x/../packed", "s3://images/x/../packed has .., and a bucket has no folder above: give the place"),
+        ("s3://images/\udcff", r"'s3://images/\udcff' is not UTF-8, as names in a bucket are: give another"),
+    ],
+)
+def test_a_place_that_no_bucket_has_is_refused(
+    place: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("pack", tmp_path, place) == 2
+    assert wrong in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_verify_reads_the_test_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split, number in (("train", 6), ("test", 3)):
         plain_tree(tmp_path / "tree" / split, number)
