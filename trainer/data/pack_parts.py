@@ -97,8 +97,9 @@ def merge(output: Path) -> Manifest:
     Raises:
         ValueError: parts that are missing, not finished, or do not belong together; nothing is changed.
     """
-    joined = {each: _joined(each, output) for each in dict.fromkeys((output, *packs_in(output)))}
+    Manifest.load(output)  # which says that there is none, before a lock is made there
     with locked(output / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        joined = {each: _joined(each, output) for each in packs_in(output)}
         for directory, manifest in joined.items():
             range_ = manifest.ranges[-1]
             if manifest != Manifest.load(directory):

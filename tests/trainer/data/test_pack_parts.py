@@ -312,6 +312,16 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
         assert process.wait(300) == 0
 
 
+def test_of_two_merges_at_the_same_time_one_is_refused(tmp_path: Path) -> None:
+    """Also while the other one removes what it has joined."""
+    output = tmp_path / "packed"
+    pack(plain_tree(tmp_path / "tree", 6), output, options(Part(0, 1)))
+    for path in output.glob("shards-*-of-*"):
+        path.unlink()
+    with locked(output / LOCK, fcntl.LOCK_EX), pytest.raises(BlockingIOError, match="another process is packing into"):
+        merge(output)
+
+
 def call(*arguments: object) -> object:
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
