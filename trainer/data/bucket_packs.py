@@ -19,8 +19,10 @@ from weightserver.common.object_store import (
     create,
     digest_of,
     directly_below,
+    read,
     remove,
     shown,
+    unless_missing,
     upload,
 )
 
@@ -45,6 +47,12 @@ def claimed(target: Path, claim: bytes) -> Iterator[None]:
     finally:
         with suppress(ObjectStoreError):
             remove([target / CLAIM])
+
+
+def unclaim(target: Path, claim: bytes) -> None:
+    """Removes a claim that a command has left which was killed; that of another command stays."""
+    if unless_missing(lambda: read(target / CLAIM)) == claim:
+        remove([target / CLAIM])
 
 
 def upload_pack(directory: Path, target: Path) -> None:
@@ -113,12 +121,17 @@ def send(path: Path, target: Path, digest: str) -> None:
         raise ObjectStoreError(target, Reason.DAMAGED)
 
 
+def lost_tars(there: Path, manifest: Manifest) -> list[Path]:
+    """The tars that a bucket lacks, or has with another length; asks it for one list."""
+    lengths = {one.path: one.bytes for one in directly_below(there)}
+    tars = {tar_path(there, shard.first): shard.bytes for shard in manifest.shards}
+    return [path for path, length in tars.items() if lengths.get(path) != length]
+
+
 def _absent(there: Path, manifest: Manifest) -> Iterator[tuple[Range, Path, str]]:
     """Range, place and SHA-256 of each file that a bucket lacks, or has with another length or another note."""
-    lengths = {one.path.name: one.bytes for one in directly_below(there)}
+    lost = set(lost_tars(there, manifest))
     for part in manifest.ranges:
-        bytes_of = {tar_path(there, shard.first): shard.bytes for shard in part.shards}
         for path, digest in part.digests(there).items():
-            length = lengths.get(path.name)
-            if length != bytes_of.get(path, length) or digest_of(path) != digest:
+            if path in lost or digest_of(path) != digest:
                 yield part, path, digest

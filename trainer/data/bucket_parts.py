@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.bucket_packs import claimed, send
+from trainer.data.bucket_packs import claimed, lost_tars, send, unclaim
 from trainer.data.bucket_sources import local_source
 from trainer.data.cache import writing
 from trainer.data.config import SourceOptions
@@ -51,9 +51,11 @@ from weightserver.common.object_store import (
     create,
     digest_of,
     directly_below,
+    find,
     read,
     remove,
     shown,
+    unless_missing,
     write,
 )
 
@@ -75,8 +77,6 @@ def pack_in_bucket(source: Path, target: Path, options: PackOptions) -> Manifest
         ValueError: as `pack`; a bucket that refuses or does not answer, or holds another pack.
         OSError: the disk cannot be written, or another process packs this part with the same --cache-dir.
     """
-    if options.part and options.extend:
-        raise ValueError("--extend adds images to a pack in a bucket by one process: omit --part")
     part = options.part or WHOLE
     with _work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder:
         if part.number:
@@ -101,10 +101,11 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
     Raises:
         ValueError, OSError: as `pack_in_bucket`.
     """
+    claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given)).encode()
     if not options.extend and (manifests := begun(source, target, options)):
+        unclaim(target, claim)  # of the same command with --extend, if it was killed
         return Plan(manifests, local_source(source, options.source))
-    claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given))
-    with _work_folder(target, "plan", options.source) as folder, claimed(target, claim.encode()):
+    with _work_folder(target, "plan", options.source) as folder, claimed(target, claim):
         if not options.extend and (manifests := begun(source, target, options)):  # planned meanwhile
             return Plan(manifests, local_source(source, options.source))
         before = manifests_in(target)
@@ -152,13 +153,16 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
     Returns the manifest of the training images.
 
     Raises:
-        ValueError: tars that are missing, and nothing is changed; a bucket that refuses or does not answer.
+        ValueError: tars that are missing, and nothing is changed, or that are lost since they were joined; a bucket
+            that refuses or does not answer.
         OSError: the disk cannot be written, or another process joins them with the same --cache-dir.
     """
     manifests = manifests_in(target) or {target: Manifest.load(target)}  # which says that there is none
     unfinished = [_TarsInBucket(there, each) for there, each in reversed(manifests.items()) if not each.complete]
     for tars in unfinished:
         if tars.missing:
+            if Manifest.load(tars.there).complete:
+                raise _joined_meanwhile(tars.there)
             raise ValueError(
                 f"{len(tars.missing):,} of {counted(tars.range.num_tars, 'tar')} of {shown(tars.there)} missing, first "
                 f"that of row {tars.missing[0]:,} of {tars.range.count:,}: repeat 'pic pack SOURCE {shown(target)}', "
@@ -173,7 +177,18 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
                 send(folder / path.relative_to(target), path, digests[path])
     for there in manifests:
         remove([one.path for one in directly_below(there / "parts") if _NOTE.fullmatch(one.path.name)])
-    return Manifest.load(target)
+    finished = manifests_in(target)
+    for there, manifest in finished.items():
+        if lost := lost_tars(there, manifest):
+            raise ValueError(
+                f"{counted(len(lost), 'tar')} of {shown(there)} missing or cut off, first {lost[0].name}: pack the "
+                "images on a disk, and upload that"
+            )
+    return finished[target]
+
+
+def _joined_meanwhile(there: Path) -> ValueError:
+    return ValueError(f"another command has joined the tars of {shown(there)} meanwhile: repeat this one")
 
 
 class _TarsInBucket:
@@ -201,7 +216,10 @@ class _TarsInBucket:
                 yield from pool.map(self._noted, self._finished[start : start + _READERS])
 
     def _noted(self, first: int) -> tuple[Shard, bytes]:
-        line, _, records = read(self.note(first)).partition(b"\n")
+        noted = unless_missing(lambda: read(self.note(first)))
+        if noted is None:
+            raise _joined_meanwhile(self.there)
+        line, _, records = noted.partition(b"\n")
         try:
             shard = Shard(**json.loads(line))
         except (ValueError, TypeError):
@@ -211,6 +229,23 @@ class _TarsInBucket:
         if digest_of(tar := tar_path(self.there, first)) != shard.sha256:
             raise ObjectStoreError(tar, Reason.DAMAGED)
         return shard, records
+
+    def finished_meanwhile(self, shard: Shard) -> bool:
+        """Whether another command has finished a tar that this one has packed, too, as of a part that was given up.
+
+        Raises:
+            ValueError: its content is another one.
+        """
+        tar = tar_path(self.there, shard.first)
+        digest = digest_of(tar)
+        if not digest or not (find(self.note(shard.first)) or find(shards_path(self.there, self.range.first))):
+            return False
+        if digest != shard.sha256:
+            raise ValueError(
+                f"{shown(tar)} was packed by another command meanwhile, with other content, and stays: see whether the "
+                "images have changed since they were listed"
+            )
+        return True
 
     def joined(self, here: Path) -> Range:
         """Writes index and list into the folder `here`; returns the range with its tars."""
@@ -249,8 +284,9 @@ class _Sending:
 
     def _add(self, shard: Shard, records: bytes) -> None:
         tar = tar_path(self.folder, shard.first)
-        send(tar, self._tars.there / tar.name, shard.sha256)
-        write(self._tars.note(shard.first), line_of(shard) + records)
+        if not self._tars.finished_meanwhile(shard):
+            send(tar, self._tars.there / tar.name, shard.sha256)
+            write(self._tars.note(shard.first), line_of(shard) + records)
         tar.unlink()
 
 

@@ -27,7 +27,7 @@ from trainer.data.__main__ import main
 from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
-from trainer.data.pack import PackOptions, pack, planned_pack
+from trainer.data.pack import Packer, PackOptions, pack, planned_pack
 from trainer.data.pack_parts import LOCK
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
@@ -250,7 +250,74 @@ def test_a_merge_that_is_interrupted_at_its_end_is_repeated(
     assert stored(packed) == files(whole)
 
 
-def die(_: list[Path]) -> None:
+@pytest.mark.parametrize("then", ["_TarsInBucket", "writing"])
+def test_of_two_merges_at_the_same_time_one_says_to_repeat_it(
+    then: str, packed: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the other one joins before its tars are listed, or before what parts noted is read."""
+    own = getattr(bucket_parts, then)
+
+    def after_another(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        merge_in_bucket(packed, source_options(tmp_path / "two"))
+        return own(*arguments)
+
+    monkeypatch.setattr(bucket_parts, then, after_another)
+    with pytest.raises(ValueError, match=r"^another command has joined the tars of s3://\S+ meanwhile: repeat"):
+        merge_in_bucket(packed, source_options(tmp_path / "one"))
+    assert merge_in_bucket(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
+    assert stored(packed) == files(whole)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
+    joined: bool, bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on after others have packed its tars: quietly, or in one line if it has other images."""
+    images, run, whole_part = shutil.copytree(tree, tmp_path / "tree"), Packer.run, Part(0, 1)
+    late = options(tmp_path / "one", whole_part)
+
+    def after_others(packer: Packer) -> None:
+        monkeypatch.undo()
+        pack_in_bucket(images, target, options(tmp_path / "two", None if joined else whole_part))
+        before.update(stored(target))
+        for path in images.rglob("*.jpg") if changed else ():
+            path.write_bytes(other)
+        bucket.requests.clear()
+        run(packer)
+
+    other = next(images.rglob("*.jpg")).read_bytes()
+    for changed in (False, True):
+        objects.remove(objects.below(target))
+        before = dict[str, bytes]()
+        monkeypatch.setattr(Packer, "run", after_others)
+        if changed:
+            with pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content"):
+                pack_in_bucket(images, target, late)
+        else:
+            pack_in_bucket(images, target, late)
+        assert not [one for one in bucket.requests if one.method == "PUT"]
+        assert stored(target) == before
+
+
+def test_tars_that_a_finished_pack_has_lost_are_named(
+    bucket: Proxy, tree: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, shown = tmp_path / "cache", objects.shown(packed)
+    merge_in_bucket(packed, source_options(cache))
+    tars = sorted(path for path in objects.below(packed / "test") if path.suffix == ".tar")
+    objects.write(tars[0], b"cut off")
+    objects.remove(tars[1:])
+    for command in (["pack", tree, shown], ["pack", "merge", shown]):
+        capsys.readouterr()
+        bucket.requests.clear()
+        assert call(*command, "--cache-dir", cache) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"{len(tars)} tars of {shown}/test missing or cut off, first {tars[0].name}: pack the images on" in line
+        assert not [one for one in bucket.requests if one.path.endswith(".tar")], "a list tells it"
+
+
+def die(_: object) -> None:
     raise Killed
 
 
@@ -333,12 +400,36 @@ def test_one_command_packs_and_extends_on_any_machine(
         assert stored(target) == files(whole)
     assert not [path for path in tmp_path.rglob("rows-*") if not path.is_relative_to(whole)]
     assert "holds images of" in refused("pack", tree / "test", shown, "--cache-dir", tmp_path / "two")
-    assert refused(*command, tmp_path / "two", "--extend", "--part", "0/2") == (
-        "pic pack: --extend adds images to a pack in a bucket by one process: omit --part"
-    )
     listing = target / "images-000000000012.tsv"
     objects.write(listing, objects.read(listing)[:-1] + b"x")
     assert f"{objects.shown(listing)}: {Reason.DAMAGED.value}" in refused(*command, tmp_path / "five", "--extend")
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("{tree}/absent", [], "no such folder or list of images: {tree}/absent"),
+        ("{tree}", ["--extend", "--part", "0/2"], "--extend adds images to a pack in a bucket by one process: omit --"),
+        ("{target}", [], "{target} is the source itself: give another place"),
+    ],
+)
+def test_a_mistake_is_told_before_a_bucket_is_asked(
+    source: str,
+    more: list[str],
+    message: str,
+    bucket: Proxy,
+    tree: Path,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"tree": str(tree), "target": objects.shown(target)}
+    for path in sorted(tree.rglob("*.jpg"))[:3]:
+        objects.upload(path, target / path.name)
+    bucket.requests.clear()
+    assert call("pack", source.format(**places), places["target"], "--cache-dir", tmp_path / "cache", *more) == 1
+    assert capsys.readouterr().err.startswith(f"pic pack: {message.format(**places)}")
+    assert not bucket.requests
 
 
 def test_what_others_have_at_the_place_stays_and_is_no_part_of_a_pack(
@@ -402,6 +493,33 @@ def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_p
     merge_in_bucket(target / "packed", small)
     assert stored(target / "packed") == files(tmp_path / "whole")
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 8_192
+
+
+def test_a_table_in_a_bucket_that_is_rewritten_ends_the_pack(bucket: Proxy, target: Path, tmp_path: Path) -> None:
+    """Until the earlier one is back."""
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))]
+    source, packed = target / "source/images.parquet", target / "packed"
+
+    def write(step: int) -> None:
+        parquet.write_table(arrow.table({"image": images[::step], "label": [*range(12)][::step]}), tmp_path / "table")
+        objects.upload(tmp_path / "table", source)
+
+    def pack_part(number: int) -> None:
+        pack_in_bucket(source, packed, options(tmp_path / "cache", Part(number, 2), tar_bytes=5_000))
+
+    write(1)
+    pack_part(0)
+    before = stored(packed)
+    write(-1)
+    with pytest.raises(ValueError, match=r"source/images\.parquet is another table than was listed: put the"):
+        pack_part(1)
+    assert stored(packed) == before
+    write(1)
+    pack_part(1)
+    merge_in_bucket(packed, source_options(tmp_path / "cache"))
+    pack(source, tmp_path / "whole", options(tmp_path / "other", tar_bytes=5_000))
+    assert stored(packed) == files(tmp_path / "whole")
 
 
 def test_a_tar_that_the_store_does_not_keep_is_not_finished(
@@ -470,6 +588,24 @@ def test_one_command_lists_the_images(
     bucket.heal()
     pack_in_bucket(tree, target, options(tmp_path / "three"))
     assert stored(target) == files(whole)
+
+
+def test_a_claim_that_extending_left_is_removed_by_packing(
+    bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another command stays."""
+    pack_in_bucket(tree, target, options(tmp_path / "one"))
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_parts, "manifests_in", die)
+        patched.setattr(bucket_packs, "remove", die)  # as if it was killed
+        with pytest.raises(Killed):
+            pack_in_bucket(tree, target, options(tmp_path / "one", extend=True))
+    assert objects.find(target / ".claim")
+    pack_in_bucket(tree, target, options(tmp_path / "two"))
+    assert stored(target) == files(whole)
+    objects.write(target / ".claim", b"another")
+    pack_in_bucket(tree, target, options(tmp_path / "two"))
+    assert objects.read(target / ".claim") == b"another"
 
 
 @pytest.mark.parametrize("extend", [False, True])
