@@ -85,12 +85,13 @@ def read_cell(path: Path, member: str, listed: int) -> bytes:
         OSError: there is none.
         ValueError: the table was rewritten since it was listed.
     """
+    table = _opened(*version(path))  # first: one that is replaced before it is opened has another mark
     if mark(path) != listed:
         raise ValueError(
             f"{path} is another table than was listed: put the earlier one back, or list and pack the images again"
         )
     column, _, number = member.removesuffix("]").rpartition("[")
-    table, row = _opened(*version(path)), int(number)
+    row = int(number)
     part = bisect.bisect_right(table.starts, row) - 1
     value = table.part(part, column)[row - table.starts[part]].as_py()
     content, file = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)

@@ -24,6 +24,7 @@ import torch
 from tests.helpers.image_tree import encoded, odd_tree, piece, plain_tree
 from tests.helpers.watching import wait_until
 from trainer.data import listing as listing_module
+from trainer.data import tables
 from trainer.data.config import SourceOptions
 from trainer.data.datasets import load_dataset
 from trainer.data.decoded_images import DecodedImages
@@ -1210,6 +1211,33 @@ def test_an_archive_that_is_written_anew_is_read_anew(name: str, tmp_path: Path)
             parquet.write_table(arrow.table({"image": [jpeg(image) for image in range(number)]}), source)
         listing, _ = listed(source)
         assert [listing.read(image) for image in range(len(listing))] == [jpeg(image) for image in range(number)]
+
+
+def test_a_table_that_is_replaced_while_it_is_opened_shows_no_other_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    images, source = [jpeg(1), jpeg(2)], tmp_path / "images.parquet"
+
+    def replace_by(rows: list[bytes]) -> None:
+        parquet.write_table(arrow.table({"image": rows}), tmp_path / "new")
+        (tmp_path / "new").replace(source)
+
+    replace_by(images)
+    listing, _ = listed(source)
+    tables._opened.cache_clear()  # as in another process
+    mark = tables.mark
+
+    def replaced_then(path: Path) -> int:
+        found = mark(path)
+        replace_by(images[::-1])
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tables, "mark", replaced_then)
+        assert listing.read(0) == images[0]
+    with pytest.raises(ValueError, match=r"images\.parquet is another table than was listed"):
+        listing.read(0)
 
 
 def test_a_folder_may_have_any_name_of_a_class(tmp_path: Path) -> None:
