@@ -22,6 +22,7 @@ from trainer.data.manifest import Manifest, Range, is_packed, listing_path, mani
 from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
+from trainer.data.tables import IN_TABLE
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote, shown
@@ -182,15 +183,33 @@ def _with_range(
 
 
 def _added(split: Split, output: Path, manifest: Manifest) -> Listing | None:
-    """The images of a split that are not packed yet, by their paths; None if all are."""
-    listings = (Listing.open(listing_path(output, part.first), Path(part.root)) for part in manifest.ranges)
-    places = (_place(listing, entry) for listing in listings for entry in listing)
-    packed: NDArray[np.bytes_] = np.fromiter(places, "S16", manifest.num_images)
+    """The images of a split that are not packed yet, by their paths; None if all are.
+
+    Raises:
+        ValueError: they are rows of a table that was rewritten, so that others have their numbers.
+    """
+    marks = dict[Path, int]()  # of tables
+
+    def places() -> Iterator[bytes]:
+        for part in manifest.ranges:
+            listing = Listing.open(listing_path(output, part.first), Path(part.root))
+            for entry in listing:
+                if entry.length == IN_TABLE:
+                    marks[listing.root / entry.path] = entry.offset
+                yield _place(listing, entry)
+
+    packed: NDArray[np.bytes_] = np.fromiter(places(), "S16", manifest.num_images)
     packed.sort()
     content = BytesIO()
     for entry in split.listing:
         place = _place(split.listing, entry)
         if packed.searchsorted(place) == packed.searchsorted(place, "right"):
+            path = split.listing.root / entry.path
+            if marks.get(path, entry.offset) != entry.offset:
+                raise ValueError(
+                    f"{shown(path)} was rewritten with more rows since it was packed, so any of them may be new: put "
+                    "the earlier one back, and new images into a table of their own"
+                )
             content.write(entry.line())
     return Listing(content.getvalue(), split.listing.root, split.listing.place) if content.tell() else None
 

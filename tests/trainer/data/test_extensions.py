@@ -146,6 +146,27 @@ def test_numbered_archives_are_compared_and_extended(tmp_path: Path) -> None:
     assert manifest.sizes == (4, 2)
 
 
+def test_a_table_that_was_rewritten_is_not_extended(tmp_path: Path) -> None:
+    """Its rows are known by their numbers alone: an image could be packed twice, and a new one not at all."""
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 7).rglob("*.jpg"))]
+    source, packed = tmp_path / "tables", tmp_path / "packed"
+    source.mkdir()
+
+    def write(name: str, rows: list[bytes]) -> None:
+        parquet.write_table(arrow.table({"image": rows}), source / name)
+
+    write("a.parquet", images[:6])
+    pack(source, packed, PackOptions())
+    write("a.parquet", images[::-1])
+    with pytest.raises(ValueError, match=f"^{source}/a.parquet was rewritten with more rows since it was packed, so"):
+        pack(source, packed, PackOptions(extend=True))
+    write("a.parquet", images[5::-1])
+    write("b.parquet", images[6:])
+    assert pack(source, packed, PackOptions(extend=True)).sizes == (6, 1)
+    assert [PackedImages(packed).read(image) for image in range(7)] == images
+
+
 def test_a_broken_image_is_listed_once(tree: Path) -> None:
     (tree / "a/text.jpg").write_bytes(b"no image")
     options = SourceOptions(broken_list=tree.parent / "broken.txt")
