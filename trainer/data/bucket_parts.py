@@ -175,16 +175,16 @@ def merge_in_bucket(target: Path, options: SourceOptions) -> Manifest:
             digests = range_.digests(tars.there)
             for path in (index_path(tars.there, range_.first), shards_path(tars.there, range_.first)):
                 send(folder / path.relative_to(target), path, digests[path])
-    for there in manifests:
-        remove([one.path for one in directly_below(there / "parts") if _NOTE.fullmatch(one.path.name)])
     finished = manifests_in(target)
     for there, manifest in finished.items():
+        if manifest.complete:  # else another command packs more images by now, and has notes of these there
+            remove([one.path for one in directly_below(there / "parts") if _NOTE.fullmatch(one.path.name)])
         if lost := lost_tars(there, manifest):
             raise ValueError(
                 f"{counted(len(lost), 'tar')} of {shown(there)} missing or cut off, first {lost[0].name}: pack the "
                 "images on a disk, and upload that"
             )
-    return finished[target]
+    return finished[target].finished
 
 
 def _joined_meanwhile(there: Path) -> ValueError:

@@ -24,7 +24,7 @@ from tests.helpers.object_store import KEY, SECRET, Proxy, object_store
 from tests.helpers.watching import wait_until
 from trainer.data import bucket_packs, bucket_parts, load_dataset
 from trainer.data.__main__ import main
-from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket
+from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket, plan_in_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.data.pack import Packer, PackOptions, pack, planned_pack
@@ -267,6 +267,24 @@ def test_of_two_merges_at_the_same_time_one_says_to_repeat_it(
         merge_in_bucket(packed, source_options(tmp_path / "one"))
     assert merge_in_bucket(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
     assert stored(packed) == files(whole)
+
+
+def test_a_merge_that_was_given_up_leaves_what_an_extension_has_packed(
+    tree: Path, packed: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on after another one has joined the tars, and images were added and packed."""
+    more, cache, send = plain_tree(tmp_path / "more", 9), tmp_path / "two", bucket_packs.send
+
+    def after_an_extension(*arguments: Any) -> None:
+        monkeypatch.undo()
+        merge_in_bucket(packed, source_options(cache))
+        plan_in_bucket(more, packed, options(cache, extend=True))
+        pack_in_bucket(more, packed, options(cache, Part(0, 1)))
+        send(*arguments)
+
+    monkeypatch.setattr(bucket_parts, "send", after_an_extension)
+    assert merge_in_bucket(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
+    assert merge_in_bucket(packed, source_options(cache)).sizes == (*Manifest.load(whole).sizes, 9)
 
 
 @pytest.mark.parametrize("joined", [False, True])
