@@ -121,7 +121,10 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
         with _naming(target, folder), planned_pack(source, folder, replace(options, part=None)) as plan:
             if manifests_in(target) == before:  # or the same command elsewhere was first, with other images perhaps
                 _upload_plan(plan, folder, target, before)
-    return Plan(manifests_in(target), plan.place)
+        manifests = manifests_in(target)
+        if manifests[target] != plan.manifests[folder] and not manifests[target].ranges[-1].is_of(source):
+            raise ValueError(f"another command has packed other images to {shown(target)} meanwhile: repeat this one")
+        return Plan(manifests, plan.place)
 
 
 @contextmanager

@@ -651,6 +651,28 @@ def test_the_first_list_of_images_stays(
     assert Manifest.load(target / "test").num_images == 21 + extend
 
 
+def test_images_that_are_not_added_since_others_were_are_not_passed_over(
+    bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a command that has lost its claim to a plain one for the same images."""
+    images, more = shutil.copytree(tree, tmp_path / "tree"), plain_tree(tmp_path / "more", 9)
+    size = pack_in_bucket(images, target, options(tmp_path / "one")).num_images
+    plain_tree(images / "train", 1, first=999)
+
+    @contextmanager
+    def slow(*arguments: Any) -> Iterator[Any]:
+        with planned_pack(*arguments) as plan:
+            monkeypatch.undo()
+            pack_in_bucket(images, target, options(tmp_path / "two"))
+            pack_in_bucket(more, target, options(tmp_path / "two", extend=True))
+            yield plan
+
+    monkeypatch.setattr(bucket_parts, "planned_pack", slow)
+    with pytest.raises(ValueError, match=r"^another command has packed other images to s3://\S+ meanwhile: repeat"):
+        pack_in_bucket(images, target, options(tmp_path / "one", extend=True))
+    assert pack_in_bucket(images, target, options(tmp_path / "one", extend=True)).sizes == (size, 9, 1)
+
+
 def test_records_of_another_plan_do_not_count(bucket: Proxy, tree: Path, target: Path, tmp_path: Path) -> None:
     """Which a user has left when the rest was removed, also beside a tar whose own records are not there yet."""
     cache, other = tmp_path / "cache", tmp_path / "other"
