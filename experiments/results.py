@@ -23,7 +23,7 @@ EVALUATIONS = "evaluation"
 RUNS_FILE = "runs.json"
 """In a folder of results: what all runs have measured."""
 Run = Mapping[str, Any]
-"""One run's record: its "measures", and where and when it ran."""
+"""One run's record: its "measures", the digest of its data set's "images", and where and when it ran."""
 Runs = Mapping[str, Run]
 """Records by the run's identity."""
 

@@ -117,6 +117,7 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     return {
         "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
         "curve": _curve(config.run.output / METRICS_FILE),
+        "images": dataset_of(config).digests[0],
         "processor": processor(),
         "date": date.today().isoformat(),
         "commit": evaluations.source_commit(),

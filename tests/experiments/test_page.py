@@ -78,6 +78,12 @@ def test_results_in_the_tree_are_of_cells_that_exist(tmp_path: Path) -> None:
     assert {cell.identity(seed) for cell in cells for seed in seeds_of(RUNS, cell)} == RUNS.keys()
 
 
+def test_runs_that_are_compared_had_the_same_copy_of_the_images() -> None:
+    """Those on JPEGs are not paired with runs on the original CIFAR-10."""
+    cells = [cell for table in TABLES.values() for cell in table.cells if cell.preset == "cifar-10"]
+    assert len({RUNS[cell.identity(seed)]["images"] for cell in cells for seed in seeds_of(RUNS, cell)}) == 1
+
+
 FIRST, SECOND = Cell(name="first"), Cell(name="second", settings={"epochs": 5.0})
 LIST = Table(
     name="list",
