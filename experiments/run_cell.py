@@ -113,11 +113,12 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
         untrained = with_pixel_scale(config, images, Ranks()).model.encoder
         encoder = untrained_encoder(untrained, images, config.sampling.seed)
         save_encoder(encoder, untrained, config.run.output / ENCODER_FILE)
-    probes = evaluate_features(_features(cell.method, config))
+    images = dataset_of(config)
+    probes = evaluate_features(_features(cell.method, config, images))
     return {
         "measures": summary | {f"{protocol}_top1": result.top1 for protocol, result in probes.items()},
         "curve": _curve(config.run.output / METRICS_FILE),
-        "images": dataset_of(config).digests[0],
+        "images": images.digests[0],
         "processor": processor(),
         "date": date.today().isoformat(),
         "commit": evaluations.source_commit(),
@@ -132,9 +133,8 @@ def _curve(metrics: Path) -> list[tuple[float, float]]:
     return begun + [((record["step"] + 1) / steps, record["knn_top1"]) for record in records if "knn_top1" in record]
 
 
-def _features(method: str, config: TrainConfig) -> FeatureSet:
+def _features(method: str, config: TrainConfig, images: Dataset) -> FeatureSet:
     """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
-    images = dataset_of(config)
     if method in REFERENCES:
         return reference_features(method, with_pixel_scale(config, images, Ranks()), images)
     encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)

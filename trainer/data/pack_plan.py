@@ -204,12 +204,13 @@ def _added(split: Split, output: Path, manifest: Manifest) -> Listing | None:
     for entry in split.listing:
         place = _place(split.listing, entry)
         if packed.searchsorted(place) == packed.searchsorted(place, "right"):
-            path = split.listing.root / entry.path
-            if marks.get(path, entry.offset) != entry.offset:
-                raise ValueError(
-                    f"{shown(path)} was rewritten with more rows since it was packed, so any of them may be new: put "
-                    "the earlier one back, and new images into a table of their own"
-                )
+            if entry.length == IN_TABLE:
+                path = split.listing.root / entry.path
+                if marks.get(path, entry.offset) != entry.offset:
+                    raise ValueError(
+                        f"{shown(path)} was rewritten with more rows since it was packed, so any of them may be new: "
+                        "put the earlier one back, and new images into a table of their own"
+                    )
             content.write(entry.line())
     return Listing(content.getvalue(), split.listing.root, split.listing.place) if content.tell() else None
 
