@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,23 +67,6 @@ def test_files_with_rows_are_private(public: Path) -> None:
     assert len(lines) == 1
     assert all(str(path) in lines[0] for path in (shard, *shard.iterdir()))
     assert oct(log.stat().st_mode & 0o777) == "0o600"
-
-
-@pytest.mark.guard
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_another_user_gets_nowhere(public: Path) -> None:
-    """Other users can open no file, which reading and locking require."""
-    with LocalCluster(1, public / "servers") as cluster:
-        write_rows(cluster, public / "backup")
-        opens = "for path; do if (: < $path) 2> /dev/null; then echo opened; else echo refused; fi; done"
-        files = [
-            path for name in ("servers", "backup") for path in (public / name).rglob("*") if path.name != "cluster.json"
-        ]
-        command: list[str | Path] = ["sh", "-c", opens, "sh", public, *files]
-        done = subprocess.run(
-            command, cwd="/", user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, check=False
-        )
-        assert (done.stdout.split(), done.stderr) == (["opened"] + ["refused"] * len(files), "")
 
 
 @pytest.mark.guard

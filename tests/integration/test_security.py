@@ -31,7 +31,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.helpers.commands import weightserver
+from tests.helpers import commands
+from tests.helpers.operations import Weightserver
 from tests.helpers.secure_shards import Served, served
 from tests.helpers.watching import metric, page, wait_until
 from weightserver import (
@@ -42,7 +43,6 @@ from weightserver import (
     WeightClient,
     WeightServerError,
 )
-from weightserver.cli import main
 from weightserver.client.security import ClientSecurity
 from weightserver.common.security import TOKEN_VARIABLE, Followed, read_token
 from weightserver.operations.certificates import write_certificates
@@ -91,7 +91,7 @@ def everything(directory: Path, **more: Path) -> ClientSecurity:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     base = tmp_path_factory.mktemp("certificates")
     own, other, expired, elsewhere = (base / name for name in ("own", "other", "expired", "elsewhere"))
-    status, said, errors = weightserver("certs", own, "--host", "127.0.0.1", "localhost", "--days", "30")
+    status, said, errors = commands.weightserver("certs", own, "--host", "127.0.0.1", "localhost", "--days", "30")
     assert (status, errors) == (0, "")
     assert f"are valid until {datetime.now(UTC) + timedelta(days=30):%Y-%m-%d}" in said
     write_certificates(other, ["127.0.0.1"])
@@ -114,7 +114,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield place
         for shard in shards.values():
             assert "Traceback" not in shard.log.read_text()
-            place.assert_no_secret(shard.log.read_text())
+            arguments = psutil.Process(shard.process.pid).cmdline()  # which every user of a machine can list
+            for text in (shard.log.read_text(), page(shard.metrics_address), *arguments):
+                place.assert_no_secret(text)
 
 
 @pytest.mark.parametrize("kind", ["tls", "mutual", "plain"])
@@ -129,13 +131,6 @@ def test_authorised_clients_can_call(place: Place, kind: str) -> None:
         before = client.fetch(rows, step=0)
         client.push_gradients(rows, np.ones((200, 8), np.float32), step=0)
         np.testing.assert_allclose(client.fetch(rows, step=1), before * (1 - 1e-5) - 0.1, atol=1e-6)
-
-
-def test_two_authorities_are_trusted_while_certificates_are_renewed(place: Place, tmp_path: Path) -> None:
-    both = tmp_path / "both.pem"
-    both.write_bytes((place.other / "ca.pem").read_bytes() + (place.own / "ca.pem").read_bytes())
-    with place.client("tls", tls(place.own, tls_ca=both)) as client:
-        client.drop_table()
 
 
 @pytest.fixture
@@ -236,36 +231,22 @@ def test_a_token_is_replaced_without_a_restart(renewed: tuple[Served, Path]) -> 
     wait_until(lambda: re.search(r"Describe refused for ipv[46]:\S+: wrong token", shard.log.read_text()) is not None)
 
 
-Refused = tuple[str, Callable[[Place], ClientSecurity], str]
-REFUSED: dict[str, Refused] = {
-    "no token": (
-        "tls",
-        lambda p: ClientSecurity(tls_ca=p.own / "ca.pem"),
-        r"has no token, .* give --token-file or set",
-    ),
-    "a wrong token": (
-        "tls",
-        lambda p: tls(p.own, token_file=p.other / "token"),
-        r"token is not this shard's: give the",
-    ),
-    "no token, without TLS": ("plain", lambda p: ClientSecurity(), r"has no token"),
-}
-
-
-@pytest.mark.parametrize(("shard", "security", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_token_is_refused_at_once(
-    place: Place, shard: str, security: Callable[[Place], ClientSecurity], message: str
-) -> None:
-    started = time.monotonic()
-    with (
-        place.client(shard, security(place), retry_seconds=120, connect_seconds=120) as client,
-        pytest.raises(AuthenticationError, match=message) as raised,
+def test_a_token_is_refused_at_once(place: Place) -> None:
+    for shard, security, message in (
+        ("tls", ClientSecurity(tls_ca=place.own / "ca.pem"), r"has no token, .* give --token-file or set"),
+        ("tls", tls(place.own, token_file=place.other / "token"), r"token is not this shard's: give the"),
+        ("plain", ClientSecurity(), r"has no token"),
     ):
-        client.describe()
-    assert time.monotonic() - started < SECONDS
-    assert str(raised.value).startswith(place.shards[shard].address)
-    assert "\n" not in str(raised.value)
-    place.assert_no_secret(str(raised.value))
+        started = time.monotonic()
+        with (
+            place.client(shard, security, retry_seconds=120, connect_seconds=120) as client,
+            pytest.raises(AuthenticationError, match=message) as raised,
+        ):
+            client.describe()
+        assert time.monotonic() - started < SECONDS
+        assert str(raised.value).startswith(place.shards[shard].address)
+        assert "\n" not in str(raised.value)
+        place.assert_no_secret(str(raised.value))
 
 
 UNTRUSTED: dict[str, tuple[str, Callable[[Place], ClientSecurity]]] = {
@@ -299,23 +280,6 @@ def test_a_handshake_that_fails_ends_the_first_connection(place: Place) -> None:
         start = re.escape(place.shards[UNTRUSTED[name][0]].address)
         assert re.fullmatch(rf"{start}.*UNAVAILABLE: .*\): check the address, .*TLS options.*", call.result()), name
         place.assert_no_secret(call.result())
-
-
-def test_a_first_connection_is_not_tried_for_long() -> None:
-    """Retries are for shards that have answered before."""
-
-    def told(address: str) -> str:
-        with (
-            WeightClient([address], insecure=True, retry_seconds=120, connect_seconds=1) as client,
-            pytest.raises(ShardUnavailableError) as raised,
-        ):
-            client.describe()
-        return str(raised.value)
-
-    causes = {"127.0.0.1:1": "refused", "no-such-name.invalid:1": "no-such-name.invalid"}
-    with ThreadPoolExecutor(len(causes)) as callers:
-        for (address, cause), message in zip(causes.items(), callers.map(told, causes), strict=True):
-            assert re.search(rf"{address} did not answer for 1\.\d s .*{cause}", message)
 
 
 def test_a_stopped_shard_is_retried_with_tls_too(place: Place) -> None:
@@ -361,23 +325,6 @@ def test_only_health_checks_need_no_token(place: Place) -> None:
     assert unauthenticated(place.shards["mutual"]) == before + refused
 
 
-def test_secrets_are_nowhere_to_be_read(place: Place) -> None:
-    """The token is not in a log, on the metrics page, or among the arguments that every user of a machine can list."""
-    shard = place.shards["mutual"]
-    with place.client("mutual", everything(place.own)) as client:
-        client.create_table(SPEC)
-        client.drop_table()
-    with (
-        pytest.raises(AuthenticationError) as refused,
-        place.client("mutual", everything(place.own, token_file=place.other / "token")) as client,
-    ):
-        client.describe()
-    arguments = " ".join(psutil.Process(shard.process.pid).cmdline())
-    for text in (shard.log.read_text(), page(shard.metrics_address), arguments, str(refused.value)):
-        assert len(text) > 10
-        place.assert_no_secret(text)
-
-
 def test_a_proxy_of_the_environment_does_not_get_the_token(place: Place) -> None:
     """gRPC would send it the calls, without TLS in clear; every command and client goes to the shards directly."""
     asked: list[bytes] = []
@@ -396,7 +343,7 @@ def test_a_proxy_of_the_environment_does_not_get_the_token(place: Place) -> None
         environment |= dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), proxy)
         environment[TOKEN_VARIABLE] = (place.own / "token").read_text()
         for command in ("checkpoints", "health"):
-            status, _, errors = weightserver(command, place.shards["plain"].address, environment=environment)
+            status, _, errors = commands.weightserver(command, place.shards["plain"].address, environment=environment)
             assert status == 0, errors
         assert asked == []
         listener.shutdown(socket.SHUT_RDWR)
@@ -458,16 +405,11 @@ def test_the_token_may_be_in_the_environment(place: Place, monkeypatch: pytest.M
 # ---- the commands
 
 
-def test_the_commands_take_the_same_options(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    def command(*arguments: str | Path) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
+def test_the_commands_take_the_same_options(place: Place, weightserver: Weightserver) -> None:
     address, own = place.shards["mutual"].address, place.own
     names = {"--tls-ca": "ca.pem", "--tls-cert": "client.pem", "--tls-key": "client-key.pem"}
     certificate = [argument for option, name in names.items() for argument in (option, own / name)]
-    assert command("health", address, *certificate) == (0, "SERVING\n", "")
+    assert weightserver("health", address, *certificate) == (0, "SERVING\n", "")
     for arguments, message in (
         (["health", address], "does not answer .* the TLS options of both sides, .*"),
         (["health", address, *certificate[:2]], "does not answer .* the TLS options of both sides, .*"),
@@ -475,12 +417,12 @@ def test_the_commands_take_the_same_options(place: Place, capsys: pytest.Capture
         (["checkpoints", address, *certificate], "the call has no token, .*"),
         (["drop", address, *certificate[:4]], "--tls-cert and --tls-key belong together: give both or none"),
     ):
-        status, _, errors = command(*arguments)
+        status, _, errors = weightserver(*arguments)
         assert status == 1
         assert re.fullmatch(rf"weightserver {arguments[0]}: ({address}:? )?{message}\n", errors), errors
-    assert command("checkpoints", address, *certificate, "--token-file", own / "token") == (0, "", "none yet\n")
+    assert weightserver("checkpoints", address, *certificate, "--token-file", own / "token") == (0, "", "none yet\n")
     # What gRPC itself would log of a handshake that fails is no line of ours.
-    status, _, errors = weightserver("health", address, "--tls-ca", place.other / "ca.pem")
+    status, _, errors = commands.weightserver("health", address, "--tls-ca", place.other / "ca.pem")
     assert status == 1
     assert re.fullmatch(rf"weightserver health: {address} does not answer .*CERTIFICATE_VERIFY_FAILED.*\n", errors)
 
@@ -492,7 +434,7 @@ def test_certificates_are_their_owners_and_stay(place: Place, tmp_path: Path) ->
         **dict.fromkeys(("ca.pem", "server.pem", "client.pem"), 0o644),
     }
     before = {path: path.read_bytes() for path in place.own.iterdir()}
-    status, _, errors = weightserver("certs", place.own, "--host", "a")
+    status, _, errors = commands.weightserver("certs", place.own, "--host", "a")
     assert status == 1
     assert re.fullmatch(r"weightserver certs: .* is not empty: give another directory\n", errors)
     assert {path: path.read_bytes() for path in place.own.iterdir()} == before
@@ -516,7 +458,7 @@ def test_certificates_are_renewed_by_their_own_authority(renewed: tuple[Served, 
     with WeightClient([shard.address], **everything(own).client_arguments()) as client:
         client.create_table(SPEC)
         for is_first in (True, False):
-            status, said, errors = weightserver("certs", own, "--renew-within", "30", "--days", "90")
+            status, said, errors = commands.weightserver("certs", own, "--renew-within", "30", "--days", "90")
             assert (status, errors) == (0, "")
             assert said.startswith(f"certificates in {own} were renewed, valid until ") is is_first
         renewed_files = {path.name: path.read_bytes() for path in own.iterdir()}
@@ -530,7 +472,7 @@ def test_certificates_are_renewed_by_their_own_authority(renewed: tuple[Served, 
         (channel,) = client._shards.connections()[0]._channels._all
         channel.is_useless = True  # as after a connection that is lost
         assert client.describe().spec == SPEC
-    status, _, errors = weightserver("certs", own, "--renew-within", "100", "--days", "3650")
+    status, _, errors = commands.weightserver("certs", own, "--renew-within", "100", "--days", "3650")
     assert status == 1
     assert re.fullmatch(r"weightserver certs: the CA in .* expires on .*: give fewer --days, or make .*\n", errors)
 
