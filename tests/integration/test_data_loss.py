@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -25,6 +26,7 @@ from weightserver import (
     DataLossError,
     FencedError,
     LocalCluster,
+    TableMismatchError,
     TableSpec,
     WeightClient,
     WrongShardError,
@@ -143,6 +145,16 @@ def test_callers_that_know_of_other_writes_leave_a_shard_ready(place: Place) -> 
             assert answer.read() == b"SERVING\n"
 
 
+def assert_not_resharded(place: Place, target: Path) -> None:
+    """By a client that knows nothing of the shards."""
+    with (
+        place.connect() as client,
+        pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"),
+    ):
+        reshard(client, target, shard=0, num_shards=1, current=True)
+    assert not target.exists()
+
+
 @pytest.mark.guard
 def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> None:
     """They learn it from the other shard, and later acknowledgements from the marks that a client kept."""
@@ -161,6 +173,7 @@ def test_later_clients_know_what_the_newest_checkpoint_held(place: Place) -> Non
         with pytest.raises(DataLossError, match=r"shard 1 .* lacks what shard 0 knows it to have acknowledged: serve"):
             export_rows(later, place.directory / "exported")
         assert not (place.directory / "exported").exists()
+        assert_not_resharded(place, place.directory / "new")
         later.open_session("later", force=True)
     place.replace(1, newer)
     with place.connect() as later, pytest.raises(DataLossError, match="shard 1 lacks what it had acknowledged"):
@@ -194,6 +207,10 @@ def test_shards_of_two_clusters_are_not_taken_as_one(place: Place, tmp_path: Pat
                     ClusterError, match=r"shard 1 at .* holds the table of another cluster than shard 0"
                 ):
                     call()
+            with pytest.raises(ClusterError, match="hold tables of several clusters: give the addresses"):
+                client.drop_table()
+            with pytest.raises(TableMismatchError, match=r"shard 0 holds another table, .*: use its spec, or other"):
+                client.create_table(replace(SPEC, seed=1))
         place.push()
         other.push()
         assert place.client.describe().epoch == other.client.describe().epoch == 1
@@ -300,6 +317,7 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
             later.open_session("later")
         with pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"):
             export_rows(later, tmp_path / "exported")
+        assert_not_resharded(place, tmp_path / "new")
         (path,) = export_rows(later, tmp_path / "exported", checkpoint="a")
         with safe_open(path, "np") as file:
             assert (file.get_tensor("weight") == -1).all(), "a checkpoint is of one time"
@@ -307,25 +325,3 @@ def test_a_restored_shard_without_a_later_checkpoint_is_not_taken_either(place: 
         later.rollback("a")
         later.push_gradients(ROWS, ONES, step=0)
         assert (later.fetch(ROWS, step=1) == -2).all()
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("restored", [False, True], ids=["older copy", "restored"])
-def test_shards_of_several_times_are_not_resharded_as_they_are(place: Place, restored: bool, tmp_path: Path) -> None:
-    place.push()
-    older = place.copy(1, "older")
-    place.push()
-    place.client.checkpoint("one", step=1)
-    if restored:
-        backup(place.client, tmp_path / "backup")
-        restore(tmp_path / "backup", tmp_path / "restored", shard=1)
-    place.push(1)
-    newest = place.copy(1, "newest")
-    place.replace(1, tmp_path / "restored" if restored else older)
-    with place.connect() as later:
-        with pytest.raises((ClusterError, DataLossError), match="take all shards to one checkpoint"):
-            reshard(later, tmp_path / "new", shard=0, num_shards=1, current=True)
-        assert not (tmp_path / "new").exists()
-    place.replace(1, newest)
-    with place.connect() as later:
-        assert reshard(later, tmp_path / "new", shard=0, num_shards=1, current=True).step == 2

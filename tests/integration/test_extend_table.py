@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.helpers.comparing import rows_in, same
 from tests.helpers.dense_sgd import Oracle
-from tests.helpers.operations import reshard_all
+from tests.helpers.operations import Weightserver, assert_one_line, reshard_all, targets_in
 from tests.helpers.row_model import schedule
 from weightserver import (
     LocalCluster,
@@ -20,7 +19,6 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.cli import main
 from weightserver.core.initial import initial_rows
 from weightserver.operations.backup import backup
 from weightserver.operations.backup_files import read_backup
@@ -53,27 +51,6 @@ def gradients(step: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
 def push(client: WeightClient, step: int, num_rows: int) -> None:
     rows, values = gradients(step, num_rows)
     client.push_gradients(rows, values, step=step)
-
-
-def in_one_line(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a command that must fail; returns its error message."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in command])
-    error = capsys.readouterr().err
-    assert (stopped.value.code, error.count("\n")) == (1, 1), error
-    return error
-
-
-def does(command: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in command])
-    said = capsys.readouterr()
-    assert stopped.value.code == 0, said.err
-    return said.out
-
-
-def directories(parent: Path, num_shards: int = 2) -> list[Path]:
-    return [parent / f"shard-{shard}" for shard in range(num_shards)]
 
 
 @pytest.mark.guard
@@ -117,7 +94,7 @@ def test_a_grown_table_is_what_a_larger_one_would_have_been(client: WeightClient
 
 
 @pytest.mark.guard
-def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_operations_on_a_grown_table(tmp_path: Path, weightserver: Weightserver) -> None:
     """Checkpoints and backups of before and after, a rollback, an export, a reshard, a lost shard: of rows in bfloat16,
     which the other tests of operations do not have."""
     small, larger = (replace(spec, dtype="bfloat16") for spec in (SPEC, LARGER))
@@ -142,19 +119,19 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
         push(client, 5, 263)
         client.rollback("after")
         assert same(client.fetch_state(ALL), after)
-        reshard_all(client, directories(tmp_path / "three", 3), rows_per_block=4)
+        reshard_all(client, targets_in(tmp_path / "three", 3), rows_per_block=4)
     assert [read_backup(Folder(tmp_path / name)).spec.num_rows for name in ("small", "late", "large")] == [
         100,
         263,
         263,
     ]
 
-    old, copied, three = (directories(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
+    old, copied, three = (targets_in(tmp_path / name, n) for name, n in (("old", 2), ("copied", 2), ("three", 3)))
     assert [inspect_directory(directory)["spec"]["num_rows"] for directory in old] == [263, 263]
     assert [verify_directory(directory).problems for directory in old] == [[], []]
     assert same(rows_in(three), after)
     for name, expected in (("small", before), ("late", kept), ("large", after)):
-        restored = directories(tmp_path / f"{name}-new")
+        restored = targets_in(tmp_path / f"{name}-new", 2)
         for shard, directory in enumerate(restored):
             restore(tmp_path / name, directory, shard=shard)
         assert same(rows_in(restored), expected)
@@ -162,9 +139,9 @@ def test_operations_on_a_grown_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     restore(tmp_path / "small", copied[1], shard=1)  # it was lost
     with LocalCluster(2, tmp_path / "copied") as cluster, WeightClient(cluster.addresses) as client:
         rollback = ["rollback", "before", *cluster.addresses, "--yes"]
-        assert "has 263 rows, that of shard 1 100" in in_one_line(rollback, capsys)
-        does(["extend", *cluster.addresses, "--num-rows", 263], capsys)
-        does(rollback, capsys)
+        assert_one_line(weightserver(*rollback), "has 263 rows, that of shard 1 100")
+        assert weightserver("extend", *cluster.addresses, "--num-rows", 263)[0] == 0
+        assert weightserver(*rollback)[0] == 0
         assert client.describe().spec == larger, "a rollback shrinks nothing"
         assert same(client.fetch_state(ALL), kept)
         assert client.describe().rows_stored == 20

@@ -92,25 +92,28 @@ def test_a_backup_is_one_checkpoint_while_training_continues(
         assert same(client.fetch_state(ROWS), kept)
         with pytest.raises(FencedError, match="was opened by no client, as after a restore"):
             client.open_session("an old writer", join=epoch)
+        assert_one_line(weightserver("release", "two", *cluster.addresses), "no shard has a checkpoint 'two'")
+        assert client.describe().epoch == epoch, "nothing was opened for nothing"
+        monkeypatch.setattr(backups, "_copy_shard", copy_shard)
+        status, said, error = weightserver("backup", *cluster.addresses, "--output", tmp_path / "again")
+        assert status == 0, error
+        assert f"backed up {NUM_STORED} rows of checkpoint one (step 2)" in said
+        assert read_backup(Folder(tmp_path / "again")).run == "run"
+        with pytest.raises(FencedError, match="was superseded"):
+            client.open_session("an old writer", join=epoch)
+        assert (client.describe().epoch, client.describe().run) == (epoch + 1, "run")
         client.open_session("next")
         push(client, 50, ROWS)
         client.rollback("one")
         assert same(client.fetch_state(ROWS), kept)
+        assert weightserver("release", "one", *cluster.addresses)[0] == 0
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize(
-    ("blocks_per_read", "dim"),
-    [
-        (1, 1_100),
-        (3, 338),
-    ],
-)
-def test_a_backup_ends_with_its_checkpoints_table(
-    blocks_per_read: int, dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_ends_with_its_checkpoints_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table grows and gets new rows while the backup reads, and the last read is full."""
-    spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=dim, rows_per_block=512)
+    blocks_per_read = 3
+    spec = TableSpec(num_rows=2 * blocks_per_read * 512, dim=338, rows_per_block=512)
     rows, new = np.arange(0, spec.num_rows, 512), np.arange(spec.num_rows, 2 * spec.num_rows, 300)
     copy_shard: list[Any] = []
     assert max(1, reading.READ_BYTES // BlockCodec(spec).num_bytes) == blocks_per_read

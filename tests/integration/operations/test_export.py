@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ def test_an_export_of_several_files_is_complete_or_absent(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An export is killed, meets a full disk, and runs while another export writes to the directory."""
+    """An export is killed, and runs while another export writes to the directory."""
     make_table(client)
     state, new = client.fetch_state(ROWS, step=4), tmp_path / "out/new"
     command = ["export", *cluster.addresses, "--output", new]
@@ -33,22 +32,7 @@ def test_an_export_of_several_files_is_complete_or_absent(
     assert not list(new.glob("*rows*"))
     monkeypatch.setattr(exports, "_BYTES_PER_FILE", 20_000)
     original = exports.atomic_write  # type: ignore[attr-defined]
-    written: list[Any] = []
     others: list[Any] = []
-
-    def full(path: Path, write: Callable[[Path], object]) -> None:
-        if len(written) == 3:
-            raise OSError(f"{path} cannot be written (No space left on device)")
-        written.append(path)
-        original(path, write)
-
-    monkeypatch.setattr(exports, "atomic_write", full)
-    assert_one_line(weightserver(*command), "No space left on device")
-    assert not list(new.glob("*rows*"))
-    shutil.rmtree(tmp_path / "out")
-    written.clear()
-    assert_one_line(weightserver(*command), "No space left on device")
-    assert not (tmp_path / "out").exists()
 
     def beside_another(path: Path, write: Callable[[Path], object]) -> None:
         others.append(weightserver(*command))
@@ -67,30 +51,22 @@ def test_an_export_of_several_files_is_complete_or_absent(
     assert_one_line(weightserver(*command), "is not empty: give another directory")
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--step=-1", "step must not be negative"),
+def test_export_rejects_invalid_options(
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
+) -> None:
+    make_table(client)
+    for option, message in (
         ("--step=101", "this needs the learning rates of 101 steps, but this client and the shards know those of 4"),
         ("--step=1", "has seen 4 updates, its state before update 1 is gone"),
         ("--rows=990:1001", "rows 990:1001 do not exist: the table has rows 0:1000"),
         ("--checkpoint=three", "there is no checkpoint 'three' on all shards, only ['one', 'two']"),
-    ],
-)
-def test_export_rejects_invalid_options(
-    option: str, message: str, weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
-) -> None:
-    make_table(client)
-    assert_one_line(weightserver("export", *cluster.addresses, "--output", tmp_path / "a/b", option), message)
+    ):
+        assert_one_line(weightserver("export", *cluster.addresses, "--output", tmp_path / "a/b", option), message)
     assert not (tmp_path / "a").exists()
 
 
 def test_an_export_into_the_target_of_a_link(
-    weightserver: Weightserver,
-    cluster: LocalCluster,
-    client: WeightClient,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    weightserver: Weightserver, cluster: LocalCluster, client: WeightClient, tmp_path: Path
 ) -> None:
     make_table(client)
     (tmp_path / "disk").mkdir(mode=0o700)
@@ -103,6 +79,4 @@ def test_an_export_into_the_target_of_a_link(
         assert file.metadata()["step"] == "4"
         assert np.array_equal(file.get_tensor("weight"), client.fetch(ROWS[3:8], step=4))
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
-    monkeypatch.chdir(tmp_path)
-    assert_one_line(weightserver(*command, "."), "or the current directory: give a new directory in it")
     assert_one_line(weightserver(*command, "/proc"), "is a mounted disk or the current")
