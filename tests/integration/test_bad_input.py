@@ -33,7 +33,7 @@ from weightserver import (
 )
 from weightserver.cli import main
 from weightserver.protocol._generated import weight_server_pb2 as pb
-from weightserver.protocol.codec import spec_to_proto
+from weightserver.server.config import ServerConfig
 
 SPEC = TableSpec(num_rows=100, dim=4, rows_per_block=3)
 ONES = np.ones((2, 4), np.float32)
@@ -362,27 +362,6 @@ def test_an_empty_shard_next_to_one_with_rows_costs_no_row(tmp_path: Path) -> No
         assert (sound.rows_stored, sound.spec.num_rows) == (1, SPEC.num_rows)
 
 
-def test_shards_with_different_tables_are_refused(tmp_path: Path) -> None:
-    other = replace(SPEC, seed=SPEC.seed + 1)
-    with (
-        LocalCluster(1, tmp_path / "a", serve_options=["--num-shards", "2"]) as first,
-        LocalCluster(1, tmp_path / "b", serve_options=["--num-shards", "2", "--shard", "1"]) as second,
-        WeightClient(first.addresses + second.addresses) as client,
-    ):
-        for shard, spec in enumerate((SPEC, other)):
-            client.call_shard(shard, "CreateTable", pb.CreateTableRequest(spec=spec_to_proto(spec)))
-        message = "give the addresses of one cluster"
-        with pytest.raises(ClusterError, match=message):
-            client.describe()
-        with pytest.raises(ClusterError, match=message):
-            client.extend_table(SPEC.num_rows + 1)
-        with pytest.raises(ClusterError, match=message):
-            client.drop_table()
-        assert all(client.call_shard(shard, "Describe", pb.DescribeRequest()).HasField("spec") for shard in range(2))
-        with pytest.raises(TableMismatchError, match=r"shard 1 holds another table, .*: use its spec, or other shards"):
-            client.create_table(SPEC)
-
-
 # ---- the command line
 
 
@@ -403,20 +382,29 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
     cases: list[tuple[list[str | Path], str]] = [
         (["--data-dir", new, "--listen", address], f"cannot listen on {address}: Address already in use; is another"),
         (["--data-dir", served], "is served by another process: stop that one"),
-        (["--data-dir", new, "--listen", "0.0.0.0:0"], "give --tls-cert and --tls-key and --token-file .* --insecure"),
-        (
-            ["--data-dir", new, "--shard", "2", "--num-shards", "2"],
-            r"--shard must lie in 0\.\.num_shards-1, and --num-shards be at most 2147483647, got 2 of 2",
-        ),
-        (["--data-dir", new, "--num-shards", "2147483648"], "be at most 2147483647, got 0 of 2147483648"),
         (["--data-dir", new, "--init", "--metrics-port", metrics_port], f"serve metrics on port {metrics_port}"),
-        (["--data-dir", held, "--num-shards", "3"], "holds shard 0 of 2, not shard 0 of 3"),
         (["--data-dir", held, "--shard", "1", "--num-shards", "2"], "holds shard 0 of 2, not shard 1 of 2"),
     ]
     for options, message in cases:
         command = [sys.executable, "-m", "weightserver", "serve", "--listen", "127.0.0.1:0", *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert_refused((done.returncode, done.stdout, done.stderr), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": 2}, r"--shard must lie in 0\.\.num_shards-1, and --num-shards be at most 2147483647, got 2 of 2"),
+        ({"num_shards": 2**31}, "be at most 2147483647, got 0 of 2147483648"),
+        *(
+            ({"grace_seconds": seconds}, r"--grace-seconds must lie in 0\.\.3600")
+            for seconds in (float("nan"), -1.0, float("inf"))
+        ),
+    ],
+)
+def test_a_shards_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**{"data_dir": Path("unused"), "shard": 0, "num_shards": 2} | options)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +419,11 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
         ("rollback  127.0.0.1:9", "argument name: the name is empty"),
         ("checkpoints 127.0.0.1", "'127.0.0.1' is not an address"),
         ("health ,", "no address is given: give host:port,host:port"),
+        ("health 127.0.0.1:9 --timeout-seconds=nan", "argument --timeout-seconds: must be positive and at most 3600"),
+        ("drop 127.0.0.1:9 --wait-for-servers=0", "argument --wait-for-servers: must be positive and at most 3600"),
+        ("top nowhere", "'nowhere' is not an address"),
+        ("top 127.0.0.1:9 --count 0", "--count must be at least 1, got 0"),
+        ("top 127.0.0.1:9 --interval-seconds nan", r"--interval-seconds must lie in 0\.1\.\.3600, got nan"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_any_call(
@@ -480,16 +473,6 @@ def test_a_path_is_not_empty_and_no_url(
     assert (tmp_path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o755, [])
 
 
-@pytest.mark.parametrize(
-    "option", ["health --timeout-seconds=nan", "checkpoints --wait-for-servers=0", "drop --wait-for-servers=-1"]
-)
-def test_no_time_is_refused_by_the_name_of_its_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name, text = option.split()[1].split("=")
-    with pytest.raises(SystemExit, match="2"):
-        main([*option.split(), "127.0.0.1:9"])
-    assert f"argument {name}: must be positive and at most 3600, got {text}" in capsys.readouterr().err
-
-
 def test_the_other_commands_refuse(
     weightserver: Weightserver, client: WeightClient, cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -500,6 +483,7 @@ def test_the_other_commands_refuse(
             ("health", "127.0.0.1:9", "--timeout-seconds=1"),
             "127.0.0.1:9 does not answer .UNAVAILABLE: .*Connection refused.*: check that its shard is running",
         ),
+        (("top", "127.0.0.1:9"), r"no shard serves metrics \(127.0.0.1:9: .*Connection refused\)"),
         (("drop", *cluster.addresses), "no shard holds a table: there is nothing to drop"),
     ):
         assert_refused(weightserver(*command), message)

@@ -20,7 +20,7 @@ import pytest
 from tests.helpers.commands import weightserver
 from tests.helpers.failing_disk import FailingDisk
 from tests.helpers.watching import metric, wait_until
-from weightserver import LocalCluster, StorageError
+from weightserver import StorageError
 from weightserver.common.atomic_files import directory_lock
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -65,16 +65,6 @@ def test_libraries_are_imported_after_sigterm_has_a_handler(tmp_path: Path) -> N
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 1.0])
-def test_a_first_process_ends_at_sigterm_while_it_starts(delay: float, tmp_path: Path) -> None:
-    with first_process(serve(tmp_path / "data")) as (process, pid):
-        wait_until(lambda: not AS_ROOT or handles_sigterm(pid))
-        time.sleep(delay)
-        os.kill(pid, signal.SIGTERM)
-        assert process.wait(20) in {128 + signal.SIGTERM, -signal.SIGTERM, 0}
-
-
-@pytest.mark.guard
 @pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
 def test_a_trainer_that_is_the_first_process_ends_at_sigterm(is_training: bool, tmp_path: Path) -> None:
     output, small = tmp_path / "run", "--num-images 512 --batch-size 64 --num-negatives 128 --window-size 256"
@@ -93,27 +83,19 @@ def test_a_trainer_that_is_the_first_process_ends_at_sigterm(is_training: bool, 
 
 @pytest.mark.parametrize("folder", ["other", "missing"])
 def test_another_services_folder_of_metrics_is_left_alone(folder: str, tmp_path: Path) -> None:
+    """By a shard and a client."""
     (tmp_path / "other").mkdir()
+    program = "import sys; from weightserver import *\nwith WeightClient(sys.argv[1:]) as client: client.drop_table()"
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
     command = serve(tmp_path / "data")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as shard:
         assert shard.stdout is not None
         try:
-            address = json.loads(shard.stdout.readline())["metrics_address"]
-            assert metric(address, "weightserver_serving") == 1
+            addresses = json.loads(shard.stdout.readline())
+            assert metric(addresses["metrics_address"], "weightserver_serving") == 1
+            subprocess.run([sys.executable, "-c", program, addresses["address"]], env=environment, check=True)
         finally:
             shard.terminate()
-    assert not list((tmp_path / "other").iterdir())
-
-
-@pytest.mark.parametrize("folder", ["other", "missing"])
-def test_another_services_folder_of_metrics_is_left_alone_by_a_client(
-    folder: str, cluster: LocalCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "other").mkdir()
-    program = "import sys; from weightserver import *\nwith WeightClient(sys.argv[1:]) as client: client.drop_table()"
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / folder)}
-    subprocess.run([sys.executable, "-c", program, *cluster.addresses], env=environment, check=True)
     assert not list((tmp_path / "other").iterdir())
 
 
@@ -173,8 +155,7 @@ def test_a_path_that_the_locale_cannot_spell_is_served(tmp_path: Path) -> None:
     with subprocess.Popen(serve(directory), env=environment, stdout=subprocess.PIPE, text=True) as shard:
         assert shard.stdout is not None
         address = json.loads(shard.stdout.readline())["address"]
-        for arguments in (["inspect", directory], ["health", address]):
-            assert weightserver(*arguments, environment=environment)[0] == 0
+        assert weightserver("health", address, environment=environment)[0] == 0
         shard.terminate()
     for program in ("inspect", "verify"):
         status, _, errors = weightserver(program, directory, environment=environment)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.failing_disk import META, FailingDisk
-from weightserver import LocalCluster, StorageError, TableSpec, WeightClient, WeightServerError
+from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
 
 SPEC = TableSpec(num_rows=60, dim=8, rows_per_block=10, momentum=0.0, weight_decay=0.0, init_std=0.0)
 """Without momentum and decay a row is the sum of its gradients."""
@@ -84,19 +84,6 @@ def test_a_failed_write_of_a_meta_page_ends_the_shard(
     assert sums(client) == {3}
     push(client, 3)
     assert sums(client) == {4}
-
-
-def test_a_full_disk_refuses_writes_but_not_reads(
-    disk: FailingDisk, cluster: LocalCluster, client: WeightClient
-) -> None:
-    push(client, 0)
-    disk.fail(1, 1, errno.ENOSPC)
-    with pytest.raises(StorageError, match="No space left on device"):
-        push(client, 1)
-    assert sums(client) == {1}
-    push(client, 1)
-    assert sums(client) == {2}
-    assert cluster.processes[0].poll() is None
 
 
 @pytest.mark.guard

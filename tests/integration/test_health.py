@@ -110,7 +110,9 @@ def test_a_shard_whose_disk_refuses_writes_is_not_ready(tmp_path: Path, monkeypa
         assert weightserver("health", cluster.addresses[0])[:2] == (1, f"{said}\n")
         assert asked(cluster) == (0, "SERVING")
         assert metric(cluster.metrics_addresses[0], "weightserver_serving") == 1
+        assert (client.fetch_state(ROWS).last_step == 1).all()
         client.push_gradients(ROWS, ONES, step=1)
+        assert (client.fetch_state(ROWS).last_step == 2).all()
         assert asked(cluster, "/readyz") == (0, "SERVING")
 
 

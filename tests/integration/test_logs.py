@@ -47,16 +47,16 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
             client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))
             client.create_table(TableSpec(num_rows=1000, dim=4, rows_per_block=10))  # changes nothing
             for one in (client, late):
-                one.extend_schedule(0, np.full(300, 0.1, np.float32))
+                one.extend_schedule(0, np.full(30, 0.1, np.float32))
             epoch = client.open_session("first")
             late.open_session("first", join=epoch, hold=False)  # no refused renewal
-            for step in range(100):
+            for step in range(10):
                 client.push_gradients(np.arange(20), np.ones((20, 4), np.float32), step=step)
                 client.fetch(np.arange(100), step=step + 1)
-            client.checkpoint("kept", step=100)
+            client.checkpoint("kept", step=10)
             client.open_session("second")
             with pytest.raises(FencedError):
-                late.push_gradients(np.arange(20), np.ones((20, 4), np.float32), step=100)
+                late.push_gradients(np.arange(20), np.ones((20, 4), np.float32), step=10)
             client.rollback("kept")
             client.release("kept")
             client.drop_table()
@@ -79,7 +79,7 @@ def test_a_shard_logs_each_event_once_and_no_rows(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{16}", refused["request"])
     assert all({"timestamp", "shard", "epoch", "step"} <= line.keys() for line in told)
     taken = next(line for line in told if line["event"] == "checkpoint taken")
-    assert (taken["shard"], taken["epoch"], taken["step"], taken["checkpoint"]) == (0, epoch, 100, "kept")
+    assert (taken["shard"], taken["epoch"], taken["step"], taken["checkpoint"]) == (0, epoch, 10, "kept")
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)

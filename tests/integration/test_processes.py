@@ -75,32 +75,6 @@ def test_a_shard_takes_the_pings_of_its_clients_and_not_ten_times_as_many(tmp_pa
         assert taken.code() is grpc.StatusCode.INVALID_ARGUMENT, "it has no message"
 
 
-COUNT_OBJECTS = """
-import gc, os, signal, sys
-from pathlib import Path
-from weightserver.server import process
-from weightserver.server.config import ServerConfig
-
-def count(**addresses):
-    print(len(gc.get_objects()), gc.get_freeze_count())
-    os.kill(os.getpid(), signal.SIGTERM)
-
-process._announce = count
-process.serve(
-    ServerConfig(data_dir=Path(sys.argv[1]), init=True, shard=0, num_shards=1, listen="127.0.0.1:0", announce=True)
-)
-"""
-
-
-def test_garbage_collections_do_not_walk_what_a_shard_imported(tmp_path: Path) -> None:
-    """47,000 objects, which would stop a fetch for 15 ms."""
-    command = [sys.executable, "-c", COUNT_OBJECTS, str(tmp_path / "shard")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    walked, frozen = map(int, done.stdout.split())
-    assert frozen > 20_000
-    assert walked < frozen / 10
-
-
 @pytest.mark.guard
 def test_sigterm_lets_a_running_fetch_end(tmp_path: Path) -> None:
     """A fetch of 25 messages of which one was read completes; new calls are refused; then the shard ends."""
@@ -178,14 +152,6 @@ def test_shards_stop_when_their_parent_dies(tmp_path: Path) -> None:
     parent.stdout.close()
     _, alive = psutil.wait_procs(shards, timeout=15)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_a_cluster_in_a_temporary_directory_leaves_nothing() -> None:
-    with LocalCluster(1) as cluster:
-        directory = cluster.directory
-        assert (directory / "shard-0" / "data.mdb").exists()
-    assert not directory.exists()
-    assert cluster.processes[0].poll() == 0
 
 
 def test_nobody_takes_the_ports_of_a_dead_shard() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.comparing import same
+from tests.helpers.operations import Weightserver
 from weightserver import (
     LocalCluster,
     ShardUnavailableError,
@@ -19,7 +20,6 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
-from weightserver.cli import main
 from weightserver.operations.verify import verify_directory
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -61,19 +61,13 @@ def damage(path: Path, row: int, number: int) -> None:
         flip(path, position + 7)
 
 
-def verify(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, list[str]]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", str(directory)])
-    return stopped.value.code, capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.parametrize(("number", "where"), [(0, "generation 0 (kept)"), (2, "generation 1 (now)")])
-def test_a_damaged_version_is_named(data: Path, number: int, where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(data, capsys) == (0, ["4 blocks, 8 versions, 0 problems"])
+def test_a_damaged_version_is_named(data: Path, number: int, where: str, weightserver: Weightserver) -> None:
+    assert weightserver("verify", data)[:2] == (0, "4 blocks, 8 versions, 0 problems\n")
     damage(data / "data.mdb", 13, number)
-    status, lines = verify(data, capsys)
-    assert (status, lines[-1]) == (1, "4 blocks, 8 versions, 1 problems")
-    assert lines[0] == f"block 1 (rows 10..19), {where}: it is damaged (checksum) in rows 10..19"
+    status, said, _ = weightserver("verify", data)
+    told = f"block 1 (rows 10..19), {where}: it is damaged (checksum) in rows 10..19"
+    assert (status, said) == (1, f"{told}\n4 blocks, 8 versions, 1 problems\n")
 
 
 def start(data: Path, message: str, *options: str) -> None:

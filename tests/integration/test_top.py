@@ -65,22 +65,6 @@ def test_top_shows_the_activity_of_shards(client: WeightClient, cluster: LocalCl
     assert "127.0.0.1:1 is down: [Errno 111] Connection refused" in shown
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["127.0.0.1:1"], "no shard serves metrics (127.0.0.1:1: [Errno 111] Connection refused)"),
-        (["nowhere"], "'nowhere' is not an address"),
-        (["127.0.0.1:1", "--count", "0"], "--count must be at least 1, got 0"),
-        (["127.0.0.1:1", "--interval-seconds", "nan"], "--interval-seconds must lie in 0.1..3600, got nan"),
-    ],
-)
-def test_top_rejects_invalid_arguments_in_one_line(arguments: list[str], message: str) -> None:
-    status, _, errors = weightserver("top", *arguments)
-    assert (status, errors.count("\n")) == (1, 1)
-    assert errors.startswith(f"weightserver top: {message}")
-
-
 def test_a_shard_that_missed_a_look_shows_rates_since_its_last_one() -> None:
     calls = "weightserver_request_seconds_count Fetch"
 
