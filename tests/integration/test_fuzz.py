@@ -22,6 +22,7 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from tests.helpers.fake_context import FakeContext
 from tests.helpers.memory_storage import MemoryStorage
 from tests.helpers.raw_calls import raw_channel, stub
 from tests.helpers.schedules import used_by
@@ -198,25 +199,19 @@ class Ended(Exception):
     """The call ended with a status."""
 
 
-class FakeContext:
-    """Replaces gRPC's context."""
+class Caller(FakeContext):
+    """Keeps what its call ended with."""
 
     def __init__(self, metadata: Metadata) -> None:
+        super().__init__()
         self._metadata = metadata
-        self.callbacks: list[Callable[[], object]] = []
-        self.status = "OK"
-        self.details = ""
-        self.mark = ""
+        self.status, self.details, self.mark = "OK", "", ""
 
-    def invocation_metadata(self) -> Metadata:
-        return self._metadata
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [*self._metadata]
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
         self.mark = dict(metadata).get(MARK_KEY, "")
-
-    def add_callback(self, callback: Callable[[], object]) -> bool:
-        self.callbacks.append(callback)
-        return True
 
     def abort(self, status: grpc.StatusCode, details: str) -> NoReturn:
         self.status, self.details = status.name, details
@@ -260,18 +255,15 @@ class InProcess:
             header = WriteHeader(self.shard.state.epoch, b"o" * 16, b"p" * 16, 1, 0)
             do(lambda batch: batch.checkpoint(header, "a"))  # before there are rows, as later ones are often refused
 
-    def call(
-        self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)
-    ) -> FakeContext:
-        handler, context = self._handlers[method.name], FakeContext(metadata)
+    def call(self, method: Any, messages: list[bytes], metadata: Metadata = ((VERSION_KEY, __version__),)) -> Caller:
+        handler, context = self._handlers[method.name], Caller(metadata)
         with contextlib.suppress(Ended):
             if handler.response_streaming:
                 for _ in handler.stream_stream(iter(messages), context):
                     pass
             else:
                 handler.stream_unary(iter(messages), context)
-        for ended in context.callbacks:
-            ended()
+        context.leave()
         return context
 
 

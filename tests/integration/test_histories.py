@@ -280,21 +280,17 @@ def disturb(cluster: LocalCluster, recorder: Recorder, draw: random.Random) -> N
 def history(cluster: LocalCluster, path: Path, seed: int) -> Checked:
     """Records a history and checks it. By every second seed, a write of three rows is two messages, and so is an
     answer."""
-    with pytest.MonkeyPatch.context() as patch:
-        if seed % 2:
-            patch.setattr(weightserver.client.transfer, "CHUNK_BYTES", 2 * SPEC.dim * np.float32().nbytes)
-        return _history(cluster, path, seed)
-
-
-def _history(cluster: LocalCluster, path: Path, seed: int) -> Checked:
     with WeightClient(cluster.addresses) as client:
         client.drop_table()
         client.create_table(SPEC)
         client.extend_schedule(0, RATES)
     with (
         contextlib.ExitStack() as stack,
+        pytest.MonkeyPatch.context() as patch,
         Recorder(path, SPEC, NUM_SHARDS, RATES, seed=seed) as recorder,
     ):
+        if seed % 2:
+            patch.setattr(weightserver.client.transfer, "CHUNK_BYTES", 2 * SPEC.dim * np.float32().nbytes)
         proxies = [
             stack.enter_context(FaultyProxy(address, seed=NUM_SHARDS * seed + shard, faults=FAULTS))
             for shard, address in enumerate(cluster.addresses)

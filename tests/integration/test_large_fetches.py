@@ -10,9 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.helpers.comparing import same
 from tests.helpers.faulty_proxy import Fault, Faults, FaultyProxy
 from tests.helpers.watching import metric
-from weightserver import LocalCluster, NoTableError, RowState, ShardUnavailableError, TableSpec, WeightClient
+from weightserver import LocalCluster, NoTableError, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.core.arrays import Int64Array
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import CHUNK_BYTES, decode_fetch_response, named_rows
@@ -81,11 +82,6 @@ def asked_rows(cluster: LocalCluster) -> float:
     return metric(cluster.metrics_addresses[0], 'weightserver_requested_rows_total{operation="fetch"}')
 
 
-def assert_same(one: RowState, other: RowState) -> None:
-    for name in ("weight", "momentum_buffer", "last_step"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
-
-
 def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> None:
     """Every answer is cut after its first message, and retries last no longer than that."""
     with (
@@ -96,7 +92,7 @@ def test_a_fetch_resumes_after_the_rows_that_arrived(shard: LocalCluster) -> Non
         for one in (direct, client):
             one.extend_schedule(0, np.full(10, 0.1))
         expected, before = direct.fetch_state(ROWS, step=5), asked_rows(shard)
-        assert_same(client.fetch_state(ROWS, step=5), expected)
+        assert same(client.fetch_state(ROWS, step=5), expected)
         proxy.check(ROWS)
         assert len(proxy.asked) > 9
         assert proxy.counts[Fault.FETCH_CUT] == len(proxy.asked) - 1  # the last one had but one message

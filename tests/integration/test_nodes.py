@@ -128,13 +128,6 @@ def assert_same(output: Path, expected: npt.NDArray[np.float64]) -> None:
     assert np.abs(np.array(losses(output)) / expected - 1).max() <= 1e-4
 
 
-def test_two_nodes_train_like_one(cluster: Cluster, on_one_node: npt.NDArray[np.float64], tmp_path: Path) -> None:
-    with on_all_nodes(cluster, "2", tmp_path) as running:
-        for torchrun in running:
-            torchrun.wait()
-    assert_same(tmp_path / "run", on_one_node)
-
-
 @pytest.mark.parametrize(
     ("loss", "lost", "num_ranks"), [("killed", 0, 1), ("unplugged", 1, 1), ("killed and started again", 0, 2)]
 )

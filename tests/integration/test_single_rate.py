@@ -1,4 +1,4 @@
-"""The paper's own correction, with one learning rate for a whole gap, on servers and in the trainer's stores."""
+"""The paper's own correction, with one learning rate for a whole gap, on servers and in runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ import pytest
 
 from tests.helpers.row_model import TableModel, assert_rows_close, schedule
 from tests.helpers.small_run import losses, small_run
-from tests.integration.test_stores import (
-    DIM,
-    NUM_ROWS,
-    assert_same_bits,
-    relative,
-    remote,
-    replay,
-    resident,
-)
 from trainer.loop import train
-from trainer.schedule import learning_rates
 from weightserver import LocalCluster, TableSpec, WeightClient
-from weightserver.torch.rates import LearningRates
-from weightserver.torch.rows import DenseRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,23 +48,6 @@ def test_rows_follow_the_papers_closed_form(tmp_path: Path) -> None:
         gaps = num_steps - oracle.last_step
         assert gaps.max() == num_steps
         assert len(np.unique(gaps)) > 50
-
-
-def stored(correction: str) -> TableSpec:
-    return TableSpec(num_rows=NUM_ROWS, dim=DIM, weight_decay=3e-3, rows_per_block=7, correction=correction)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_resident_rows_train_like_remote_ones(cluster: LocalCluster) -> None:
-    """The window passes over all images several times; the place where a row waited changes no bit of it."""
-    num_steps, spec = 180, stored("paper")
-    rates = learning_rates(num_steps=num_steps, base=0.5, warmup_steps=18)
-    with remote(cluster, spec, rates) as store:
-        fetched = replay(store, 60, num_steps)
-    with resident(cluster, spec, rates, capacity=100, prefetch_steps=4, delays=3) as store:
-        assert_same_bits(replay(store, 60, num_steps), fetched)
-    exact = replay(DenseRows(stored("exact"), LearningRates(stored("exact"), rates)), 60, num_steps)
-    assert relative(fetched.rows.weight, exact.rows.weight) > 1e-3, "it is another correction"
 
 
 @pytest.mark.slow

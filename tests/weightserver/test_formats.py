@@ -237,16 +237,6 @@ def test_an_answer_cut_off_is_noticed_at_every_byte() -> None:
             decode_fetch_response(message[:length])
 
 
-@given(st.builds(pb.Rows, ids=st.binary(max_size=64), ranges=st.binary(max_size=64)))
-def test_garbage_in_rows_is_one_kind_of_error(message: pb.Rows) -> None:
-    try:
-        rows = named_rows(message).array()
-    except InvalidRequestError:
-        return
-    assert rows.dtype == np.int64
-    assert rows.ndim == 1
-
-
 @given(st.binary(max_size=200))
 def test_garbage_in_an_answer_is_one_kind_of_error(message: bytes) -> None:
     with contextlib.suppress(InvalidRequestError):  # any other fails the test
@@ -261,10 +251,6 @@ def test_specs_survive_the_wire() -> None:
         )
         for kept in (spec, replace(spec, dtype="bfloat16")):
             assert spec_from_proto(pb.TableSpec.FromString(spec_to_proto(kept).SerializeToString())) == kept
-    impossible = spec_to_proto(replace(spec, correction=False))
-    impossible.single_rate = True
-    with pytest.raises(ValueError, match="single_rate is a kind of correction: set correction too"):
-        spec_from_proto(impossible)
 
 
 def test_every_value_of_a_table_but_its_size_changes_its_number() -> None:

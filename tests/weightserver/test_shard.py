@@ -48,7 +48,7 @@ from weightserver.shard.group_commit import MAX_WAITING, CancellableFuture, Comm
 from weightserver.shard.shard import Shard
 from weightserver.shard.sweeper import Sweeper
 from weightserver.shard.transaction import WriteHeader
-from weightserver.storage import records
+from weightserver.storage import lmdb_storage, records
 from weightserver.storage.integrity import check_pages
 from weightserver.storage.lmdb_storage import LmdbStorage
 
@@ -415,6 +415,23 @@ def test_a_restored_shard_accepts_no_writer_before_a_session(served: Served, tmp
         assert restored.push(1, epoch=2) is True
 
 
+def test_a_transaction_is_committed_without_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one writes large ones back early, if it can."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(lmdb_storage, "_WRITE_BACK_BYTES", 1)
+    with closing(LmdbStorage(tmp_path)) as storage:
+        for block in range(2):
+            with storage.write() as txn:
+                put(txn, block, 0, b"block")
+            assert "writeback" not in [thread.name for thread in threading.enumerate()]
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with storage.read() as txn:
+            assert get(txn, 0) == get(txn, 1) == b"block"
+
+
 def test_free_pages_beyond_the_end_of_the_file_are_valid(tmp_path: Path) -> None:
     """LMDB counts, but does not write, pages that one transaction allocates and frees, as a rollback does."""
     rolled_back = LmdbStorage(tmp_path)
@@ -447,7 +464,7 @@ def test_a_truncated_file_is_refused_or_complete(tmp_path: Path) -> None:
     for first in (0, 3, 5, 5):
         with cut.write() as txn:
             for block in range(first, 6):
-                put(txn, block, 0, bytes([block]) * 20_000)
+                put(txn, block, 0, bytes([block]) * 8_000)
     cut.close()
     data, whole = tmp_path / "data.mdb", (tmp_path / "data.mdb").read_bytes()
     num_refused = 0
@@ -651,32 +668,6 @@ def test_a_volume_that_cannot_be_asked_stops_no_sweep(served: Served, monkeypatc
         wait_until(lambda: served.sweeper.is_done)
 
 
-def test_a_failed_sweep_is_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep(served)  # what the start left to look at
-    served.push(1)
-    served.do(lambda batch: batch.checkpoint(header(2, 1), "one"))
-    served.push(3)
-    served.do(lambda batch: batch.release(header(4), "one"))
-
-    submit = served.committer.submit
-
-    def full(operation: Callable[[ShardChange], None]) -> CancellableFuture[None]:
-        def fails(batch: ShardChange) -> None:
-            operation(batch)
-            raise OSError("the disk is full")
-
-        return submit(fails)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(served.committer, "submit", full)
-        with pytest.raises(OSError, match="full"):
-            served.sweeper.sweep(1.0)
-    assert not served.sweeper.is_done
-    assert all_versions(served) == {0: {0, 1}, 8: {0, 1}}
-    sweep(served)
-    assert all_versions(served) == {0: {1}, 8: {1}}
-
-
 def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -687,19 +678,25 @@ def test_the_sweeper_sweeps_in_small_pieces_with_pauses_and_after_an_error(
     served.do(lambda batch: batch.checkpoint(header(2, 1), "one"))
     served.push(3)
     monkeypatch.setattr(sweeper, "_RETRY_SECONDS", 0.01)
-    statuses = iter([OSError(errno.EIO, "Input/output error")])  # of one look at the volume, say
-    sweep = served.sweeper.sweep
+    errors = iter([OSError(errno.EIO, "Input/output error")])
+    submit = served.committer.submit
 
-    def failing_once(seconds: float) -> None:
-        if error := next(statuses, None):
-            raise error
-        sweep(seconds)
+    def failing_once(operation: Callable[[ShardChange], None]) -> CancellableFuture[None]:
+        error = None if threading.current_thread() is threading.main_thread() else next(errors, None)
 
-    monkeypatch.setattr(served.sweeper, "sweep", failing_once)
+        def fails(batch: ShardChange) -> None:
+            operation(batch)
+            if error:
+                raise error
+
+        return submit(fails)
+
+    monkeypatch.setattr(served.committer, "submit", failing_once)
     served.sweeper.start()
     served.do(lambda batch: batch.release(header(4), "one"))
     ends = time.monotonic() + 60
     while not served.sweeper.is_done and time.monotonic() < ends:
         time.sleep(0.01)
     served.sweeper.close()
+    assert next(errors, None) is None
     assert all_versions(served) == {0: {1}, 8: {1}}
