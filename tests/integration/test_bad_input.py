@@ -403,8 +403,9 @@ def test_serve_rejects_invalid_settings(cluster: LocalCluster, tmp_path: Path) -
     ],
 )
 def test_a_shards_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"data_dir": Path("unused"), "shard": 0, "num_shards": 2}
     with pytest.raises(ValueError, match=message):
-        ServerConfig(**{"data_dir": Path("unused"), "shard": 0, "num_shards": 2} | options)
+        ServerConfig(**good | options)
 
 
 @pytest.mark.parametrize(
