@@ -218,10 +218,9 @@ ROWS, ONES = np.arange(SPEC.num_rows), np.ones((SPEC.num_rows, SPEC.dim), np.flo
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the directories of two other clusters: one has a table of the same spec, one has none."""
     directory = tmp_path_factory.mktemp("others")
-    for name in ("stranger", "empty"):
-        with LocalCluster(2, directory / name) as cluster, WeightClient(cluster.addresses) as client:
-            if name == "stranger":
-                client.create_table(SPEC)
+    with LocalCluster(2, directory / "stranger") as cluster, WeightClient(cluster.addresses) as client:
+        shutil.copytree(directory / "stranger", directory / "empty")
+        client.create_table(SPEC)
     return directory
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.comparing import same
 from tests.helpers.operations import Weightserver
+from tests.integration.test_damage import flip
 from weightserver import (
     LocalCluster,
     ShardUnavailableError,
@@ -44,21 +45,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "shard-0"
 
 
-def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte[0] ^ 0x10]))
-
-
 def damage(path: Path, row: int, number: int) -> None:
     """Flips a byte of that row of `values(number)` wherever the file holds it: unused pages hold old copies."""
     content, wanted = path.read_bytes(), re.escape(values(number)[row].tobytes())
     found = [match.start() for match in re.finditer(wanted, content, re.DOTALL)]
     assert found
     for position in found:
-        flip(path, position + 7)
+        flip(path.parent, position + 7, 0x10)
 
 
 @pytest.mark.parametrize(("number", "where"), [(0, "generation 0 (kept)"), (2, "generation 1 (now)")])
@@ -146,13 +139,13 @@ def test_every_flipped_byte_is_found(data: Path) -> None:
     positions = sorted({*generator.sample(range(len(whole)), 150), *map(int, generator.sample(list(meta.flat), 20))})
     for position in positions:
         path.write_bytes(whole)
-        flip(path, position)
+        flip(data, position, 0x10)
         if not verify_directory(data).problems:
             unseen.append(position)
     assert 0 < len(unseen) < len(positions)
     for position in {*unseen[:3], *generator.sample(unseen, 3)}:
         path.write_bytes(whole)
-        flip(path, position)
+        flip(data, position, 0x10)
         try:
             with LocalCluster(1, data.parent) as cluster, WeightClient(cluster.addresses) as client:
                 assert same(client.fetch_state(ROWS), before), position
