@@ -17,7 +17,8 @@ from pathlib import Path
 
 from deploy.bring_up.report import UnexpectedBehaviour, check, say, wait_until
 from deploy.bring_up.settings import CHECKPOINT_EVERY, COMPOSE_FILE, EPOCHS, LISTEN, PROJECT, RANKS, Json
-from trainer.data.datasets import CACHE_DIRECTORY, SYSTEM_DIRECTORY, load_dataset
+from trainer.data import load_dataset
+from trainer.data.in_memory import CACHE_DIRECTORY, SYSTEM_DIRECTORY
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.data import datasets
+from trainer.data import DATASETS, Dataset
 
 NUM_TRAIN, NUM_TEST = 11_000, 500
 
 
-def few_images(directory: Path | None) -> datasets.Dataset:
+def few_images(directory: Path | None) -> Dataset:
     whole = _load_all(directory)
     assert isinstance(whole.train_labels, Tensor)
     assert isinstance(whole.test_labels, Tensor)
@@ -31,8 +31,8 @@ def few_images(directory: Path | None) -> datasets.Dataset:
 
 
 if __name__ == "__main__":
-    _load_all = datasets.DATASETS["fashion-mnist"]
-    datasets.DATASETS["fashion-mnist"] = few_images
+    _load_all = DATASETS["fashion-mnist"]
+    DATASETS["fashion-mnist"] = few_images
     _, _, module, *arguments = sys.argv
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ from trainer.arguments import parse_config
 from trainer.build import _warn_of_few_classes
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
-from trainer.data import Dataset, datasets
+from trainer.data import DATASETS, Dataset
 from trainer.data.augment import AugmentationConfig
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
@@ -92,7 +92,7 @@ def test_the_data_sets_own_labels_are_learned(tmp_path: Path, monkeypatch: pytes
     kinds = torch.arange(400) % 4
     images, found = noise + 150 * textures[kinds][:, None], torch.where(kinds == 3, 4, kinds)
     dataset = Dataset(train_images=images, train_labels=found, test_images=images[:80], test_labels=found[:80])
-    monkeypatch.setitem(datasets.DATASETS, "idx", lambda _: dataset)
+    monkeypatch.setitem(DATASETS, "idx", lambda _: dataset)
     config = small_run(
         tmp_path / "run",
         dataset="idx",

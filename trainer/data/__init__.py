@@ -10,7 +10,9 @@ from weightserver.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trainer.data.config import DECODED
-    from trainer.data.datasets import DATASETS, SYNTHETIC, Dataset, TrainImages, load_dataset, load_splits
+    from trainer.data.dataset import Dataset, TrainImages
+    from trainer.data.datasets import SYNTHETIC, load_dataset, load_splits
+    from trainer.data.in_memory import DATASETS
     from trainer.data.synthetic import SyntheticImages
 
 __all__ = [
@@ -23,5 +25,14 @@ __all__ = [
     "load_dataset",
     "load_splits",
 ]
-_ELSEWHERE = {"DECODED": "trainer.data.config", "SyntheticImages": "trainer.data.synthetic"}
-__getattr__ = lazy_names(__name__, {name: _ELSEWHERE.get(name, "trainer.data.datasets") for name in __all__})
+_MODULES = {
+    "DATASETS": "in_memory",
+    "DECODED": "config",
+    "SYNTHETIC": "datasets",
+    "Dataset": "dataset",
+    "SyntheticImages": "synthetic",
+    "TrainImages": "dataset",
+    "load_dataset": "datasets",
+    "load_splits": "datasets",
+}
+__getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULES.items()})

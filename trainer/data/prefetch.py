@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.augment import Augmentation
-from trainer.data.datasets import TrainImages
+from trainer.data.dataset import TrainImages
 from trainer.data.decoded_images import DecodedImages
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.torch import to_device

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer.data.config import SourceOptions
-from trainer.data.datasets import Dataset
+from trainer.data.dataset import Dataset
 from trainer.data.decode import COLOUR, GREY, SHALLOW, ImageFacts
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data import datasets, load_dataset
+from trainer.data import in_memory, load_dataset
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -56,7 +56,7 @@ def test_a_part_is_trained_on_and_all_images_are_evaluated(idx_directory: Path) 
     assert torch.equal(whole.evaluated.train_images[:], whole.train_images[:])
 
 
-@pytest.mark.skipif(not datasets.SYSTEM_DIRECTORY.is_dir(), reason="no system copy of Fashion-MNIST")
+@pytest.mark.skipif(not in_memory.SYSTEM_DIRECTORY.is_dir(), reason="no system copy of Fashion-MNIST")
 def test_the_system_copy_of_fashion_mnist() -> None:
     dataset = load_dataset("fashion-mnist")
     assert dataset.train_images.shape == (60_000, 1, 28, 28)
@@ -134,14 +134,14 @@ class TestWithoutASystemCopy:
 
     @pytest.fixture(autouse=True)
     def _nothing_at_hand(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets, "SYSTEM_DIRECTORY", tmp_path / "system")
-        monkeypatch.setattr(datasets, "CACHE_DIRECTORY", tmp_path / "cache")
+        monkeypatch.setattr(in_memory, "SYSTEM_DIRECTORY", tmp_path / "system")
+        monkeypatch.setattr(in_memory, "CACHE_DIRECTORY", tmp_path / "cache")
 
     def test_one_line_says_all_that_was_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def no_network(*_: object) -> None:
             raise URLError("Name or service not known")
 
-        monkeypatch.setattr(datasets, "_download", no_network)
+        monkeypatch.setattr(in_memory, "_download", no_network)
         with pytest.raises(ValueError, match="fashion-mnist not found") as caught:
             load_dataset("fashion-mnist")
         message = str(caught.value)
@@ -150,7 +150,7 @@ class TestWithoutASystemCopy:
             assert part in message
 
     def test_a_damaged_download_is_named_and_not_replaced_in_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        raw = datasets.CACHE_DIRECTORY / "FashionMNIST" / "raw"
+        raw = in_memory.CACHE_DIRECTORY / "FashionMNIST" / "raw"
         raw.mkdir(parents=True)
         for name in NAMES:
             (raw / name).write_bytes(b"half")
