@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data import index, manifest
+from trainer.data import pack_parts
 from weightserver.common.atomic_files import append_synced
 
 
@@ -38,8 +38,7 @@ def die_at(number: int, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
         dying(lambda: append_synced(path, content), lambda: append_synced(path, content[: len(content) // 2]))
 
     monkeypatch.setattr(Path, "replace", lambda path, target: dying(lambda: replace(path, target), lambda: None))
-    for module in (index, manifest):
-        monkeypatch.setattr(module, "append_synced", add)
+    monkeypatch.setattr(pack_parts, "append_synced", add)
 
 
 def contents(directory: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +40,14 @@ def numbered(source: Path) -> list[Path]:
     first, last = pattern.groups()
     numbers = range(int(first), int(last) + 1)
     return [source.with_name(source.name.replace(pattern[0], f"{number:0{len(first)}d}")) for number in numbers]
+
+
+def check_numbered(source: Path, wanted: Sequence[Path], there: Container[Path]) -> None:
+    """Raises ValueError if archives of a source are not among what is there."""
+    if missing := [path for path in wanted if path not in there]:
+        raise ValueError(
+            f"{shown(source)}: {len(missing):,} of its {len(wanted):,} files are missing, first {shown(missing[0])}"
+        )
 
 
 def place_of(source: Path, options: SourceOptions) -> Path:
@@ -100,10 +108,7 @@ def whole(path: Path, options: SourceOptions) -> Iterator[Path]:
 def _objects(source: Path) -> list[Found]:
     if wanted := numbered(source):
         there = {one.path: one for one in directly_below(source.parent)}
-        if missing := [path for path in wanted if path not in there]:
-            raise ValueError(
-                f"{shown(source)}: {len(missing):,} of its {len(wanted):,} files are missing, first {shown(missing[0])}"
-            )
+        check_numbered(source, wanted, there)
         return [there[path] for path in wanted]
     if only := find(source):
         return [only]

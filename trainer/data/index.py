@@ -7,16 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weightserver.common.atomic_files import append_synced, atomic_write, sync
+from weightserver.common.atomic_files import atomic_write, sync
 
 INDEX = np.dtype([("offset", "<i8"), ("length", "<i8"), ("image", "<i8"), ("shown", "<i8"), ("label", "<i8")])
 """One record per row: where its image's bytes are in the tar, the image's id, the id of the image that is shown
 (another one if the image is broken), and the image's own class (−1 without a label)."""
-
-
-def add_records(path: Path, records: bytes) -> None:
-    """Appends the records of a tar, and syncs them."""
-    append_synced(path, records)
 
 
 def cut_index(path: Path, num_packed: int) -> None:

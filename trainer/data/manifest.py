@@ -26,7 +26,7 @@ from trainer.data.bucket_sources import numbered
 from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
-from weightserver.common.atomic_files import append_synced, atomic_write, sync
+from weightserver.common.atomic_files import atomic_write, sync
 from weightserver.common.object_store import absolute, find, is_remote, read, shown, unless_missing
 
 FORMAT = 5
@@ -162,7 +162,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Reads the files of `save` and `add_shard`; parts that are not joined do not count.
+        """Reads the files of `save`; parts that are not joined do not count.
 
         Raises:
             ValueError: no manifest, or one of an unknown format; a bucket that refuses or does not answer.
@@ -188,11 +188,6 @@ class Manifest:
             raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
         except (TypeError, KeyError, AttributeError, ArithmeticError, UnicodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
-
-
-def add_shard(path: Path, shard: Shard) -> None:
-    """Names a tar, whose files are in place, in a list of `shards_path`."""
-    append_synced(path, line_of(shard))
 
 
 def cut_shards(path: Path, shards: Sequence[Shard]) -> None:

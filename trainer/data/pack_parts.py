@@ -16,20 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.data.index import add_records, check_index, cut_index, read_records
+from trainer.data.index import check_index, cut_index, read_records
 from trainer.data.manifest import (
     Manifest,
     Shard,
-    add_shard,
     cut_shards,
     index_path,
+    line_of,
     packs_in,
     shards_in,
     shards_path,
 )
 from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import append_synced, atomic_write
 
 LOCK = ".packing"
 """File in a packed directory that those who pack into it lock: parts together, others alone."""
@@ -85,8 +85,8 @@ class TarsOnDisk:
 
     def add(self, shard: Shard, records: bytes) -> None:
         """Names a tar that is in `folder`."""
-        add_records(self._index, records)
-        add_shard(self.list, shard)
+        append_synced(self._index, records)
+        append_synced(self.list, line_of(shard))
 
 
 def merge(output: Path) -> Manifest:

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 
 from trainer.data.archives import are_shards
-from trainer.data.bucket_sources import local_source, numbered
+from trainer.data.bucket_sources import check_numbered, local_source, numbered
 from trainer.data.config import TESTS, TRAINING, SourceOptions, split_of
 from trainer.data.label_texts import MISSING_TEXTS, label_number
 from trainer.data.left_out import LeftOut, Reason, is_image, is_table, name_of_class, printable, quoted
@@ -160,11 +160,10 @@ def check_source(source: Path) -> None:
     """
     if is_remote(source) or source.is_dir():
         return
-    paths = numbered(source)
-    if not paths and not source.is_file():
+    if paths := numbered(source):
+        check_numbered(source, paths, set(source.parent.glob("*")))  # one request of a file system on a network
+    elif not source.is_file():
         raise ValueError(f"no such folder or list of images: {source}")
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ValueError(f"{source}: {len(missing):,} of its {len(paths):,} files are missing, first {missing[0]}")
 
 
 def _found(
