@@ -137,7 +137,10 @@ def test_pixels_without_a_range_are_refused(mode: str) -> None:
     """They would all be black."""
     content = encoded(piece(5).convert("L").convert(mode), "TIFF")
     for call in (facts, lambda content: square(content, 16)):
-        with pytest.raises(BrokenImageError, match=f"pixels of mode {mode} .*: store 8 or 16 bits per channel"):
+        with pytest.raises(
+            BrokenImageError,
+            match=f"pixels of mode {mode} .* unknown range: store 8 or 16 bits per channel, or give --pix",
+        ):
             call(content)
 
 
@@ -270,8 +273,6 @@ def test_values_of_12_bits_and_a_fourth_band_are_what_one_says_they_are() -> Non
     assert (int(dark.max()), int(full.max())) == (15, 255)
     np.testing.assert_allclose(full[0], twelve * (255 / 4_095), atol=1)
     floats = encoded(Image.fromarray(twelve.astype(np.float32)), "TIFF")
-    with pytest.raises(BrokenImageError, match=r"unknown range: .* or give --pixel-range"):
-        decode(floats, crops)
     np.testing.assert_array_equal(decode(floats, crops, own)[0], full)
     bands = np.full((24, 24, 4), (10, 200, 30, 0), np.uint8)
     (pixels,) = decode(encoded(Image.fromarray(bands), "TIFF"), [Crop(24, centre)], Rendering(background=None))
@@ -287,12 +288,12 @@ def test_the_values_of_a_large_jpeg_are_those_of_256_pixels() -> None:
 
 
 def test_images_of_many_megapixels() -> None:
-    large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 60, 3), np.uint8)).resize((1_200, 1_600))
+    large = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)).resize((600, 800))
     whole, reduced = (
-        decode(encoded(large), [Crop(300, centre)], Rendering(max_megapixels=most))[0] for most in (179, 0.1)
+        decode(encoded(large), [Crop(150, centre)], Rendering(max_megapixels=most))[0] for most in (179, 0.025)
     )
     assert np.abs(whole.astype(int) - reduced).mean() < 20, "decoded at a quarter"
-    assert facts(encoded(large), Rendering(max_megapixels=0.1)).format == "JPEG"
-    for content, most in ((encoded(large), 0.01), (encoded(large, "PNG"), 1)):
-        with pytest.raises(BrokenImageError, match=f"1.92 megapixels, more than --max-megapixels {most}"):
-            decode(content, [Crop(300, centre)], Rendering(max_megapixels=most))
+    assert facts(encoded(large), Rendering(max_megapixels=0.025)).format == "JPEG"
+    for content, most in ((encoded(large), 0.0025), (encoded(large, "PNG"), 0.25)):
+        with pytest.raises(BrokenImageError, match=f"0.48 megapixels, more than --max-megapixels {most}"):
+            decode(content, [Crop(150, centre)], Rendering(max_megapixels=most))
