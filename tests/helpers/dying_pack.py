@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trainer.data import pack_parts
-from weightserver.common.atomic_files import append_synced
+from trainer.data.pack_parts import LOCK, PLANNING
+from weightserver.common.atomic_files import append_synced, sha256
 
 
 class Killed(BaseException):
@@ -42,5 +42,6 @@ def die_at(number: int, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file by its name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    """SHA-256 of each file of a pack, and of its test images, by its path there."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOCK, PLANNING))
+    return {str(path.relative_to(directory)): sha256(path) for path in found}

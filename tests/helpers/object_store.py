@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import shutil
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.ports import reserved_ports
+from weightserver.common import object_store as objects
 from weightserver.common.object_store import _bucket
 
 KEY, SECRET = "the-key-of-the-tests", "the-secret-of-the-tests"
@@ -94,6 +96,11 @@ class Proxy:
     def lists(self) -> list[Request]:
         """The requests for lists of objects so far."""
         return [one for one in self.requests if one.method == "GET" and one.path.count("/") == 1]
+
+    def writes(self, suffix: str = "") -> list[str]:
+        """Paths of what was uploaded or removed so far."""
+        written = (one.path for one in self.requests if one.method not in ("GET", "HEAD"))
+        return [path for path in written if path.endswith(suffix)]
 
     def make_bucket(self, name: str) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._server.server_port, timeout=60)
@@ -231,3 +238,9 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], connect: Sequence[st
             return
         time.sleep(0.1)
     raise AssertionError(log.read_text()[-2000:])
+
+
+def stored(target: Path) -> dict[str, str]:
+    """SHA-256 of each object of a pack by its path there."""
+    found = objects.below(target)
+    return {str(path.relative_to(target)): hashlib.sha256(objects.read(path)).hexdigest() for path in found}

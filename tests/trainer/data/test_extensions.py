@@ -64,21 +64,6 @@ def test_an_extension_renames_no_class(tmp_path: Path) -> None:
     assert dataset.test_labels.tolist() == [0, 0, 1, 1, 2, 2, 4, 3], "as the training images number them"
 
 
-def test_classes_of_training_and_test_images_get_one_number_in_an_extension(tmp_path: Path) -> None:
-    source, packed = tmp_path / "set", tmp_path / "packed"
-    for split in ("train", "test"):
-        plain_tree(source / split, 6)
-    pack(source, packed, PackOptions())
-    for split in ("train", "test"):
-        for name in ("0", "bb"):
-            shutil.copytree(source / split / "a", source / split / name)
-    shutil.rmtree(source / "test/0")
-    pack(source, packed, PackOptions(extend=True))
-    dataset = load_dataset("packed", packed)
-    assert dataset.class_names == ("a", "b", "c", "0", "bb")
-    assert dataset.test_labels.tolist() == [0, 0, 1, 1, 2, 2, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

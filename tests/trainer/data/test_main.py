@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.commands import data_command as call
 from tests.helpers.image_tree import deep_png, encoded, odd_tree, piece, plain_tree
-from trainer.data.__main__ import main
 from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.pic import main as pic
-
-
-def call(*arguments: object) -> object:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return ended.value.code
 
 
 def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +23,7 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "23 images in 1 range(s), 3 named classes" in printed.out
     assert "4 broken and substituted" in printed.out
     assert f"broken: {tree}/a/cut.jpg (not an image of a known format), replaced by {tree}/a/grey.jpg" in printed.err
+    assert printed.err.count("broken: ") == 4
     plain_tree(tree, 5, first=10)
     assert call("pack", tree, packed) == 0  # packed to its end
     assert "23 images" in capsys.readouterr().out
@@ -43,6 +38,7 @@ def test_pack_extend_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("place", "wrong"),
     [
         ("s3://images/x/../packed", "s3://images/x/../packed has .., and a bucket has no folder above: give the place"),
+        ("s3://", "s3:// is a URL: copy or mount what is there, or give s3://BUCKET/KEY"),
         ("s3://images/\udcff", r"'s3://images/\udcff' is not UTF-8, as names in a bucket are: give another"),
     ],
 )
