@@ -7,27 +7,27 @@ import sys
 
 import pytest
 
-TOO_FEW = {
-    "answers": ["--rounds", "1"],
-    "blocks": ["--rounds", "1"],
-    "checkpoints": ["--rounds", "1"],
-    "head": ["--rounds", "1"],
-    "large_shard": ["--rows", "327599"],
-    "measuring": ["--rounds", "1"],
-    "partial_fc": ["--steps", "21"],
-    "rows": ["--rounds", "1"],
-    "scale": ["--steps", "1"],
-    "steps": ["--rounds", "0"],
-    "trees": ["--rounds", "1"],
-    "wire": ["--steps", "1"],
-}
+TOO_FEW = [
+    ("answers", "--rounds", "1"),
+    ("blocks", "--rounds", "1"),
+    ("checkpoints", "--rounds", "1"),
+    ("head", "--rounds", "1"),
+    ("large_shard", "--rows", "327599"),
+    ("measuring", "--rounds", "1"),
+    ("partial_fc", "--steps", "21"),
+    ("rows", "--rounds", "1"),
+    ("rows", "--rounds", "x"),
+    ("scale", "--steps", "1"),
+    ("steps", "--rounds", "0"),
+    ("trees", "--rounds", "1"),
+    ("wire", "--steps", "1"),
+]
 
 
-@pytest.mark.parametrize("name", TOO_FEW)
+@pytest.mark.parametrize(("name", "option", "value"), TOO_FEW)
 def test_a_number_that_gives_no_spread_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    option, value = TOO_FEW[name]
     monkeypatch.setattr(sys, "argv", [name, option, value])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main()

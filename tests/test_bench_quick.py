@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import quick, rows
+from benchmarks import quick
 from benchmarks.measure import seconds_in_turn
 from benchmarks.quick import BETWEEN_RUNS, LEAST_ROUNDS, MOST_ROUNDS, Ratio, as_table, recorded
 from benchmarks.rows import Calls
@@ -52,13 +52,9 @@ def marks(slowdown: float, *, num_runs: int = 25) -> list[str]:
     ]
 
 
-def test_the_same_code_is_hardly_ever_marked() -> None:
-    assert np.mean([mark != "" for mark in marks(1.0)]) < 0.03
-
-
-@pytest.mark.parametrize(("slowdown", "mark"), [(1.25, "SLOWER"), (1 / 1.25, "FASTER")])
-def test_a_quarter_is_nearly_always_marked(slowdown: float, mark: str) -> None:
-    assert np.mean([each == mark for each in marks(slowdown)]) > 0.95
+@pytest.mark.parametrize(("slowdown", "mark"), [(1.0, ""), (1.25, "SLOWER"), (1 / 1.25, "FASTER")])
+def test_a_quarter_is_nearly_always_marked_and_the_same_code_hardly_ever(slowdown: float, mark: str) -> None:
+    assert np.mean([each == mark for each in marks(slowdown)]) > (0.95 if mark else 0.97)
 
 
 @pytest.mark.parametrize("num_rounds", [6, LEAST_ROUNDS, 101])
@@ -100,12 +96,7 @@ def test_another_processor_is_shown_and_not_marked() -> None:
     assert "2.00 (1.90–2.20)" in text
     assert "SLOWER" not in text
     assert "nothing is marked: nothing is recorded for this processor" in text
-
-
-def test_nothing_is_recorded_at_first() -> None:
-    record, unlike = recorded({}, "A")
-    assert record == {}
-    assert "-" in as_table({"fetch, stored": KNOWN}, record, unlike)
+    assert recorded({}, "A")[0] == {}, "at first"
 
 
 @pytest.mark.parametrize(("budget", "num_rounds"), [(0, 4), (-1, 4), (60, 7)])
@@ -113,16 +104,6 @@ def test_rounds_end_with_the_budget(budget: float, num_rounds: int) -> None:
     calls: Calls = {"a": partial(time.sleep, 0), "b": partial(time.sleep, 0)}
     seconds = seconds_in_turn(calls, rounds=7, budget=budget, least_rounds=4)
     assert {name: len(times) for name, times in seconds.items()} == {"a": num_rounds, "b": num_rounds}
-
-
-@pytest.mark.parametrize("rounds", ["1", "-3", "x"])
-def test_too_few_rounds_are_refused_before_anything_is_measured(
-    rounds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["rows", f"--rounds={rounds}"])
-    with pytest.raises(SystemExit):
-        rows.main()
-    assert f"argument --rounds: must be a number of at least 2, got '{rounds}'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
-"""Help at 80 columns: no line is longer, and none was wrapped by both its author and the program."""
+"""Help at 80 columns, the answers to mistyped options, and what commands load before they answer."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -44,28 +42,9 @@ def commands() -> Iterable[tuple[str, Main, list[str]]]:
             yield f"{name} {subcommand}", main, [subcommand]
 
 
-def wrapped_twice(text: str) -> list[str]:
-    """Lines that end although the next word, which continues the sentence, would fit.
-
-    Lines of a box are judged by its inner width, others by that of argparse, two less than the terminal's.
-    """
-    found = []
-    for line, following in itertools.pairwise(text.splitlines()):
-        width = COLUMNS - 2
-        if line.startswith("│"):
-            line, following, width = line.strip("│").rstrip(), following.strip("│").rstrip(), COLUMNS - 3
-        column = len(following) - len(following.lstrip())
-        word = following.split()[0] if following.strip() else ""
-        is_text = bool(column) and line[:column].endswith("  ") and line[column : column + 1].strip() != ""
-        continues = re.fullmatch(r"[a-z]+[,.;)]*", word) is not None and not re.search(r"[.:;!?]$|  ", line[column:])
-        if is_text and continues and len(line) + 1 + len(word) <= width:
-            found.append(f"{line!r} | {word!r}")
-    return found
-
-
 @pytest.mark.guard  # forty commands
 @pytest.mark.parametrize(("name", "main", "arguments"), [pytest.param(*one, id=one[0]) for one in commands()])
-def test_help_fits_a_terminal_and_is_wrapped_once(
+def test_help_fits_a_terminal(
     name: str, main: Main, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
@@ -75,18 +54,8 @@ def test_help_fits_a_terminal_and_is_wrapped_once(
     usage, _, text = capsys.readouterr().out.partition("\n\n")  # a usage is no text, and may hold long lists
     assert usage.startswith("usage: ")
     assert [line for line in text.splitlines() if len(line) > COLUMNS] == []
-    assert wrapped_twice(text) == []
     has_subcommands = not arguments and name not in ("trainer.demo", "trainer.embed")
     assert has_subcommands or "--log-format" in text
-
-
-def test_a_text_that_is_wrapped_twice_is_noticed() -> None:
-    once = "  --seed SEED           seed of everything random, also of the order of images and\n" + 24 * " "
-    assert not wrapped_twice(once + "their views")
-    assert wrapped_twice("  --seed SEED           seed of\n" + 24 * " " + "everything random")
-    assert wrapped_twice(
-        "│ --seed INT    Seed of all" + 51 * " " + "│\n│               random numbers" + 48 * " " + "│"
-    )
 
 
 MISTYPED: list[tuple[Main, str, str]] = [

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.helpers.histories import History, Recorder
 from tests.helpers.linearizability import NotLinearizableError, check, main
-from tests.helpers.row_model import NEVER_WRITTEN
-from tests.helpers.sequential_model import Model
 from weightserver import TableSpec, WeightClient
 
 # A row's weight is the negative sum of its gradients. Rows 0, 1, 4, 5 live on shard 0, rows 2, 3, 6, 7 on shard 1.
@@ -449,27 +446,3 @@ def test_a_history_that_breaks_off_is_read_up_to_there(tmp_path: Path) -> None:
 
 
 # ---- the model
-
-
-def test_the_model_follows_sgd() -> None:
-    """Dense torch.optim.SGD in float64, to which the gradients of each update come in time; the model gets them in any
-    order."""
-    spec = TableSpec(num_rows=1, dim=5, momentum=0.8, weight_decay=0.05, init_std=1.0)
-    rates = np.linspace(0.4, 0.05, 40).astype(np.float32)
-    generator = np.random.default_rng(0)
-    pushes = [(int(step), generator.standard_normal(5)) for step in generator.integers(0, 40, 30)]
-    model = Model(spec, rates)
-    row = model.initial([0]).rows[0]
-    weight = torch.tensor(row.weight, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1, momentum=0.8, weight_decay=0.05)
-    for step, rate in enumerate(rates):
-        optimizer.param_groups[0]["lr"] = float(rate)
-        weight.grad = torch.tensor(sum((gradient for when, gradient in pushes if when == step), np.zeros(5)))
-        optimizer.step()
-    for number, (step, gradient) in enumerate(pushes):
-        row = model.pushed(row, step, gradient, number)
-    assert row.last_step == 1 + max(step for step, _ in pushes)
-    assert (row.written_by, row.pushed_by) == (NEVER_WRITTEN, frozenset(range(30)))
-    row = model.rows.at(row, 40)
-    np.testing.assert_allclose(row.weight, weight.detach().numpy(), atol=1e-12)
-    np.testing.assert_allclose(row.momentum_buffer, optimizer.state[weight]["momentum_buffer"].numpy(), atol=1e-12)

@@ -207,7 +207,11 @@ def test_what_is_imported_is_declared() -> None:
 
 
 @pytest.mark.guard
-def test_the_wheel_holds_the_packages(wheel: Path) -> None:
+@pytest.mark.timeout(600)
+def test_the_wheel_holds_the_packages_and_serves_without_the_trainer(
+    wheel: Path, wheel_without_kernel: Path, tmp_path: Path
+) -> None:
+    """With the compiled kernel; then the wheel that is made without a compiler, which works as well."""
     contents = zipfile.ZipFile(wheel).namelist()
     wanted = {
         str(path.relative_to(ROOT))
@@ -221,14 +225,6 @@ def test_the_wheel_holds_the_packages(wheel: Path) -> None:
     scripts = zipfile.ZipFile(wheel).read(entries).decode()
     for name, target in PROJECT["project"]["scripts"].items():
         assert f"{name} = {target}" in scripts
-
-
-@pytest.mark.guard
-@pytest.mark.timeout(600)
-def test_a_weight_server_is_installed_without_the_trainer(
-    wheel: Path, wheel_without_kernel: Path, tmp_path: Path
-) -> None:
-    """With the compiled kernel; then the wheel that is made without a compiler, which works as well."""
     programs = environment(tmp_path / "venv", Path(sys.executable), wheel)
     check_weight_server(programs, tmp_path)
     shown = run(programs / "python", "-c", SHOW_KERNEL, cwd=tmp_path)

@@ -159,11 +159,6 @@ def test_types_of_arrays_are_defined_once() -> None:
                 assert not re.search(r"^\w+Array = npt\.NDArray", path.read_text(), re.MULTILINE), path
 
 
-def test_the_client_needs_no_lmdb() -> None:
-    code = "import sys, weightserver; sys.exit('lmdb' in sys.modules or 'torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_help_imports_no_command() -> None:
     """`weightserver --help` and each command import only what they need."""
     heavy = ("lmdb", "cryptography", "safetensors.numpy", "weightserver.server")
@@ -258,30 +253,7 @@ def test_the_public_interface_stays(name: str, parameters: str) -> None:
     assert set(re.findall(r"\w+", keywords)) <= {n for n, p in signature.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def test_the_public_names_stay() -> None:
-    assert set(weightserver.__all__) == {
-        "AuthenticationError",
-        "Checkpoint",
-        "ClientSecurity",
-        "ClusterError",
-        "DataLossError",
-        "FencedError",
-        "InvalidRequestError",
-        "LocalCluster",
-        "NoTableError",
-        "OverloadedError",
-        "RowState",
-        "SessionInUseError",
-        "ShardUnavailableError",
-        "StepError",
-        "StorageError",
-        "TableInfo",
-        "TableMismatchError",
-        "TableSpec",
-        "WeightClient",
-        "WeightServerError",
-        "WrongShardError",
-    }
+def test_the_public_fields_stay() -> None:
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(weightserver.WeightClient).parameters.items()
