@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,10 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy import slo
 from deploy.grafana.dashboards import BOARDS, CHOICES, DIRECTORY, UNSHOWN, build, to_json
 from tests.deploy.test_rules import needs_promtool, promtool
-from tests.helpers.watching import page
+from tests.helpers.watching import metric, metric_on, page
 from trainer.run.prometheus import TrainerMetrics
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.common.metrics import page as metrics_page
+from weightserver.common.processes import usable_memory
+from weightserver.server.metrics import ShardMetrics
 
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in DIRECTORY.glob("*.json")}
 PANELS = [
@@ -42,17 +45,6 @@ def test_the_dashboards_are_those_of_the_code() -> None:
     files = {path.stem: path.read_text() for path in DIRECTORY.iterdir()}
     for _ in range(2):  # a second time it makes the same
         assert files == {name: to_json(dashboard) for name, dashboard in build().items()}, "make dashboards"
-
-
-@pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_answers_a_question(panel: dict[str, Any]) -> None:
-    assert panel["title"].endswith("?")
-    assert panel["description"].endswith(".")
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["targets"]
-    for target in panel["targets"]:
-        assert target["legendFormat"], "a line without a name"
-        assert target["expr"].count("(") == target["expr"].count(")")
 
 
 def test_dashboards_are_few_and_small() -> None:
@@ -162,6 +154,34 @@ def test_every_family_is_on_a_panel_or_has_a_reason_why_not(cluster: LocalCluste
     assert shown & set(UNSHOWN) == set(), "shown after all"
     assert {name for name in shown if not name.startswith("pic:")} - {"up"} <= exported, "shown, but never exported"
     assert set(UNSHOWN) <= exported | {"weightserver_certificate_expiry_timestamp_seconds"}, "no longer exported"
+
+
+def test_a_shard_counts_rows_bytes_and_repeated_writes(cluster: LocalCluster, client: WeightClient) -> None:
+    """What panels divide by one another; a repeated write moves nothing."""
+    address = cluster.metrics_addresses[0]
+
+    names = [
+        f'weightserver_{name}{{operation="{operation}"}}'
+        for operation in ("fetch", "push", "write_state")
+        for name in ("rows_total", "row_bytes_total")
+    ]
+    client.create_table(TableSpec(num_rows=40, dim=8, rows_per_block=10))
+    client.extend_schedule(0, np.full(9, 0.1, np.float32))
+    client.open_session("run")
+    before = [metric(address, name) for name in names]
+    client.push_gradients(np.arange(10), np.ones((10, 8), np.float32), step=0)  # shard 0 has the first block
+    client.fetch(np.arange(5), step=1)
+    client.write_state([3], np.ones((1, 8), np.float32), np.ones((1, 8), np.float32), 2)
+    moved = [metric(address, name) - had for name, had in zip(names, before, strict=True)]
+    framed = pytest.approx(5 * 8 * 4, rel=0.1)
+    assert moved == [5, framed, 10, 10 * 8 * 4, 1, 2 * 8 * 4]
+    assert metric(address, "weightserver_stored_rows") == 10
+    assert metric(address, "weightserver_memory_limit_bytes") == usable_memory()
+    metrics = ShardMetrics(shard=0, num_shards=1, version="0")
+    metrics.wrote("push", 5, 160, {}, duplicate=True)
+    text = metrics_page(metrics.registry).decode()
+    names = ("duplicate_writes_total", "requested_rows_total", "rows_total", "row_bytes_total")
+    assert [metric_on(text, f"weightserver_{name}") for name in names] == [1, 5, 0, 0]
 
 
 def series_of(query: str) -> Iterator[tuple[str, int]]:

@@ -242,23 +242,12 @@ def test_the_pod_for_commands_has_what_a_shard_has() -> None:
     assert inside.startswith(f"kubectl exec {pod['metadata']['name']} ")
 
 
-def test_the_schemas_refuse_unknown_fields() -> None:
-    document = the(manifests("small"), "StatefulSet")
-    document = document | {"spec": document["spec"] | {"replica": 2}}
-    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
-        kubernetes_validate.validate(document, VERSION, strict=True)
-
-
 @pytest.mark.parametrize(
     ("overlay", "kind", "written", "wrong", "places"),
     [
         ("small", "JobSet", "maxRestarts: 20", "maxRestart: 20", "spec.failurePolicy.maxRestart"),
-        ("small", "JobSet", "BlockingRecreate", "Blocking", "spec.failurePolicy.restartStrategy"),
         ("small", "JobSet", "- PodFailurePolicy", "- Preempted", "spec.failurePolicy.rules[0].onJobFailureReasons[0]"),
-        ("small", "ServiceMonitor", "targetLabel: job", "target: job", "spec.endpoints[0].relabelings[2].target"),
         ("small", "PodMonitor", "port: metrics", "port: 9200", "spec.podMetricsEndpoints[0].port"),
-        ("pytorchjob", "PyTorchJob", "backoffLimit: 100", "backoff: 100", "spec.runPolicy.backoff"),
-        ("large", "Certificate", "algorithm: ECDSA", "algorithm: P256", "spec.privateKey.algorithm"),
         ("large", "Issuer", "secretName:", "secret:", "spec.ca.secretName spec.ca.secret"),
     ],
 )
@@ -460,13 +449,16 @@ def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     command = "synthetic --num-images 300 --encoder.name none --steps 1000000 --batch-size 16 --num-negatives 64"
     command += " --window-size 96 --window-stride 24 --log-every 1000000 --checkpoint-every 18"
-    with subprocess.Popen([script, *command.split()], env=environment, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen([script, *command.split()], env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: process.poll() is not None or len(saved_steps(output / "checkpoints")) > 1, seconds=200)
             process.terminate()
-            assert process.wait(60) == 143
+            _, errors = process.communicate(timeout=60)
         finally:
             process.kill()
+    assert process.returncode == 143
+    stopped = saved_steps(output / "checkpoints")[-1]
+    assert errors.count(f"interrupted after {stopped} steps: --resume continues from there") == 1, "a line from both"
 
 
 @pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS, PARTS_IN_BUCKET])

@@ -1,4 +1,4 @@
-"""Runs every query of the rules on a real Prometheus that scrapes real shards and a real trainer."""
+"""Runs every query of the rules and panels on a real Prometheus that scrapes real shards and a real trainer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import math
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
-from deploy.prometheus import screenshot
+from deploy.grafana.dashboards import CHOICES
 from deploy.prometheus.local import LocalPrometheus, running_trainer
-from tests.deploy.test_rules import ALERTS, RULES, with_bool
+from tests.deploy.test_dashboards import DASHBOARDS
+from tests.deploy.test_rules import ALERTS, RULES
 from tests.helpers.small_run import NUM_IMAGES, ONLY_ROWS, small_run
 from tests.helpers.watching import metric, wait_until
 from trainer.loop import train
 from weightserver import LocalCluster, WeightClient
+
+
+def with_bool(expression: str) -> str:
+    """Makes comparisons return 0 or 1 instead of filtering, so that everything they compare has a result."""
+    return re.sub(r" (>|<|==) ", r" \1 bool ", expression)
 
 
 def sides(expression: str) -> list[str]:
@@ -43,9 +49,6 @@ OPTIONS = (
 DEADLINE_SECONDS = 240  # ClockBehind looks back two minutes
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="there is no prometheus: Debian's package of that name has it"
-)
-needs_chromium = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="there is no chromium: Debian's package of that name has it"
 )
 
 
@@ -82,41 +85,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             yield Watched(prometheus)
 
 
-def broken(expression: str) -> Iterator[str]:
-    """Yields the expression with each of its metrics and label values replaced by one that does not exist."""
-    names = r"\b(?:(?:weightserver_|pic_trainer_|process_|pic:)\w|up\{)"
-    for found in re.finditer(names + r'|(?<=\w=")|(?<==~")[^"]*', expression):
-        is_pattern = expression[: found.start()].endswith('~"')
-        wrong = "nothing" if is_pattern else f"no_{found.group()}"
-        yield expression[: found.start()] + wrong + expression[found.end() :]
-
-
 @needs_prometheus
 @pytest.mark.slow
-def test_no_rule_is_empty(watched: Watched) -> None:
-    assert watched.empty(QUERIES) == []
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_a_query_for_something_that_does_not_exist_is_noticed(watched: Watched) -> None:
-    assert watched.empty(QUERIES) == []
-    num_broken = 0
-    for name, expression in QUERIES.items():
-        assert watched.empty({name: expression}) == []
-        for side in sides(expression):
-            num_series = watched.series(side)
-            if " or " in side or not num_series:
-                continue  # added parts have cases in rules_test.yml; without errors, the line is at 0
-            for mutant in broken(side):
-                assert watched.series(mutant) < num_series, f"{name}: {mutant}"
-                num_broken += 1
-    assert num_broken > len(QUERIES)
-
-
-@needs_prometheus
-@pytest.mark.slow
-def test_a_healthy_run_raises_no_alert(watched: Watched) -> None:
+def test_no_rule_is_empty_and_a_healthy_run_raises_no_alert(watched: Watched) -> None:
     assert watched.empty(QUERIES) == []
 
     def states() -> dict[str, str]:
@@ -130,18 +101,29 @@ def test_a_healthy_run_raises_no_alert(watched: Watched) -> None:
     assert [name for name, state in states().items() if state == "firing"] == ["Watchdog"]
 
 
+def chosen(expression: str, cluster: str) -> str:
+    """A panel's query as Grafana asks it, with everything chosen but another cluster."""
+    values = dict.fromkeys(CHOICES, ".*") | {"cluster": cluster, "__rate_interval": "10s"}
+    return re.sub(r"\$(\w+)", lambda found: values[found[1]], expression)
+
+
 @needs_prometheus
-@needs_chromium
 @pytest.mark.slow
-def test_the_screenshot_shows_a_curve_for_each_shard(watched: Watched, tmp_path: Path) -> None:
-    assert watched.empty({graph: graph for graph in screenshot.GRAPHS}) == []
-    time.sleep(10)  # a curve, not a point
-    screenshot.photograph(screenshot.graph_url(watched.prometheus.url, 10), tmp_path / "graph.png")
-    image = imread(tmp_path / "graph.png")
-    assert image.shape[:2] == (1640, 1500)
-    red, green, blue = (image[..., colour] for colour in range(3))
-    for line in ((green > red + 0.2) & (green > blue + 0.2), (red > green + 0.3) & (red > blue + 0.3)):
-        assert line.any(axis=0).sum() > 500, "columns of the picture in which the line is"
+def test_every_panel_shows_lines_of_the_chosen_cluster_alone(watched: Watched) -> None:
+    """Each has a name of its own, and the labels by which its links choose."""
+    panels = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]]
+    queries = {target["expr"]: chosen(target["expr"], "default") for panel in panels for target in panel["targets"]}
+    assert watched.empty(queries) == []
+    for panel in panels:
+        names = list[str]()
+        by_link = set(re.findall(r"__field\.labels\.(\w+)", str(panel["fieldConfig"]["defaults"].get("links"))))
+        for target in panel["targets"]:
+            legend = re.sub(r"\{\{(\w+)\}\}", r"{\1}", target["legendFormat"])
+            for labels, _ in watched.prometheus.query(queries[target["expr"]]):
+                assert by_link <= labels.keys(), panel["title"]
+                names.append(legend.format_map(defaultdict(str, labels)))
+            assert watched.prometheus.query(chosen(target["expr"], "other")) == [], panel["title"]
+        assert len(set(names)) == len(names), panel["title"]
 
 
 @pytest.mark.guard
