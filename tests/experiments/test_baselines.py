@@ -287,7 +287,13 @@ def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize(
-    "method", ["memory-bank", "diet", pytest.param("simclr", marks=LIGHTLY), pytest.param("mocov2", marks=LIGHTLY)]
+    "method",
+    [
+        "memory-bank",
+        pytest.param("diet", marks=pytest.mark.slow),
+        pytest.param("simclr", marks=[LIGHTLY, pytest.mark.slow]),
+        pytest.param("mocov2", marks=[LIGHTLY, pytest.mark.slow]),
+    ],
 )
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, method: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

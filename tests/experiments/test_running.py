@@ -143,7 +143,7 @@ def test_a_cell_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> Non
     assert finished(tmp_path, short, 0)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_runs_that_all_fail_end_the_command(tmp_path: Path) -> None:
     """Without the images each of some hundred processes would start and fail."""
     missing = TINY | {"data_dir": str(tmp_path / "nowhere")}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 
 from tests.helpers.terminal import COLUMNS, Terminal
@@ -19,20 +18,10 @@ from trainer import display
 from trainer.display import Counting, counting
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "synthetic",
-    "--num-images",
-    "3000",
-    "--encoder.name",
-    "none",
-    "--batch-size",
-    "16",
-    "--num-negatives",
-    "64",
-    "--window-size",
-    "96",
-]
-SMALL += ["--window-stride", "24", "--dim", "8", "--log-every", "50", "--no-evaluate", "--checkpoint-every", "0"]
+SMALL = (
+    "synthetic --num-images 3000 --encoder.name none --batch-size 16 --num-negatives 64 --window-size 96 "
+    "--window-stride 24 --dim 8 --log-every 50 --no-evaluate --checkpoint-every 0"
+)
 
 
 class Clock:
@@ -68,7 +57,7 @@ def test_without_a_terminal_the_log_has_a_line(
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Terminal, Path, int]:
     """A run in a terminal that Ctrl-C stops once it has shown a loss."""
     output = tmp_path_factory.mktemp("terminal") / "run"
-    command = [sys.executable, "-m", "trainer", *SMALL, "--steps", "1000000", "--output", str(output)]
+    command = [sys.executable, "-m", "trainer", *SMALL.split(), "--steps", "1000000", "--output", str(output)]
     terminal = Terminal([*command, "--num-shards", "5"])  # whose start takes several redraws
     pressed: list[bool] = []
 
@@ -131,24 +120,6 @@ def test_commands_can_be_interrupted_while_it_loads_libraries(command: list[str]
     assert "interrupted" in terminal.left
     assert "loading libraries" not in terminal.left
     assert "Traceback" not in terminal.seen
-
-
-@pytest.mark.slow
-def test_ctrl_c_of_a_command_that_names_its_stage(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    Image.new("L", (8_000, 8_000)).save(tmp_path / "pictures/0.png")
-    for number in range(1, 100):
-        (tmp_path / f"pictures/{number}.png").hardlink_to(tmp_path / "pictures/0.png")
-    command = [sys.executable, "-m", "trainer.data", "inspect", "pictures"]
-    terminal, pressed = Terminal(command, cwd=tmp_path), list[bool]()
-
-    def on_screen(text: str) -> None:
-        if not pressed and "looking into the images, " in text:
-            pressed.append(True)
-            terminal.interrupt()
-
-    assert terminal.run(on_screen) == 130
-    assert terminal.left.strip() == "pic inspect: interrupted: repeat the command to continue"
 
 
 def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

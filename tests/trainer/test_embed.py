@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from trainer.data.packed import PackedImages
 from trainer.data.pixels import IMAGENET
 from trainer.embed import main
 from trainer.evaluate.features import encode
-from trainer.export.encoders import export_encoder
 from trainer.model import EncoderConfig, build_model, load_encoder, save_encoder
 from trainer.pic import main as pic_main
 from weightserver.common.installing import install_advice
@@ -273,61 +271,6 @@ def test_bad_input_is_one_line_before_anything_is_computed(
     assert embed(grey, tree, "--output", tmp_path / "a.npz") == 1
     assert "takes grey images" in capsys.readouterr().err
     assert not (tmp_path / "a.npz").exists()
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("library", ["timm", pytest.param("torchvision", marks=pytest.mark.slow)])
-def test_the_card_says_in_three_lines_how_its_library_alone_loads_the_encoder(library: str, tmp_path: Path) -> None:
-    """The card's own lines are run in a process that can import the library, and neither the trainer nor its head."""
-    tree = plain_tree(tmp_path / "tree", 12)
-    scale = {"pixel_mean": (0.4, 0.5, 0.6), "pixel_std": (0.2, 0.3, 0.1)}
-    config = EncoderConfig(name="resnet18", in_channels=3, image_size=96, **scale)  # type: ignore[arg-type]
-    run, exported = run_with(config, tmp_path / "run", tree), tmp_path / "exported"
-    export_encoder(run, library, exported)
-    card = (exported / "README.md").read_text()
-    assert "It was trained on images, without using\nlabels, by Parametric" in card
-    settings = set(re.findall(r"^\| ([\w.]+) \|", card, re.MULTILINE))
-    assert {"batch_size", "encoder.name", "temperature"} <= settings
-
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    loading = [line for line in code.splitlines() if line.startswith("model")]
-    assert len(loading) <= 4
-    image = tree / "a/0000.jpg"
-    probe = f"""
-import sys
-class Nowhere:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("trainer", "weightserver"):
-            raise ImportError(name + " is not installed here")
-sys.meta_path.insert(0, Nowhere())
-{code}
-import torch
-from PIL import Image
-with torch.no_grad():
-    features = model(preprocess(Image.open({str(image)!r}).convert("RGB"))[None])
-print(features.shape[1], *features[0, :5].tolist())
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    schemas = Path(__file__).parents[2] / "trainer/torchvision_schemas.py"
-    beginning = f"import runpy; keep = runpy.run_path({str(schemas)!r})['declare_missing_schemas']()"
-    ran = subprocess.run(
-        [sys.executable, "-c", beginning + probe],
-        cwd=exported,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, ran.stderr
-    dim, *found = map(float, ran.stdout.split())
-    assert dim == 512
-    dataset = load_dataset("folder", tree, image_size=96)
-    ours = encode(load_encoder(run / "encoder.safetensors")[0], dataset.train_images, 96, config.pixels)
-    number = [str(path.relative_to(tree)) for path in sorted(tree.rglob("*.jpg"))].index("a/0000.jpg")
-    assert np.corrcoef(ours[number, :5], found)[0, 1] > 0.99, "the same image, prepared by the library"
-    if library == "timm":
-        fields = json.loads((exported / "config.json").read_text())["pretrained_cfg"]
-        assert (fields["mean"], fields["std"], fields["input_size"]) == ([0.4, 0.5, 0.6], [0.2, 0.3, 0.1], [3, 96, 96])
 
 
 def test_the_documented_lines_load_an_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 
 from tests.helpers.image_tree import plain_tree
@@ -24,6 +23,8 @@ from weightserver.operations.certificates import write_certificates
 from weightserver.torch import VisitSchedule
 from weightserver.torch.windows import RowOrder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def export(*arguments: object) -> int | str | None:
     with pytest.raises(SystemExit) as stopped:
@@ -33,7 +34,6 @@ def export(*arguments: object) -> int | str | None:
 
 @pytest.mark.slow
 def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)
     run, steps = tmp_path / "run", EVERY + 2
     train(small_run(run, steps=steps, order_seed=11, encoder=ONLY_ROWS))
     assert export(run, "--output", tmp_path / "out", "--format", "npz") == 0
@@ -68,7 +68,6 @@ def test_rows_are_exported_with_their_images(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_rows_are_exported_over_tls_with_the_options_of_the_run_or_others(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     run, certificates = tmp_path / "run", tmp_path / "certificates"
     write_certificates(certificates, ["127.0.0.1"])
     options = ["--tls-cert", f"{certificates}/server.pem", "--tls-key", f"{certificates}/server-key.pem"]
@@ -106,7 +105,6 @@ def test_export_rejects_bad_input(
 @pytest.mark.guard
 @pytest.mark.parametrize("kind", ["folder", "packed"])
 def test_exported_rows_name_their_images_files(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)
     tree, run = plain_tree(tmp_path / "tree", 40), tmp_path / "run"
     directory = tree
     if kind == "packed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 import trainer.run.checkpoint
 from tests.helpers import dying_run
+from tests.helpers.bars import write_bars
 from tests.helpers.dying_run import NUM_SHARDS
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.recent import recent_rows
@@ -257,6 +259,12 @@ def test_images_are_the_same_wherever_they_lie(images: Path, tmp_path: Path) -> 
     assert load_dataset("folder", tree.rename(tmp_path / "moved")).digests == digests
     (tmp_path / "moved" / "a" / "0000.jpg").rename(tmp_path / "moved" / "a" / "0009.jpg")
     assert load_dataset("folder", tmp_path / "moved").digests != digests
+    (tmp_path / "idx").mkdir()
+    bars = load_dataset("idx", write_bars(tmp_path / "idx", num_train=9)).digests
+    file = shutil.copytree(tmp_path / "idx", tmp_path / "bars") / "train-images-idx3-ubyte.gz"
+    assert load_dataset("idx", file.parent).digests == bars
+    file.write_bytes(gzip.compress(gzip.decompress(file.read_bytes())[:-1] + b"x"))
+    assert load_dataset("idx", file.parent).digests != bars
 
 
 def test_an_extension_does_not_bring_the_warm_up_back() -> None:

@@ -27,11 +27,7 @@ Tensors = dict[str, Tensor]
 NAME = "torchvision:shufflenet_v2_x0_5"
 """A small model, of NUM_TENSORS without its classifier."""
 NUM_TENSORS = 336
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
@@ -163,14 +159,6 @@ def test_finds_the_encoder(
     assert not printed.err
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("prefix", ["encoder_k", "module.encoder_k"])
-def test_a_prefix_is_any_part_of_the_path(tmp_path: Path, prefix: str) -> None:
-    path = tmp_path / "moco.pth"
-    torch.save(moco_2(), path)
-    assert_is(imported(path, "--model", NAME, "--prefix", prefix), weights(2))
-
-
 @pytest.mark.parametrize(
     ("content", "line", "chosen"),
     [
@@ -180,6 +168,11 @@ def test_a_prefix_is_any_part_of_the_path(tmp_path: Path, prefix: str) -> None:
             {"--prefix=model": 1, "--prefix=model.": 1, "--prefix=ema.model": 2, "--prefix=ema": 2},
         ),
         (lambda: weights(1) | {"ema": weights(2)}, "no prefix (--prefix=), ema.", {"--prefix=": 1, "--prefix=ema": 2}),
+        (
+            moco_2,
+            "state_dict.module.encoder_q., state_dict.module.encoder_k.",
+            {"--prefix=encoder_k": 2, "--prefix=module.encoder_k": 2},
+        ),
     ],
 )
 def test_each_prefix_that_the_refusal_names_chooses(

@@ -23,7 +23,6 @@ from trainer.monitors import (
     gradient_norm,
     is_own_class_first,
     mean_cosine,
-    rankme,
 )
 from weightserver.torch import Ranks
 
@@ -33,19 +32,6 @@ NAMES = {"instance_top1", "rankme", "feature_std", "mean_cosine", "gradient_norm
 
 def unit(*rows: tuple[float, ...]) -> Tensor:
     return F.normalize(torch.tensor(rows, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("features", "expected"),
-    [
-        pytest.param(torch.eye(8), 8, id="all dimensions"),
-        pytest.param(torch.ones(20, 8), 1, id="one direction"),
-        pytest.param(torch.diag(torch.tensor([3.0, 1.0])), 4 / 3**0.75, id="shares of three quarters and a quarter"),
-        pytest.param(torch.eye(8)[:3], 3, id="fewer features than dimensions"),
-    ],
-)
-def test_rankme_by_hand(features: Tensor, expected: float) -> None:
-    assert rankme(features.double()) == pytest.approx(expected, rel=2e-5)  # ε adds up to 8e-7 times its logarithm
 
 
 def test_mean_cosine_by_hand() -> None:

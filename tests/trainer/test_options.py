@@ -27,6 +27,7 @@ from trainer.settings import SettingError
 from trainer.torchvision_schemas import import_module
 from weightserver.torch import RangesOrder, Ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GROUP_NORM = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blocks=(1, 1), norm="group")
 NO_AUGMENTATION = AugmentationConfig(
     min_scale=1.0,
@@ -38,11 +39,6 @@ NO_AUGMENTATION = AugmentationConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def run(output: Path, **changes: Any) -> npt.NDArray[np.float64]:
     """The losses of a run with dense rows, in which an image's features depend on no other image."""
     settings: dict[str, Any] = {"rows": "dense", "encoder": GROUP_NORM, "learning_rate": 0.05}
@@ -51,8 +47,7 @@ def run(output: Path, **changes: Any) -> npt.NDArray[np.float64]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> npt.NDArray[np.float64]:
-    torch.set_num_threads(1)
+def plain(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> npt.NDArray[np.float64]:
     return run(tmp_path_factory.mktemp("plain") / "run")
 
 

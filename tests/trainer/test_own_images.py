@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +11,6 @@ import pytest
 from PIL import Image
 
 from tests.helpers.image_tree import odd_tree, plain_tree
-from tests.helpers.watching import once_within
 from trainer.data import load_dataset
 from trainer.data.pack import PackOptions, pack
 from trainer.own_images import images_config, problems_with
@@ -196,19 +190,9 @@ def test_a_pack_is_advised_for_images_that_do_not_stay_in_memory(
     assert "pic pack" not in capsys.readouterr().err
 
 
-def test_choices_are_one_event_of_a_json_log(
-    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", root.level)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+def test_choices_are_one_event_of_a_json_log(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_events("json")
-    try:
-        config = images_config(["--data-dir", "pictures", "--log-format", "json", "--device", "cpu", "--epochs", "3"])
-    finally:
-        logging.captureWarnings(False)
+    config = images_config(["--data-dir", "pictures", "--log-format", "json", "--device", "cpu", "--epochs", "3"])
     *_, line = capsys.readouterr().err.splitlines()  # after what is left out, which a process logs once
     event = json.loads(line)
     assert (event["event"], event["images"], event["classes"]) == ("settings chosen", 73, 3)
@@ -223,26 +207,6 @@ def test_what_would_end_a_run_of_a_preset_is_found_too(pictures: Path) -> None:
     _, preset = PRESETS["imagenet-1k"]
     problems = problems_with(preset, dataset)
     assert [problem.split(" ")[0] for problem in problems] == ["--window-size", "--num-negatives"]
-
-
-@pytest.mark.slow
-def test_training_starts_within_a_minute_and_ends(pictures: Path, tmp_path: Path) -> None:
-    plain_tree(pictures, 1_000, first=100)
-    command = [sys.executable, "-m", "trainer", "images", "--data-dir", str(pictures), "--steps", "12"]
-    command += ["--device", "cpu", "--log-every", "2", "--output"]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
-
-    def seconds_until_the_first_step(number: int) -> float:
-        began, run = time.time(), tmp_path / str(number)
-        ran = subprocess.run(
-            [*command, str(run)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
-        assert (run / "encoder.safetensors").exists()
-        return min(path.stat().st_mtime for path in (run / "checkpoints").iterdir()) - began
-
-    once_within(60, seconds_until_the_first_step)
 
 
 @pytest.mark.guard  # a run, and its resumption

@@ -187,9 +187,14 @@ def test_lengths_of_imagenet_11k(epochs: int) -> None:
     assert differing == {"epochs", "output"}
 
 
-@pytest.mark.parametrize("views", [1, 2])
-def test_views_of_table_5(views: int) -> None:
-    assert len(imagenet("--views", str(views)).augmentations()) == views
+def test_views_of_table_5() -> None:
+    """One or two of an image, each also smaller than it."""
+
+    def sizes(*options: str) -> list[int]:
+        return [view.image_size for view in imagenet(*options).augmentations()]
+
+    assert sizes() == [224]
+    assert sizes("--views", "2", "--view-size", "160") == [160, 160]
 
 
 # ---- Appendix, Experimental Settings

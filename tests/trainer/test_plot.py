@@ -50,28 +50,6 @@ def points(figure: Figure, label: str) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in np.asarray(line.get_xydata())] for line in lines]
 
 
-def test_no_legend_covers_a_curve(figure: Figure) -> None:
-    figure.canvas.draw()
-    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
-    assert len(legends) == 2
-    for legend in legends:
-        box = legend.get_window_extent()
-        assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
-        assert figure.bbox.containsx(box.x0)
-        assert figure.bbox.containsx(box.x1)
-
-
-def test_lines_are_told_apart_without_colour(figure: Figure) -> None:
-    panels = [list(axes.get_lines()) for axes in figure.axes]
-    assert [len(lines) for lines in panels] == [4, 5]
-    for lines in panels:
-        looks = [
-            (str(line._dash_pattern), line.get_marker(), line.get_linewidth())  # type: ignore[attr-defined]
-            for line in lines
-        ]
-        assert len(set(looks)) == len(lines)
-
-
 def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
     """From kNN before the first step, and the first recorded loss instead of a mean with lower ones after it, on."""
     assert points(figure, "during training")[0][0] == (0, 60)

@@ -110,15 +110,6 @@ def rates(config: TrainConfig) -> np.ndarray:
     return RunImages(NUM_IMAGES, NUM_IMAGES).learning_rates(config.optimization)
 
 
-def test_views_have_the_areas_of_the_paper() -> None:
-    def areas(*arguments: str) -> list[tuple[int, float, float]]:
-        augmentations = parse_config(["imagenet-1k", *arguments]).augmentations()
-        return [(made.image_size, made.config.min_scale, made.config.max_scale) for made in augmentations]
-
-    assert areas() == [(224, 0.2, 1.0)]
-    assert areas("--views", "2", "--view-size", "160") == [(160, 0.2, 1.0)] * 2
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_settings_that_fit_together(preset: str) -> None:
     config = parse_config([preset])

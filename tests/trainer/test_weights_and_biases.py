@@ -46,16 +46,8 @@ def test_a_run_and_its_resumption_are_one(tmp_path: Path, monkeypatch: pytest.Mo
 @needs_wandb
 def test_a_missing_key_gives_one_line(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    command = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "synthetic",
-        "--wandb-project",
-        "pic",
-        "--output",
-        str(tmp_path / "run"),
-    ]
+    command = [sys.executable, "-m", "trainer", "synthetic", "--wandb-project", "pic"]
+    command += ["--output", str(tmp_path / "run")]
     environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1
