@@ -10,10 +10,7 @@ import torch
 
 from tests.helpers.kernels import AVX2_IN_TWO_THREADS, MIXED, SCALAR, Kernels
 
-QUICK = [
-    "tests/test_arithmetic.py",
-    "tests/weightserver/torch/test_loss.py",
-]
+QUICK = ["tests/test_arithmetic.py", "tests/weightserver/torch/test_loss.py"]
 NUMERIC = [
     *QUICK,
     "tests/trainer/test_model.py",

@@ -237,36 +237,3 @@ def test_the_dashboards_are_found_where_they_are_mounted() -> None:
     (provider,) = yaml.safe_load((PROVISIONING / "dashboards/pic.yml").read_text())["providers"]
     assert provider["type"] == "file"
     assert Path(provider["options"]["path"]).name == DIRECTORY.name
-
-
-def queries(question: str) -> list[str]:
-    """The queries of the one panel whose title begins like this."""
-    panels = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]]
-    (panel,) = [panel for panel in panels if panel["title"].startswith(question)]
-    return [target["expr"] for target in panel["targets"]]
-
-
-def test_stages_and_clients_are_shown_by_shard() -> None:
-    """A stage of one slow shard must not disappear among the others, nor its slow clients among small fetches."""
-    for kind, query in zip(("fetch", "write"), queries("Which stage do"), strict=True):
-        assert f"weightserver_{kind}_stage_seconds_bucket" in query
-        assert re.search(r"sum by \(cluster, le, shard, stage\)", query)
-    (calls,) = queries("Which shard is slow for clients")
-    assert re.search(r"sum by \(cluster, le, shard, size_class\)", calls)
-
-
-def test_clients_are_compared_with_the_slowest_shard_of_the_same_fetches() -> None:
-    """With all shards' own times, the slowest of sixteen would look like the network's fault."""
-    whole, whole_99, slowest, slowest_99 = queries("How much longer do clients wait")
-    ours, theirs = "weightserver_client_fetch_seconds_bucket", "weightserver_client_slowest_shard_seconds_bucket"
-    assert ours in whole
-    assert (whole.replace(ours, theirs), whole_99.replace(ours, theirs)) == (slowest, slowest_99)
-
-
-def test_late_fetches_are_shown_over_the_windows_that_the_legends_tell() -> None:
-    """In a run of minutes all of its recorded windows look the same."""
-    (panel,) = (panel for panel in BOARDS["fetches"]["panels"] if panel["title"].startswith("Are more fetches late"))
-    windows = {legend.rpartition(", ")[2]: query for legend, query in panel["lines"].items() if ", " in legend}
-    assert windows == {"1 h": "pic:late_fetches:ratio_rate1h"}
-    assert set(panel["lines"].values()) - set(windows.values()) == {"pic:late_fetches:ratio_rate5m"}
-    assert "the last five minutes and the last hour" in " ".join(panel["about"].split())

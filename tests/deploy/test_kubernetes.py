@@ -411,10 +411,7 @@ def test_a_preemption_does_not_use_up_the_restarts(overlay: str) -> None:
     """A pod that is taken away, and its peers, which end with 143 after a checkpoint, fail by the policy."""
     spec = the(manifests(overlay), "JobSet")["spec"]
     (rule,) = spec["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == (
-        "RestartJobSetAndIgnoreMaxRestarts",
-        ["PodFailurePolicy"],
-    )
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
     for job in spec["replicatedJobs"]:
         job = job["template"]["spec"]
         assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")

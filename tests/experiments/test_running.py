@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,12 @@ WHOLE = Table(name="whole", title="Whole", cells=(FIRST,))
 
 
 @pytest.fixture(autouse=True)
-def cells_find_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cells find this tree; the command's handler of SIGTERM goes when it ends."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def runner(directory: Path, table: Table = MADE) -> Runner:
@@ -169,11 +174,7 @@ def test_cells_for_a_gpu_train_and_are_evaluated_on_a_cpu_in_their_short_form(
         records = np.random.default_rng(len(name)).integers(0, 256, (600, 1 + 3 * 32 * 32), np.uint8)
         records[:, 0] = np.arange(600) % 10
         (images / f"{name}.bin").write_bytes(records.tobytes())
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        status = main(["gpu", "--quick", "--budget", "100000"])
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    status = main(["gpu", "--quick", "--budget", "100000"])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     assert "2 of 2 runs have finished" in captured.out
@@ -192,11 +193,7 @@ def test_runs_for_a_gpu_that_other_machines_made_are_counted(
     record = {"measures": {LINEAR: 80.0, KNN: 79.0}, "core_seconds": 1.0}
     (QUICK / "results").mkdir(parents=True)
     (QUICK / "results" / RUNS_FILE).write_text(json.dumps({cell.identity(0): record for cell in cells}))
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert main(["gpu", "--quick"]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    assert main(["gpu", "--quick"]) == 0
     assert f"{len(cells)} of {len(cells)} runs have finished" in capsys.readouterr().out
 
 

@@ -117,7 +117,6 @@ def code_of_the_card(directory: Path) -> str:
         *(
             pytest.param(*case, marks=pytest.mark.guard)
             for case in [
-                ("resnet18", 3, "timm"),
                 ("torchvision:resnet50", 3, "timm"),
                 ("torchvision:mobilenet_v3_small", 3, "torchvision"),
                 ("timm:resnet50", 3, "torchvision"),

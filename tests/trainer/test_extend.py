@@ -209,10 +209,7 @@ def test_more_images_wait_for_extend(
     [
         ([70], "the run has 100 images, the data set only 70: give all images of the run"),
         ([40, 30], "the run has 100 images, the data set only 70: give all images of the run"),
-        (
-            [160],
-            "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",
-        ),
+        ([160], "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add"),
         (
             [90, 70],
             "the run has 100 images, the data set 160, and the images of the run may have other rows in it: add",

@@ -136,20 +136,11 @@ def test_options_without_effect_are_refused(options: list[str], message: str) ->
     ("changes", "message"),
     [
         ({"labels": "classes"}, "--labels classes: these images have no labels: give a file"),
-        (
-            {"labels": "/no/such/labels.npy"},
-            "--labels /no/such/labels.npy: cannot read .*: give a .npy file",
-        ),
+        ({"labels": "/no/such/labels.npy"}, "--labels /no/such/labels.npy: cannot read .*: give a .npy file"),
         ({"num_negatives": 61}, "--num-negatives is 61, but there are only 60 classes: choose fewer"),
         ({"negatives": "uniform", "num_negatives": 18}, "leaves 2 rows to sample, less than a block of 5"),
-        (
-            {"negatives": "both", "num_negatives": 20},
-            "--num-negatives is 20, of which 10 are recent ones, but a batch",
-        ),
-        (
-            {"capacity": 50},
-            "--capacity is 50, but the 3 steps that are requested in advance need 60: raise",
-        ),
+        ({"negatives": "both", "num_negatives": 20}, "--num-negatives is 20, of which 10 are recent ones, but a batch"),
+        ({"capacity": 50}, "--capacity is 50, but the 3 steps that are requested in advance need 60: raise"),
     ],
 )
 def test_bad_classes_are_refused(changes: dict[str, Any], message: str, labels: Path, tmp_path: Path) -> None:

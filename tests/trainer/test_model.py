@@ -12,14 +12,7 @@ from safetensors.torch import save_file
 
 from trainer.compute import ComputeConfig
 from trainer.config import TrainConfig
-from trainer.model import (
-    EncoderConfig,
-    build_encoder,
-    build_model,
-    encoder_metadata,
-    load_encoder,
-    save_encoder,
-)
+from trainer.model import EncoderConfig, build_encoder, build_model, encoder_metadata, load_encoder, save_encoder
 from trainer.small_resnet import BasicBlock, GridOfAverages, SmallResNet
 from weightserver.torch.loss import cosine_softmax_loss
 

@@ -17,13 +17,7 @@ import trainer.monitors
 from tests.helpers.small_run import small_run
 from trainer.loop import train
 from trainer.loss import LossConfig
-from trainer.monitors import (
-    Monitors,
-    Update,
-    gradient_norm,
-    is_own_class_first,
-    mean_cosine,
-)
+from trainer.monitors import Monitors, Update, gradient_norm, is_own_class_first, mean_cosine
 from weightserver.torch import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

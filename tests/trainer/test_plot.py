@@ -18,30 +18,17 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     assert draw_training(tmp_path / "metrics.jsonl").startswith(b"\x89PNG")
 
 
-@pytest.fixture(scope="module")
-def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
-    """The figure of two runs."""
-    losses = [6.9 - 0.02 * min(step, 80) + 0.02 * max(0, step - 80) for step in range(120)]
-    records: list[dict[str, Any]] = [
-        {"step": step, "loss": loss, "knn_top1": 70.0} for step, loss in enumerate(losses, start=9)
-    ]
-    records[0]["initial_knn_top1"] = 60.0
-    directory = tmp_path_factory.mktemp("drawn")
-    metrics, other = directory / "metrics.jsonl", directory / "other.jsonl"
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    other.write_text("".join(json.dumps(record | {"loss": 6.95, "knn_top1": 65.0}) + "\n" for record in records))
-    references = {"trained encoder": 85.0, "untrained encoder": 60.0, "raw pixels": 75.0}
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda self, path, **how: (drawn.append(self), save(self, path, **how)))
-        draw_training(
-            metrics,
-            chance_loss=6.93,
-            references=references,
-            others={"without correction": other},
-        )
-    return drawn[0]
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn from now on."""
+    found: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: found.append(self))
+    return found
+
+
+def written(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 def points(figure: Figure, label: str) -> list[list[tuple[float, float]]]:
@@ -50,8 +37,18 @@ def points(figure: Figure, label: str) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in np.asarray(line.get_xydata())] for line in lines]
 
 
-def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
+def test_the_curves_are_those_of_the_records(drawn: list[Figure], tmp_path: Path) -> None:
     """From kNN before the first step, and the first recorded loss instead of a mean with lower ones after it, on."""
+    losses = [6.9 - 0.02 * min(step, 80) + 0.02 * max(0, step - 80) for step in range(120)]
+    records: list[dict[str, Any]] = [
+        {"step": step, "loss": loss, "knn_top1": 70.0} for step, loss in enumerate(losses, start=9)
+    ]
+    records[0]["initial_knn_top1"] = 60.0
+    others = [record | {"loss": 6.95, "knn_top1": 65.0} for record in records]
+    metrics, other = written(tmp_path / "metrics.jsonl", records), written(tmp_path / "other.jsonl", others)
+    references = {"trained encoder": 85.0, "untrained encoder": 60.0, "raw pixels": 75.0}
+    draw_training(metrics, chance_loss=6.93, references=references, others={"without correction": other})
+    (figure,) = drawn
     assert points(figure, "during training")[0][0] == (0, 60)
     assert points(figure, "loss, smoothed")[0][0] == pytest.approx((9, 6.9))
     assert figure.axes[0].get_xlim()[0] == 0
@@ -62,15 +59,12 @@ def test_the_curves_are_those_of_the_records(figure: Figure) -> None:
 
 @pytest.mark.parametrize(("number", "labels"), [(99, ["loss"]), (100, ["loss", "loss, smoothed"])])
 def test_a_short_run_has_the_panels_and_lines_of_what_it_has(
-    number: int, labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, labels: list[str], drawn: list[Figure], tmp_path: Path
 ) -> None:
     """No smoothed loss, which would hide the few points, and no panel of accuracy without any."""
     losses = [7 - 0.01 * step + step % 2 for step in range(number)]
     records = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    draw_training(tmp_path / "metrics.jsonl")
+    draw_training(written(tmp_path / "metrics.jsonl", records))
     (axes,) = drawn[0].axes
     assert [line.get_label() for line in axes.lines] == labels
     assert np.asarray(axes.lines[0].get_ydata()).tolist() == losses

@@ -123,10 +123,7 @@ def test_presets_are_settings_that_fit_together(preset: str) -> None:
         (["imagenet1k"], "unknown preset 'imagenet1k': did you mean imagenet-1k?"),
         (["imagnet-1k", "--seed", "1"], "unknown preset 'imagnet-1k': did you mean imagenet-1k?"),
         (["reprot", "runs/a"], "did you mean report?"),
-        (
-            ["mnist-of-letters"],
-            "give a folder that exists, or one of fashion-mnist, demo, cifar-10, imagenet-1k",
-        ),
+        (["mnist-of-letters"], "give a folder that exists, or one of fashion-mnist, demo, cifar-10, imagenet-1k"),
         (["imagenet-1k", "--output", "", "--resume"], "trainer: --output: the path is empty: is a variable not set?"),
         (["synthetic", "--data_dir="], "trainer: --data-dir: the path is empty"),
     ],

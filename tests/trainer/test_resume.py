@@ -387,8 +387,7 @@ def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
         other.open_session("other")
         begin = run.with_settings(output=tmp_path / "second")
         with pytest.raises(
-            ValueError,
-            match=r"hold the rows of run 'other' up to step 0: .* \(process \d+ on .*, .*alive \d+ s ago\)",
+            ValueError, match=r"hold the rows of run 'other' up to step 0: .* \(process \d+ on .*, .*alive \d+ s ago\)"
         ):
             train(begin)
         assert train(begin.with_settings(take_over=True)).summary["steps"] == 4

@@ -115,11 +115,7 @@ def test_generated_images_cannot_be_evaluated() -> None:
         ("synthetic", {"num_images": 5, "image_size": 0}, r"image_size must lie in 1\.\.1024, got 0"),
         ("synthetic", {"num_images": 5, "directory": Path("/data")}, "is generated: omit --data-dir /data"),
         ("packed", {"num_images": 5, "directory": Path("/data")}, "'packed' is used whole: omit --num-images"),
-        (
-            "imagenet",
-            {"num_images": 5},
-            "choose one of cifar-10, fashion-mnist, folder, idx, packed, syn",
-        ),
+        ("imagenet", {"num_images": 5}, "choose one of cifar-10, fashion-mnist, folder, idx, packed, syn"),
     ],
 )
 def test_bad_arguments(name: str, options: dict[str, Any], message: str) -> None:

@@ -26,11 +26,7 @@ from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig, load_encoder
 from trainer.results import finish
-from weightserver import (
-    LocalCluster,
-    ShardUnavailableError,
-    WeightClient,
-)
+from weightserver import LocalCluster, ShardUnavailableError, WeightClient
 from weightserver.operations.certificates import write_certificates
 
 NUM_IMAGES = 160
@@ -248,10 +244,7 @@ BAD_COMMAND_LINES = {
         ["--rows-per-block", "2048", "--dim", "65536"],
         r"^trainer: --rows-per-block is 2048, but a block of so many rows of 65536 numbers takes \d+ bytes, more",
     ),
-    "augmentation": (
-        ["--augmentation.min-scale", "2"],
-        r"^trainer: --augmentation\.min-scale is 2.0 and the large",
-    ),
+    "augmentation": (["--augmentation.min-scale", "2"], r"^trainer: --augmentation\.min-scale is 2.0 and the large"),
     "blocks of the encoder": (["--encoder.blocks", "0"], r"^trainer: --encoder\.blocks is \(0,\): give at least one"),
     "device": (["--device", "abacus"], r"--device 'abacus' is unknown: give cpu, cuda"),
     "too long": (["--steps", "1000000000000"], r"would take 1e\+12 steps, at most 33,554,432 are possible"),

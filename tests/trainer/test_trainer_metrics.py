@@ -17,12 +17,7 @@ from trainer.run.prometheus import TrainerMetrics
 from weightserver.common.stages import StageClock
 from weightserver.torch import RowCounters
 
-RECORD = {
-    "step": 9,
-    "loss": 4.5,
-    "learning_rate": 0.03,
-    "active_rows": 64,
-}
+RECORD = {"step": 9, "loss": 4.5, "learning_rate": 0.03, "active_rows": 64}
 MONITORS = {
     "instance_top1": 12.5,
     "rankme": 60.0,
@@ -31,12 +26,7 @@ MONITORS = {
     "gradient_norm": 0.4,
     "row_norm": 0.3,
 }
-SIZES: dict[str, Any] = {
-    "window_size": 96,
-    "batch_size": 16,
-    "num_steps": 40,
-    "device": torch.device("cpu"),
-}
+SIZES: dict[str, Any] = {"window_size": 96, "batch_size": 16, "num_steps": 40, "device": torch.device("cpu")}
 Scrape = Callable[[], dict[str, float]]
 
 

@@ -10,13 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experiments.paper.average_precision import (
-    THRESHOLDS,
-    Detections,
-    Objects,
-    average_precision,
-    eleven_points,
-)
+from experiments.paper.average_precision import THRESHOLDS, Detections, Objects, average_precision, eleven_points
 
 NUM_CLASSES, NUM_IMAGES = 3, 3
 SIDES = st.integers(1, 10)

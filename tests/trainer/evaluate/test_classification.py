@@ -11,20 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.evaluations import (
-    Convolution,
-    SeesNothing,
-    SeesRows,
-    made_dataset,
-    made_evaluation,
-)
-from trainer.evaluate.classification import (
-    balanced_share,
-    default_epochs,
-    fine_tune,
-    linear,
-    semi_supervised,
-)
+from tests.helpers.evaluations import Convolution, SeesNothing, SeesRows, made_dataset, made_evaluation
+from trainer.evaluate.classification import balanced_share, default_epochs, fine_tune, linear, semi_supervised
 from trainer.evaluate.classifiers import CosineClassifier
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig

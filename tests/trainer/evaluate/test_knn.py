@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.evaluations import (
-    SeesNothing,
-    SeesRows,
-    made_dataset,
-    made_evaluation,
-)
+from tests.helpers.evaluations import SeesNothing, SeesRows, made_dataset, made_evaluation
 from trainer.evaluate import knn as knn_module
 from trainer.evaluate.features import Frozen, encoder_features
 from trainer.evaluate.knn import knn, knn_top1, stored_features

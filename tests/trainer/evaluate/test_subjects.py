@@ -183,10 +183,7 @@ def test_an_export(tmp_path: Path) -> None:
         ({"encoder": Path("/no/such/file")}, "cannot read encoder file /no/such/file"),
         ({"encoder": "{trained}"}, "is a run's directory: give --run"),
         ({"encoder": "{tmp}"}, "has 0 safetensors files, not one"),
-        (
-            {"encoder": "{tmp}/other.pth"},
-            "is no encoder file of this trainer: give weights of others to 'pic export",
-        ),
+        ({"encoder": "{tmp}/other.pth"}, "is no encoder file of this trainer: give weights of others to 'pic export"),
     ],
 )
 def test_refuses_in_one_line(tmp_path: Path, trained: Path, options: dict[str, Any], message: str) -> None:

@@ -91,16 +91,14 @@ CASES = {
     ),
     "semi-supervised": Case(
         partial(
-            semi_supervised,
-            config=SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.1, 0.3)),
+            semi_supervised, config=SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.1, 0.3))
         ),
         Convolution,
         12,
     ),
     "segment": Case(
         partial(
-            segment,
-            config=SegmentConfig(iterations=4, batch_size=3, crop_size=33, learning_rate=1e-4, save_every=2),
+            segment, config=SegmentConfig(iterations=4, batch_size=3, crop_size=33, learning_rate=1e-4, save_every=2)
         ),
         small_resnet,
         4,
