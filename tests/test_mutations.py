@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MUTATIONS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "mutations.toml").read_text())
-COPIED = ("weightserver", "trainer", "tests", "protos", "deploy", "benchmarks", "experiments", "docs")
-COPIED += ("pyproject.toml", "README.md")
+_FOLDERS = ("weightserver", "trainer", "tests", "protos", "deploy", "benchmarks", "experiments", "docs")
+COPIED = (*_FOLDERS, "pyproject.toml", "README.md")
 OUTCOME = {0: "passed", 1: "failed", -signal.SIGBUS: "failed"}
 """By exit status. A page that is not in a file ends the process that reads it."""
 

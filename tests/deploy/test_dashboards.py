@@ -180,8 +180,8 @@ def test_a_shard_counts_rows_bytes_and_repeated_writes(cluster: LocalCluster, cl
     metrics = ShardMetrics(shard=0, num_shards=1, version="0")
     metrics.wrote("push", 5, 160, {}, duplicate=True)
     text = metrics_page(metrics.registry).decode()
-    names = ("duplicate_writes_total", "requested_rows_total", "rows_total", "row_bytes_total")
-    assert [metric_on(text, f"weightserver_{name}") for name in names] == [1, 5, 0, 0]
+    of_a_repeated_one = {"duplicate_writes_total": 1, "requested_rows_total": 5, "rows_total": 0, "row_bytes_total": 0}
+    assert {name: metric_on(text, f"weightserver_{name}") for name in of_a_repeated_one} == of_a_repeated_one
 
 
 def series_of(query: str) -> Iterator[tuple[str, int]]:
