@@ -176,3 +176,5 @@ def test_a_shard_that_is_down_mutes_what_waits_for_it_and_nothing_else() -> None
     silent = [one["labels"] for one in found if one["status"]["inhibitedBy"]]
     assert len(found) == len(sent)
     assert sorted(silent, key=str) == sorted(muted, key=str)
+    receivers = {(one["labels"]["severity"], receiver["name"]) for one in found for receiver in one["receivers"]}
+    assert receivers == {("critical", "pager"), ("warning", "tickets")}

@@ -26,7 +26,6 @@ from experiments.page import (
     appendix_of,
     drawn_tables,
     text_of,
-    write,
 )
 from experiments.plots import curves, draw, draw_curves, points
 from experiments.results import RUNS_FILE, Run, load, seeds_of
@@ -224,9 +223,3 @@ def test_a_plot_is_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
     assert drawn(tmp_path / "first.svg") == points(LIST, LIST_RUNS)
     assert points(LIST, LIST_RUNS) == [{"first": [80.0, 82.0], "second": [80.0]}, {"first": [66.2], "second": [60.0]}]
-
-
-def test_a_page_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="none has no results of these tables"):
-        write(list(TABLES.values()), tmp_path / "none", tmp_path / "docs")
-    assert not (tmp_path / "docs").exists()

@@ -19,7 +19,7 @@ from tests.helpers.pretended_gpu import load, observed, pretended_gpus
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
 
-NUM_STEPS = 9
+NUM_STEPS = 6
 NUM_IMAGES = 128
 LOG_EVERY = 3
 _IN_MEMORY: dict[str, Any] = {"dataset": "idx"}
