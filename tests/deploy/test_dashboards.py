@@ -86,6 +86,27 @@ def test_no_line_mixes_clusters_and_each_choice_counts(panel: dict[str, Any]) ->
         assert (of_runs is None and 'job="trainer"' not in expression) or 'run=~"$run"' in expression
 
 
+def test_a_slow_fetch_leads_to_its_cause_in_two_clicks() -> None:
+    """From the shard that clients wait for to the shard, its stages, or its storage, of the clicked line."""
+    titles = {
+        panel["title"]: (name, panel["fieldConfig"]["defaults"].get("links", []))
+        for name, dashboard in DASHBOARDS.items()
+        for panel in dashboard["panels"]
+    }
+    way = {}
+    for title, (board, links) in titles.items():
+        for link in links:
+            way[title] = (board, re.match(r"/d/pic-(\w+)\?", link["url"])[1])  # type: ignore[index]
+            assert way[title][1] in DASHBOARDS
+    assert way["How much of the time does it wait for rows?"] == ("training", "fetches")
+    assert way["Which shard is slow for clients?"] == ("fetches", "service")
+    assert way["How long do a shard's slowest requests take?"] == ("service", "fetches")
+    assert way["Which stage do the slowest fetches and writes wait for, and on which shard?"] == ("fetches", "storage")
+    for (title, (board, _)), panels in ((pair, DASHBOARDS[pair[1][0]]["panels"]) for pair in way.items()):
+        shown = next(panel for panel in panels if panel["title"] == title)
+        assert all("shard" in target["expr"] for target in shown["targets"]) or board == "training"
+
+
 @pytest.mark.parametrize("panel", PANELS)
 def test_a_link_chooses_what_each_of_its_lines_is_of(panel: dict[str, Any]) -> None:
     """An empty choice would show nothing."""
