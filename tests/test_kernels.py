@@ -13,6 +13,7 @@ from tests.helpers.kernels import AVX2_IN_TWO_THREADS, MIXED, SCALAR, Kernels
 QUICK = ["tests/test_arithmetic.py", "tests/weightserver/torch/test_loss.py"]
 NUMERIC = [
     *QUICK,
+    "tests/weightserver/torch/test_margins.py",
     "tests/trainer/test_model.py",
     "tests/trainer/data/test_augment.py",
     "tests/trainer/evaluate/test_protocols.py",

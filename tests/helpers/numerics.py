@@ -10,7 +10,6 @@ the conditioning of the case. The bound is of first order, doubled where it is c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from weightserver import TableSpec
 from weightserver.core.arrays import Float64Array
-from weightserver.torch import Margin
-from weightserver.torch.margins import NO_MARGIN
 
 _FUNCTION = 4.0
 """Units of rounding of an elementary function."""
@@ -127,7 +124,6 @@ def softmax_loss(
     *,
     temperature: float = 1.0,
     cosines: bool = True,
-    margin: Margin = NO_MARGIN,
     label_smoothing: float = 0.0,
 ) -> RoundedLoss:
     """The loss of Equation 1 and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
@@ -144,8 +140,7 @@ def softmax_loss(
     own = np.zeros(products.value.shape, bool)
     for image, classes in enumerate(labels.reshape(len(labels), -1).tolist()):
         own[image, [label for label in classes if label >= 0]] = True
-    changed, slope_of_margin = _with_margin(products, margin, norm_z)
-    logits = changed.where(own, products) / tau
+    logits = products / tau
     shifted = logits - Rounded.exact(np.abs(logits.value).max(axis=1, keepdims=True), dtype)
     exponentials = shifted.apply(np.exp, np.exp)
     total = exponentials.sum(axis=1)
@@ -160,49 +155,11 @@ def softmax_loss(
         slope = slope + smoothing * (Rounded.exact(own, dtype) / num_own - one / num_all)
     loss = losses.sum(axis=0) / count
 
-    slope = slope / count / tau  # dLoss/dcos, (B, K)
-    slope = (slope * slope_of_margin).where(own, slope)
+    slope = slope / count / tau  # dLoss/dproducts, (B, K)
     by_z, by_w = slope @ unit_w, slope.T @ unit_z
     if cosines:
         by_z, by_w = _unnormalised(by_z, unit_z, norm_z), _unnormalised(by_w, unit_w, norm_w)
     return RoundedLoss(loss[0, 0], by_z, by_w)
-
-
-def _with_margin(cosines: Rounded, margin: Margin, norms: Rounded) -> tuple[Rounded, Rounded]:
-    """The cosines with a margin, and its slope; not where an angle is 0 or π, or becomes π. Norms: (B, 1)."""
-    one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
-    if margin.kind == "none":
-        return cosines, one
-    if margin.kind == "cosface":
-        return cosines - _constant(margin.size, cosines.unit), one
-    if margin.kind == "adaface":
-        return _with_adaptive_margin(cosines, margin.size, norms)
-    cosine, sine = (_constant(function(margin.size), cosines.unit) for function in (math.cos, math.sin))
-    sines = ((one - cosines) * (one + cosines)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
-    beyond = cosines.value <= math.cos(math.pi - margin.size)
-    subtracted = cosines - _constant(margin.size * math.sin(margin.size), cosines.unit)
-    changed = subtracted.where(beyond, cosines * cosine - sines * sine)
-    return changed, one.where(beyond, cosine + cosines / sines * sine)
-
-
-def _with_adaptive_margin(cosines: Rounded, size: float, norms: Rounded) -> tuple[Rounded, Rounded]:
-    """As `_with_margin`, for AdaFace (Kim et al., Equation 15) with the mean and deviation of the batch."""
-    one = Rounded(np.ones_like(cosines.value), np.zeros_like(cosines.value), cosines.unit)
-    number, constant = len(norms.value), partial(_constant, unit=cosines.unit)
-    quality = Rounded(np.zeros_like(norms.value), np.zeros_like(norms.value), cosines.unit)
-    if number > 1:
-        centred = norms - norms.sum(axis=0) / constant(number)
-        deviation = ((centred * centred).sum(axis=0) / constant(number - 1)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
-        quality = centred / (deviation + constant(1e-3)) * constant(0.333)
-        assert (np.abs(quality.value) < 1).all(), "choose images without an outlier"
-    angles = quality * constant(-size)
-    cosine, sine = angles.apply(np.cos, np.sin), angles.apply(np.sin, np.cos)
-    sines = ((one - cosines) * (one + cosines)).apply(np.sqrt, lambda x: 0.5 / np.sqrt(x))
-    turned, slope, nothing = cosines * cosine - sines * sine, cosine + cosines / sines * sine, one - one
-    first = (angles.value < 0) & (cosines.value > cosine.value)
-    last = (angles.value > 0) & (cosines.value < -cosine.value)
-    turned = one.where(first, (nothing - one).where(last, turned))
-    return turned - (one + quality) * constant(size), nothing.where(first | last, slope)
 
 
 def _constant(number: float, unit: float) -> Rounded:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
 from weightserver.torch import Margin, Ranks, margin_of
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.loss import cosine_softmax_loss, softmax_loss
 from weightserver.torch.margins import DEFAULT_SIZES, MARGINS, MarginKind, quality_of
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
@@ -38,7 +38,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return features.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
 
-def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, temperature: float) -> float:
+def formula(
+    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, temperature: float, label_smoothing: float
+) -> float:
     """The loss by angles, image by image and class by class."""
     cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2).tolist()
     size, losses = DEFAULT_SIZES[kind], []
@@ -61,20 +63,24 @@ def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, 
             else:
                 value = cosine - size * math.sin(size)
             logits.append(value / temperature)
-        total = math.fsum(map(math.exp, logits))
-        losses.append(-math.fsum(math.log(math.exp(logits[label]) / total) for label in classes) / len(classes))
+        of_own = (1 - label_smoothing) * statistics.fmean(logits[label] for label in classes)
+        expected_logit = of_own + label_smoothing * statistics.fmean(logits)
+        losses.append(math.log(math.fsum(map(math.exp, logits))) - expected_logit)
     return math.fsum(losses) / len(losses)
 
 
 @pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
-@pytest.mark.parametrize("temperature", [0.2, 1 / 30])
-def test_the_loss_equals_the_formula(kind: MarginKind, labels: Tensor, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "label_smoothing"), [(0.2, 0.0), (0.2, 0.3), (1 / 30, 0.0)])
+def test_the_loss_equals_the_formula(
+    kind: MarginKind, labels: Tensor, temperature: float, label_smoothing: float
+) -> None:
     """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ, AdaFace's by
     less."""
-    expected = formula(*inputs(), labels, kind, temperature)
+    given: dict[str, float] = {"temperature": temperature, "label_smoothing": label_smoothing}
+    expected = formula(*inputs(), labels, kind, **given)
     for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
         features, weight = inputs(dtype)
-        loss = cosine_softmax_loss(features, weight, labels, temperature=temperature, margin=margin_of(kind, None))
+        loss = softmax_loss(features, weight, labels, cosines=True, margin=margin_of(kind, None), **given)
         clamped = 1.6e-4 / temperature / len(labels) if kind in ("arcface", "adaface") else 0
         assert abs(loss.item() - expected) <= relative * (expected + 1 / temperature) + clamped, dtype
 
@@ -92,6 +98,10 @@ def test_gradients_equal_finite_differences(kind: MarginKind, labels: Tensor) ->
         return loss(torch.nn.functional.normalize(features) * norms, weight)
 
     assert torch.autograd.gradcheck(of_directions, (features, weight), eps=1e-7, atol=1e-6, rtol=1e-5)
+    exact = torch.autograd.grad(loss(features, weight), (features, weight))
+    rounded = [values.detach().float().requires_grad_() for values in (features, weight)]
+    for found, expected in zip(torch.autograd.grad(loss(*rounded), rounded), exact, strict=True):
+        assert (found - expected).norm() <= 1e-4 * expected.norm(), "in float32"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

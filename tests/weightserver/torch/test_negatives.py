@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.recent import recent_rows
-from weightserver.core.arrays import Float64Array
 from weightserver.torch.negatives import NEGATIVES, BlockSampler, Negatives, NegativeSampler
 from weightserver.torch.recency import ActiveRows, visited_before
 from weightserver.torch.windows import VisitSchedule
@@ -69,24 +68,6 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
         assert len(blocks) <= (num_active - (num_recent or min(batch_size, num_rows))) // rows_per_block
 
 
-def sampled_sums(values: Float64Array, rows_per_block: int, num_blocks: int, steps: int) -> Float64Array:
-    """Estimates of the sum of all values from sampled rows: float64 [steps]."""
-    sampler = BlockSampler(
-        num_rows=len(values), rows_per_block=rows_per_block, num_sampled=num_blocks * rows_per_block, seed=11
-    )
-    scale = sampler.num_blocks / sampler.num_sampled_blocks
-    return np.array([scale * values[sampler.rows(step)].sum() for step in range(steps)])
-
-
-def assert_mean_and_variance(estimates: Float64Array, mean: float, variance: float) -> None:
-    """Compares moments with their exact values; the errors of both are those of the central limit theorem."""
-    count, centred = len(estimates), estimates - mean
-    assert abs(centred.mean()) <= SIGMAS * math.sqrt(variance / count), "biased"
-    squares = centred**2
-    error = math.sqrt((np.mean(squares**2) - variance**2) / count)  # of the mean square
-    assert abs(squares.mean() - variance) <= SIGMAS * error, f"variance {squares.mean():.4g}, not {variance:.4g}"
-
-
 @pytest.mark.parametrize("num_blocks", [300, 4_500])  # fewer and more than are sorted
 def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) -> None:
     """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares."""
@@ -107,30 +88,6 @@ def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) 
     together = share * (share - 1) / (num_blocks * (num_blocks - 1))
     expected = steps * together * len(pairs)
     assert abs(pairs.sum() - expected) <= SIGMAS * math.sqrt(expected)
-
-
-def test_blocks_keep_the_expectation_of_the_sum_and_its_variance_if_rows_are_in_random_order() -> None:
-    """x = exp(logit) of 6,400 rows, a lognormal. The design effect 1 + (R−1)ρ is that of the very values."""
-    rows_per_block, num_blocks, steps = 16, 40, 400
-    similar = np.sort(np.exp(np.random.default_rng(0).standard_normal(6_400)))  # similar rows in each block
-    mixed = np.random.default_rng(1).permutation(similar)
-    total, count = similar.sum(), len(similar)
-
-    def variance(values: Float64Array, rows_per_block: int, num_blocks: int) -> float:
-        """M²/n · (1 − n/M) · s² of the blocks' sums."""
-        blocks = values.reshape(-1, rows_per_block).sum(axis=1)
-        return float(len(blocks) ** 2 / num_blocks * (1 - num_blocks / len(blocks)) * blocks.var(ddof=1))
-
-    singly = variance(mixed, 1, rows_per_block * num_blocks)
-    assert_mean_and_variance(sampled_sums(mixed, 1, rows_per_block * num_blocks, steps), total, singly)
-    for values in (mixed, similar):
-        expected = variance(values, rows_per_block, num_blocks)
-        assert_mean_and_variance(sampled_sums(values, rows_per_block, num_blocks, steps), total, expected)
-    # Over random orders ρ has mean −1/(N−1) and the effect a standard deviation of about √(2/M) (blocks' sums).
-    assert abs(variance(mixed, rows_per_block, num_blocks) / singly - 1) <= SIGMAS * math.sqrt(
-        2 / (count / rows_per_block)
-    )
-    assert variance(similar, rows_per_block, num_blocks) > 0.9 * rows_per_block * singly
 
 
 @pytest.mark.parametrize(
