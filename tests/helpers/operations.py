@@ -51,7 +51,7 @@ def push(client: WeightClient, step: int, rows: np.ndarray) -> None:
 
 def dies(place: str, number: int, *arguments: object) -> None:
     """Runs a command that kills itself with -9 after call `number` of `place`."""
-    command = [sys.executable, "-m", "tests.helpers.dying_operation", place, str(number), *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.helpers.at_a_point", str(number), place, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
