@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, NoReturn, Self
 
 import grpc
 
@@ -32,11 +30,10 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 ]
-Card = TypeVar("Card")
 
 
 class Fault(StrEnum):
-    """The faults of a call. One is counted only if it really happened."""
+    """The faults of a call, besides a delay."""
 
     REFUSED = "refused"
     """Not forwarded; UNAVAILABLE at once."""
@@ -45,13 +42,7 @@ class Fault(StrEnum):
     REPLY_LOST = "reply lost"
     """Forwarded and answered by the shard; UNAVAILABLE for the caller."""
     TWIN = "twin"
-    """Forwarded twice at the same time; both were answered."""
-    REPLAYED = "replayed"
-    """Forwarded again some time after it was answered, long after the caller continued."""
-    DELAYED = "delayed"
-    """Forwarded later than it came, so that others overtake it."""
-    OVERTAKEN = "overtaken"
-    """Delayed until the caller's attempt was over, then forwarded all the same."""
+    """Forwarded twice at the same time."""
     WRITE_CUT = "write cut"
     """Some of a write's messages forwarded, but never its end; UNAVAILABLE for the caller."""
     FETCH_CUT = "fetch cut"
@@ -69,6 +60,7 @@ class Faults:
     replay_seconds: float = math.inf
     """Mean time between two old calls forwarded again, each drawn from all that were ever answered but fetches."""
     delay: float = 0
+    """Forwarded later, so that others overtake it, even if the caller's attempt is over then."""
     delay_seconds: tuple[float, float] = (0.001, 1.0)
     """Shortest and longest delay; the logarithm is uniform between them."""
     cut_write: float = 0
@@ -90,41 +82,6 @@ class Request:
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
-Answer: TypeAlias = bytes | grpc.StatusCode
-"""What a shard said: a message, or the status of an error."""
-
-
-@dataclass(frozen=True)
-class LateAnswer:
-    """A shard's answer to a request that it had answered with OK before."""
-
-    request: Request
-    answer: Answer
-
-
-class _Deck(Generic[Card]):
-    """A hundred cards, dealt in a random order, all of them before any comes again: what has a probability of 0.02
-    happens twice in a hundred calls. Safe to call from any thread.
-
-    Args:
-        cards: makes the cards of a hundred calls that are not blank.
-    """
-
-    def __init__(self, cards: Callable[[random.Random], list[Card]], blank: Card, seed: str) -> None:
-        self._cards, self._blank = cards, blank
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-        self._left: list[Card] = []
-
-    def deal(self) -> Card:
-        with self._lock:
-            if not self._left:
-                self._left = self._cards(self._random)
-                self._left += [self._blank] * (100 - len(self._left))
-                self._random.shuffle(self._left)
-            return self._left.pop()
-
-
 class FaultyProxy:
     """Stands at `address` before the shard at `target`. A context manager; safe to call from any thread.
 
@@ -132,24 +89,16 @@ class FaultyProxy:
     one fault in addition to a delay. The seed gives their order; which attempt meets which depends on when it arrives.
     """
 
-    address: str
-    counts: Counter[Fault]
-
     def __init__(self, target: str, *, seed: int, faults: Faults) -> None:
         self._faults = faults
         self._lock = threading.Lock()
         self._random = random.Random(seed)
-        self._delays = _Deck(partial(_delays, faults), 0.0, f"{seed} delays")
         dropped = {Fault.REFUSED: faults.refuse, Fault.SWALLOWED: faults.swallow}
-        calls = dropped | {Fault.TWIN: faults.twin, Fault.REPLY_LOST: faults.lose_reply}
-        writes, fetches = calls | {Fault.WRITE_CUT: faults.cut_write}, dropped | {Fault.FETCH_CUT: faults.cut_fetch}
-        self._call_faults = _Deck(partial(_faults, calls), None, f"{seed} calls")
-        self._write_faults = _Deck(partial(_faults, writes), None, f"{seed} writes")
-        self._fetch_faults = _Deck(partial(_faults, fetches), None, f"{seed} fetches")
+        self._call_faults = dropped | {Fault.TWIN: faults.twin, Fault.REPLY_LOST: faults.lose_reply}
+        self._write_faults = self._call_faults | {Fault.WRITE_CUT: faults.cut_write}
+        self._fetch_faults = dropped | {Fault.FETCH_CUT: faults.cut_fetch}
         self._old: list[Request] = []
         self._closing = threading.Event()
-        self.counts = Counter()
-
         self._channel = grpc.insecure_channel(target, _OPTIONS)
         self._stubs: dict[str, Any] = {}
         handlers = {}
@@ -173,19 +122,13 @@ class FaultyProxy:
         self._replayer = threading.Thread(target=self._replay_at_random, name="faulty-proxy-replayer")
         self._replayer.start()
 
-    def replay(self, num_newest: int, num_others: int) -> list[LateAnswer]:
-        """Forwards old requests again, without a pause: the newest ones, newest first, and any others. Returns
-        the shard's answers."""
+    def replay(self) -> list[Request]:
+        """Forwards all old requests again, newest first, without a pause; returns them."""
         with self._lock:
-            requests = self._old[: -num_newest - 1 : -1]
-            requests += self._random.sample(self._old, min(num_others, len(self._old)))
-        futures = [self._forward(request, self._faults.timeout_seconds) for request in requests]
-        late = [
-            LateAnswer(request, _answer(_outcome(future))) for request, future in zip(requests, futures, strict=True)
-        ]
-        with self._lock:
-            self.counts[Fault.REPLAYED] += sum(isinstance(one.answer, bytes) for one in late)
-        return late
+            requests = self._old[::-1]
+        for future in [self._forward(request, self._faults.timeout_seconds) for request in requests]:
+            _outcome(future)
+        return requests
 
     def close(self) -> None:
         """Ends all calls and threads."""
@@ -206,10 +149,12 @@ class FaultyProxy:
     # ---- the three kinds of calls
 
     def _call(self, method: str, message: bytes, context: grpc.ServicerContext) -> bytes:
-        return self._unary(Request(method, (message,), _metadata(context)), self._call_faults.deal(), context)
+        return self._unary(Request(method, (message,), _metadata(context)), self._draw(self._call_faults), context)
 
     def _write(self, method: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        return self._unary(Request(method, tuple(messages), _metadata(context)), self._write_faults.deal(), context)
+        return self._unary(
+            Request(method, tuple(messages), _metadata(context)), self._draw(self._write_faults), context
+        )
 
     def _unary(self, request: Request, fault: Fault | None, context: grpc.ServicerContext) -> bytes:
         """A call with one answer."""
@@ -232,7 +177,7 @@ class FaultyProxy:
 
     def _fetch(self, method: str, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """A call whose answer is a stream."""
-        timeout, fault = self._hold(context), self._fetch_faults.deal()
+        timeout, fault = self._hold(context), self._draw(self._fetch_faults)
         if fault in (Fault.REFUSED, Fault.SWALLOWED):
             self._drop(fault, context)
         call = self._stubs[method](message, timeout=timeout, metadata=_metadata(context))
@@ -249,12 +194,16 @@ class FaultyProxy:
 
     # ---- faults
 
-    def _count(self, fault: Fault) -> None:
+    def _draw(self, chances: dict[Fault, float]) -> Fault | None:
         with self._lock:
-            self.counts[fault] += 1
+            left = self._random.random()
+        for fault, chance in chances.items():
+            left -= chance
+            if left < 0:
+                return fault
+        return None
 
     def _abort(self, fault: Fault, context: grpc.ServicerContext) -> NoReturn:
-        self._count(fault)
         context.abort(grpc.StatusCode.UNAVAILABLE, f"the faulty proxy: {fault}")
 
     def _drop(self, fault: Fault, context: grpc.ServicerContext) -> NoReturn:
@@ -266,11 +215,15 @@ class FaultyProxy:
 
     def _hold(self, context: grpc.ServicerContext) -> float | None:
         """Delays some calls. The seconds that are left to forward this one, None where it has no deadline."""
-        if seconds := self._delays.deal():
+        low, high = self._faults.delay_seconds
+        with self._lock:
+            is_delayed, seconds = (
+                self._random.random() < self._faults.delay,
+                low * (high / low) ** self._random.random(),
+            )
+        if is_delayed:
             self._closing.wait(seconds)
-            self._count(Fault.DELAYED)
             if not context.is_active():
-                self._count(Fault.OVERTAKEN)
                 return self._faults.timeout_seconds
         return context.time_remaining()
 
@@ -294,11 +247,10 @@ class FaultyProxy:
         cancelled.set()
 
     def _forward_twice(self, request: Request) -> Any:
-        """The ended future of one of two copies that are on their way together."""
+        """The future of one of two copies that are on their way together, when both have ended."""
         futures = [self._forward(request, self._faults.timeout_seconds) for _ in range(2)]
-        one, other = map(_outcome, futures)
-        if isinstance(one, bytes) and isinstance(other, bytes):
-            self._count(Fault.TWIN)
+        for future in futures:
+            _outcome(future)
         return futures[0]
 
     def _replay_at_random(self) -> None:
@@ -310,7 +262,10 @@ class FaultyProxy:
                 pause = self._random.expovariate(1 / self._faults.replay_seconds)
             if self._closing.wait(pause):
                 return
-            self.replay(0, 1)
+            with self._lock:
+                request = self._random.choice(self._old) if self._old else None
+            if request is not None:
+                _outcome(self._forward(request, self._faults.timeout_seconds))
 
     # ---- forwarding
 
@@ -319,23 +274,6 @@ class FaultyProxy:
         streams = _SERVICE.methods_by_name[request.method].client_streaming
         message = iter(request.messages) if streams else request.messages[0]
         return self._stubs[request.method].future(message, timeout=timeout, metadata=request.metadata)
-
-
-def _times(probability: float, generator: random.Random) -> int:
-    """The number of times in a hundred calls: the share, rounded up or down at random."""
-    return int(100 * probability + generator.random())
-
-
-def _faults(probabilities: dict[Fault, float], generator: random.Random) -> list[Fault | None]:
-    """Each fault as often as it happens in a hundred calls."""
-    return [fault for fault, chance in probabilities.items() for _ in range(_times(chance, generator))]
-
-
-def _delays(faults: Faults, generator: random.Random) -> list[float]:
-    """The delays of a hundred calls, from the shortest to the longest."""
-    low, high = faults.delay_seconds
-    num_delays = _times(faults.delay, generator)
-    return [low * (high / low) ** ((number + generator.random()) / num_delays) for number in range(num_delays)]
 
 
 def _with_method(behaviour: Callable[..., Any], method: str) -> Callable[[Any, grpc.ServicerContext], Any]:
@@ -361,7 +299,3 @@ def _outcome(future: Any) -> bytes | Any:
     except grpc.RpcError as error:
         return error
     return answer
-
-
-def _answer(outcome: bytes | Any) -> Answer:
-    return outcome if isinstance(outcome, bytes) else outcome.code()

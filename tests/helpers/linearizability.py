@@ -1,7 +1,5 @@
 """Checks a recorded history: is there an order of its calls that the sequential model explains, answer for answer?
 
-    python -m tests.helpers.linearizability FILE...
-
 It checks the linearizability (Herlihy and Wing, 1990) of every shard: in that order a call takes effect as a whole
 at one instant between its beginning and its end. So nothing acknowledged may be lost or come late, nothing may count
 twice, nothing may be seen by halves or before it was sent. The unit is what one call does on one shard:
@@ -28,18 +26,13 @@ of their ends) is not tried again.
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from tests.helpers.histories import Call, History, rows_of_shard
-from tests.helpers.row_model import NEVER_WRITTEN, Row
 from tests.helpers.sequential_model import (
     CHECKPOINT_CHANGES,
     FETCHES,
@@ -48,11 +41,7 @@ from tests.helpers.sequential_model import (
     Operation,
     State,
     operations_of,
-    seen,
 )
-
-_MANY = 100
-"""Orders that are looked at to say what went wrong."""
 
 
 class NotLinearizableError(AssertionError):
@@ -178,7 +167,7 @@ class _ShardCheck:
         start = _Configuration(self._model.initial(sorted(self._rows)), frozenset(), frozenset())
         to_try = [iter([start])]  # before each end
         met = [_Configurations() for _ in self._ends]
-        furthest, stuck = 0, list[_Configuration]()
+        furthest = 0
         while to_try:
             configuration, number = next(to_try[-1], None), len(to_try) - 1
             if configuration is None:
@@ -190,12 +179,9 @@ class _ShardCheck:
             configuration = configuration._replace(spent=configuration.spent.intersection(end.others))
             if met[number].add(configuration):
                 self.num_tried += 1
-                if number > furthest:
-                    furthest, stuck = number, []
-                if number == furthest:
-                    stuck.append(configuration)
+                furthest = max(furthest, number)
                 to_try.append(self._after(end, configuration))
-        raise NotLinearizableError(self._explanation(self._ends[furthest], stuck))
+        raise NotLinearizableError(self._explanation(self._ends[furthest]))
 
     def _after(self, end: _End, start: _Configuration) -> Iterator[_Configuration]:
         """The configurations that an end can leave; those first for which least was taken ahead of it."""
@@ -265,48 +251,13 @@ class _ShardCheck:
                 if other.rows and not other.commutes(fetch.operation) and other.key not in possible:
                     del others[other.key]
 
-    # ---- messages if there is no order
-
-    def _explanation(self, end: _End, stuck: list[_Configuration]) -> str:
-        operation, call = end.operation, end.operation.call
-        matter = _that_matter(operation, end.others.values())
-        tried = [
-            configuration.state
-            for start in stuck[:_MANY]
-            for configuration in itertools.islice(self._in_every_order(end, start, matter), _MANY)
-        ]
-        nearest = min(tried, key=lambda state: len(self._differences(state, operation)))
-        makers = {number for row in operation.rows for number in _makers(nearest.rows[row])}
-        earlier = [known for known in self._history.calls if known.number in makers]
+    def _explanation(self, end: _End) -> str:
+        call = end.operation.call
         lines = [f"{self._history.path}: on shard {self._shard} nothing explains", f"    {call}"]
-        lines += [f"    {call.message}"] if call.message else []
-        lines += ["The nearest that any order gives is", *self._differences(nearest, operation)]
+        lines += [f"    {call.message or call.result}"]
+        matter = _that_matter(end.operation, end.others.values())
         lines += ["Tried before it in every order, because under way or of unknown outcome:"] if matter else []
-        lines += [f"    {other.call}" for other in matter]
-        lines += ["What made these rows:"] if earlier else []
-        lines += [f"    {known}" for known in earlier]
-        return "\n".join([*lines, f"To check it again: python -m tests.helpers.linearizability {self._history.path}"])
-
-    def _differences(self, state: State, operation: Operation) -> list[str]:
-        """The answer that a state would have given instead."""
-        call, step = operation.call, operation.call.arguments.get("step")
-        rows = seen(state, operation)
-        if call.kind not in FETCHES or call.outcome != "done" or rows is None:
-            last_steps = ", ".join(f"row {row} at last_step {state.rows[row].last_step}" for row in operation.rows)
-            checkpoints = ", ".join(state.checkpoints) or "none"
-            return [f"    epoch {state.epoch}, checkpoints {checkpoints}" + (f", {last_steps}" if last_steps else "")]
-        lines = []
-        for row, places in operation.rows.items():
-            late = step is not None and rows[row].last_step > step
-            expected = rows[row] if late or step is None else self._model.rows.at(rows[row], step)
-            for place in places:
-                if late or not self._model.agrees(rows[row], operation, place):
-                    names = call.result if not late else ["last_step"]
-                    wanted = ", ".join(f"{name} {_readable(getattr(expected, name))}" for name in names)
-                    answered = ", ".join(f"{name} {_readable(value[place])}" for name, value in call.result.items())
-                    lines.append(f"    row {row} with {wanted}: {_made_by(rows[row])}")
-                    lines.append(f"        it was answered {answered}")
-        return lines
+        return "\n".join([*lines, *(f"    {other.call}" for other in matter)])
 
 
 def _that_matter(operation: Operation, others: Iterable[Operation]) -> list[Operation]:
@@ -351,33 +302,3 @@ def _checkpoint_wanted_by(call: Call) -> str | None:
     if call.kind in FETCHES:
         return call.arguments.get("checkpoint")
     return call.arguments["name"] if call.kind in ("release", "rollback") else None
-
-
-def _makers(row: Row) -> set[int]:
-    return {row.written_by, *row.pushed_by}
-
-
-def _made_by(row: Row) -> str:
-    base = "its initial state" if row.written_by == NEVER_WRITTEN else f"the state of #{row.written_by}"
-    return " + ".join([base, *(f"the gradient of #{number}" for number in sorted(row.pushed_by))])
-
-
-def _readable(value: object) -> str:
-    return np.array2string(value, precision=7, separator=", ") if isinstance(value, np.ndarray) else repr(value)
-
-
-def main(paths: list[str]) -> int:
-    """Checks histories again; 1 if one of them is refused."""
-    refused = 0
-    for path in paths:
-        try:
-            checked = check(Path(path))
-            print(f"{path}: linearizable, {checked.num_calls} calls, {checked.num_operations} operations")
-        except NotLinearizableError as error:
-            refused = 1
-            print(error)
-    return refused
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
