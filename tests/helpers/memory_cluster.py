@@ -31,19 +31,9 @@ import pytest
 from google.protobuf.message import Message as Proto
 from google.protobuf.message_factory import GetMessageClass
 
-import weightserver.client.arguments
 import weightserver.client.calls
 import weightserver.client.channels
-import weightserver.client.checkpoints
-import weightserver.client.client
-import weightserver.client.connection
-import weightserver.client.fan_out
-import weightserver.client.rates
-import weightserver.client.results
 import weightserver.client.retries
-import weightserver.client.schedule
-import weightserver.client.sessions
-import weightserver.client.table
 import weightserver.client.threads
 import weightserver.client.transfer
 import weightserver.client.writer
@@ -612,26 +602,7 @@ class MemoryCluster:
         return answer
 
 
-_INTERRUPTED = {
-    module.__file__
-    for module in (
-        weightserver.client.arguments,
-        weightserver.client.checkpoints,
-        weightserver.client.client,
-        weightserver.client.channels,
-        weightserver.client.connection,
-        weightserver.client.fan_out,
-        weightserver.client.rates,
-        weightserver.client.results,
-        weightserver.client.retries,
-        weightserver.client.schedule,
-        weightserver.client.sessions,
-        weightserver.client.table,
-        weightserver.client.threads,
-        weightserver.client.transfer,
-        weightserver.client.writer,
-    )
-}
+_INTERRUPTED = {str(path) for path in Path(weightserver.client.__file__).parent.glob("*.py")}
 _CALLED = {contextlib.__file__, threading.__file__}
 """Modules whose frames are interrupted too if the client calls them."""
 
