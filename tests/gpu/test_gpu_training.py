@@ -1,4 +1,4 @@
-"""Training on GPUs: each test runs on real ones with `pytest -m gpu`, and some cases of it on pretended ones in CI."""
+"""Training on GPUs, by `pytest -m gpu`; tests/trainer/test_gpu_runs.py and one case here have pretended ones."""
 
 from __future__ import annotations
 
@@ -30,13 +30,6 @@ GROUPS = EncoderConfig(in_channels=3, image_size=16, width=8, stem_stride=2, blo
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
 
 
-def on_gpus(real: list[Any], pretended: list[Any]) -> list[Any]:
-    """Cases (tuples of arguments) for real GPUs, and those that are tried on pretended ones as well."""
-    marked = [(case, pytest.mark.gpu, "GPU") for case in real]
-    marked += [(case, pytest.mark.guard, "pretended") for case in pretended]
-    return [pytest.param(*case, marks=mark, id="-".join(map(str, [kind, *case]))) for case, mark, kind in marked]
-
-
 def number_of(gpus: Gpus, wanted: int) -> int:
     """The number of GPUs to use; skips if the machine has fewer."""
     if wanted == ALL:
@@ -63,10 +56,8 @@ def settings_of(images: str, directory: Path, **changes: Any) -> dict[str, Any]:
 TRAINED = [*product((1, 2, ALL), ("generated", "decoded"), ("float32", "bfloat16"))]
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "images", "precision"),
-    on_gpus(TRAINED, [(2, "generated", "float32")]),
-)
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_gpus", "images", "precision"), TRAINED)
 def test_losses_are_those_of_the_cpu(num_gpus: int, images: str, precision: str, gpus: Gpus, tmp_path: Path) -> None:
     """bfloat16: by no more than twice what it differs from float32 on the CPU."""
     ranks = number_of(gpus, num_gpus)
@@ -87,7 +78,13 @@ RESUMED = [(1, -1), (-1, 1), (1, 1), (1, 2), (2, 1), (2, -1), (-1, 2), (ALL, 1),
 """Numbers of GPUs before and after; -1 is the CPU."""
 
 
-@pytest.mark.parametrize(("before", "after"), on_gpus(RESUMED, [(2, -1)]))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.gpu) for case in RESUMED),
+        pytest.param(2, -1, marks=pytest.mark.guard, id="pretended"),
+    ],
+)
 def test_a_killed_run_is_resumed_elsewhere(before: int, after: int, gpus: Gpus, tmp_path: Path) -> None:
     settings = settings_of("generated", tmp_path, checkpoint_every=CHECKPOINT_EVERY)
     output = tmp_path / "run"
@@ -105,7 +102,8 @@ def test_a_killed_run_is_resumed_elsewhere(before: int, after: int, gpus: Gpus, 
 STEADY = [*product((1, 2, ALL), ("generated", "decoded"))]
 
 
-@pytest.mark.parametrize(("num_gpus", "images"), on_gpus(STEADY, [(1, "decoded")]))
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_gpus", "images"), STEADY)
 def test_a_steady_step_waits_for_nothing(num_gpus: int, images: str, gpus: Gpus, tmp_path: Path) -> None:
     """Steps that log nothing and take no checkpoint; rows enter and leave meanwhile."""
     settings = settings_of(images, tmp_path, log_every=NUM_STEPS, device="cuda")
@@ -115,7 +113,8 @@ def test_a_steady_step_waits_for_nothing(num_gpus: int, images: str, gpus: Gpus,
     assert len(losses(tmp_path / "run")) == 1
 
 
-@pytest.mark.parametrize("num_gpus", [*on_gpus([(2,), (ALL,)], [(2,)])])
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [2, ALL])
 def test_each_rank_uses_its_own_gpu_alone(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
     """No context of rank 1 or later is on GPU 0."""
     ranks = number_of(gpus, num_gpus)
@@ -127,7 +126,8 @@ def test_each_rank_uses_its_own_gpu_alone(num_gpus: int, gpus: Gpus, tmp_path: P
     ]
 
 
-@pytest.mark.parametrize("num_gpus", on_gpus([(1,), (2,), (ALL,)], []))
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [1, 2, ALL])
 def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
     ranks = number_of(gpus, num_gpus)
     settings = settings_of("decoded", tmp_path, device="cuda", deterministic=True)
@@ -143,7 +143,8 @@ def test_deterministic_runs_are_equal_to_the_bit(num_gpus: int, gpus: Gpus, tmp_
     assert losses(outputs[0]) == losses(outputs[1])
 
 
-@pytest.mark.parametrize("num_gpus", on_gpus([(1,), (2,)], []))
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [1, 2])
 def test_a_compiled_encoder_trains_like_another(num_gpus: int, gpus: Gpus, tmp_path: Path) -> None:
     """Not on pretended GPUs: torch.compile leaves alone what runs in a dispatch mode, as they do."""
     ranks = number_of(gpus, num_gpus)

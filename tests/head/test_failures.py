@@ -56,18 +56,9 @@ OF_RANKS: list[tuple[str, Attempt, Then]] = [
 EVERY_STORE = pytest.mark.parametrize("rows", STORES)
 
 
-@pytest.mark.parametrize(
-    ("attempt", "then"),
-    [
-        (with_zero_grad, "repeated"),
-        (with_zero_grad, "announced, repeated"),
-        (with_step, "left out"),
-        (with_step, "announced, skipped"),
-        (with_scaler, "repeated"),
-    ],
-)
-def test_at_any_line_of_the_loop(make_head: MakeHead, attempt: Attempt, then: Then) -> None:
-    """Those of the encoder's two passes included."""
+def test_at_any_line_of_the_loop(make_head: MakeHead) -> None:
+    """Those of the encoder's two passes included; of other loops, and inside the head, the next test."""
+    attempt, then = with_zero_grad, "announced, repeated"
     lines = lines_of(attempt, make_head("dense"))
     assert len(lines) >= 9
     for point in lines:

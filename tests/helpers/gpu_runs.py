@@ -31,11 +31,9 @@ _KNN: dict[str, Any] = {"knn_every": 0.05}
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "in memory, resident": _IN_MEMORY | _RESUMED | {"capacity": 56, "deterministic": True},
-    "in memory, remote": _IN_MEMORY | _TWO_VIEWS | {"rows": "remote", "accumulate": 2},
     "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16"} | _KNN,
-    "generated, low temperature": _GENERATED | {"temperature": 0.01},
-    "decoded, resident": _DECODED | _RESUMED | _TWO_VIEWS | {"capacity": 56, "accumulate": 2, "precision": "bfloat16"},
-    "decoded, remote": _DECODED | _RESUMED | {"rows": "remote"},
+    "generated, remote": _GENERATED | _RESUMED | _TWO_VIEWS | {"rows": "remote", "temperature": 0.01},
+    "decoded, resident": _DECODED | _TWO_VIEWS | {"capacity": 56, "accumulate": 2, "precision": "bfloat16"},
     "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True} | _KNN,
 }
 
@@ -111,12 +109,11 @@ def main(out: Path, servers: str, images: Path, ports: list[str], scenarios: lis
         recorded[scenario] = {
             "cpu": losses["cpu"],
             "cuda": losses["cuda"],
-            "steps": observed.steps,
             "waits": [observed.waits_of_step(step) for step in range(observed.steps)],
             "shapes": [sorted(observed.shapes[step]) for step in range(observed.steps)],
             "memory_asked": sorted(observed.memory_asked),
+            "used": sorted(observed.used),
             "copies": dict(observed.copies),
-            "launches": sum(observed.launches.values()) / max(1, observed.steps),
         }
         (out / f"{rank}.json").write_text(json.dumps(recorded, indent=1))
 

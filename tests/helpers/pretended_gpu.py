@@ -107,16 +107,10 @@ class Observed:
     """Updates of the encoder that ended (launches of fused SGD)."""
     waits: collections.Counter[tuple[int, str]] = field(default_factory=collections.Counter)
     """(step, what and where) to times: the main thread stopped until the GPU was done."""
-    waits_beside: collections.Counter[str] = field(default_factory=collections.Counter)
-    """As `waits`, of the other threads, which stop no step."""
     copies: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Copies between host and GPU that no thread waits for."""
-    launches: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Operations on the GPU."""
+    """Copies to the host that no thread waits for."""
     shapes: dict[int, set[tuple[str, str]]] = field(default_factory=lambda: collections.defaultdict(set))
     """Step to (operation, shapes of its operands), of the products of matrices."""
-    collectives: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Collectives of tensors on the GPU."""
     memory_asked: set[int] = field(default_factory=set)
     """GPUs whose memory was asked for."""
     used: set[int] = field(default_factory=set)

@@ -134,11 +134,8 @@ def _note_wait(what: str) -> None:
             raise RuntimeError(message)
         file, _, line = where(1).rpartition(":")
         warnings.warn_explicit(message, UserWarning, file, int(line) if line.isdecimal() else 0)
-    with _lock:
-        if threading.current_thread() is threading.main_thread():
-            observed.waits[observed.steps, f"{what}: {where()}"] += 1
-        else:
-            observed.waits_beside[f"{what}: {where()}"] += 1
+    if threading.current_thread() is threading.main_thread():  # others stop no step
+        observed.waits[observed.steps, f"{what}: {where()}"] += 1
 
 
 class PretendedTensor(Tensor):
@@ -206,8 +203,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in _COPYING:
         return _copy(func, name, args, kwargs, wanted)
     place = _checked_place(func, name, flat, ours, wanted)
-    if not all(part.alias_info is not None and not part.alias_info.is_write for part in func._schema.returns):
-        observed.launches[name] += 1
     if name in _PRODUCTS:
         shapes = " ".join("×".join(map(str, one.shape)) for one in ours)
         observed.shapes[observed.steps].add((name, shapes))
@@ -292,15 +287,12 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: torch
         non_blocking = bool(kwargs.get("non_blocking", False))
         place = wanted if wanted is not None else source.device
     inside = source.inside if isinstance(source, PretendedTensor) else source
-    if source.device == place:
-        observed.launches[name] += 1
-    elif source.device.type == "cpu":
+    if source.device.type == "cpu" and place.type == "cuda":
         if non_blocking and pinned.holds(source):
-            observed.copies[f"host to GPU: {where()}"] += 1
             uploads.add(source)
         elif not _is_gloo():
             _wait("host to GPU")
-    elif place.type == "cpu":
+    elif place.type == "cpu" and source.device.type == "cuda":
         if non_blocking and destination is not None and pinned.holds(destination):
             observed.copies[f"GPU to host: {where()}"] += 1
             downloads.add(destination, inside.to(destination.dtype))
@@ -324,10 +316,8 @@ def _is_gloo() -> bool:
 
 def _collective(func: Any, args: Any, kwargs: dict[str, Any], ours: list[PretendedTensor]) -> Any:
     """Gloo's, of the tensors inside."""
-    if ours:
-        if any(one.device.index != _shim.current_device() for one in ours):
-            raise RuntimeError(f"NCCL on another GPU than the thread's current one: {where()}")
-        observed.collectives[f"{func.overloadpacket.__name__}: {where()}"] += 1
+    if any(one.device.index != _shim.current_device() for one in ours):
+        raise RuntimeError(f"NCCL on another GPU than the thread's current one: {where()}")
     bare_args, bare_kwargs = (tree_map_only(PretendedTensor, lambda one: one.inside, part) for part in (args, kwargs))
     out = func(*bare_args, **bare_kwargs)
     if ours and isinstance(out, tuple):
