@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.head.conftest import MakeHead
+from tests.head.conftest import MakeHead, drop_table
 from tests.helpers.failing_steps import (
-    ATTEMPTS,
     BATCHES,
     RATE,
     Attempt,
@@ -40,8 +36,7 @@ from tests.helpers.own_loop import (
     loaded,
     shuffled,
 )
-from tests.helpers.torchrun import torchrun
-from weightserver import LocalCluster, WeightClient
+from weightserver import WeightClient
 from weightserver.torch import ClassifierHead
 
 STORES = ["dense", "resident", "remote"]
@@ -202,13 +197,12 @@ def test_a_step_that_is_skipped_at_its_first_batch(make_head: MakeHead) -> None:
 
 
 @pytest.mark.guard
-def test_on_both_of_two_ranks(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
-    lines = {attempt.__name__: lines_of(attempt, make_head("dense")) for attempt in ATTEMPTS}
-    torchrun("tests.head.test_failures", tmp_path, json.dumps(lines), *cluster.addresses)
+@pytest.mark.timeout(600)
+def test_on_both_of_two_ranks(make_head: MakeHead, of_ranks: Path) -> None:
     for rows, attempt, then in OF_RANKS:
-        for point in lines[attempt.__name__]:
+        for point in lines_of(attempt, make_head("dense")):
             expected = run(DenseHead(make_head("dense")), loaded(BATCHES), attempt, then, Tracer(attempt, point))
-            result = Result(**torch.load(tmp_path / file_name(rows, attempt, then, point), weights_only=True))
+            result = Result(**torch.load(of_ranks / file_name(rows, attempt, then, point), weights_only=True))
             if rows == "dense":
                 result.rows = expected.rows  # each rank has a part of them
             result.assert_close(expected)
@@ -218,26 +212,16 @@ def file_name(rows: str, attempt: Attempt, then: str, point: Point) -> str:
     return "-".join([rows, attempt.__name__, then, str(point[1])])
 
 
-def as_rank(directory: Path, lines: dict[str, list[Point]], servers: list[str]) -> None:
+def as_rank(directory: Path, servers: list[str]) -> None:
     """Fails at each line of the loop, and writes what the rows are then."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
     rank, share = dist.get_rank(), BATCH_SIZE // 2
     batches = loaded([ids[rank * share : (rank + 1) * share] for ids in BATCHES])
     for rows, attempt, then in OF_RANKS:
-        for file, number in lines[attempt.__name__]:
-            given: dict[str, Any] = SETTINGS | {"rows": rows} | ({} if rows == "dense" else {"servers": servers})
+        given: dict[str, Any] = SETTINGS | {"rows": rows} | ({} if rows == "dense" else {"servers": servers})
+        for point in lines_of(attempt, ClassifierHead(NUM_CLASSES, DIM, **SETTINGS, rows="dense")):
             with ClassifierHead(NUM_CLASSES, DIM, **given) as head:
-                result = run(head, batches, attempt, then, Tracer(attempt, (file, number)))
-            dist.barrier()
+                result = run(head, batches, attempt, then, Tracer(attempt, point))
             if rank == 0:
-                torch.save(vars(result), directory / file_name(rows, attempt, then, (file, number)))
-                if rows != "dense":
-                    with WeightClient(servers) as client:
-                        client.drop_table()
-            dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
+                torch.save(vars(result), directory / file_name(rows, attempt, then, point))
+            if rows != "dense":
+                drop_table(servers)

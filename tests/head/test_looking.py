@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.head.conftest import MakeHead
+from tests.head.conftest import MakeHead, drop_table
 from tests.head.test_exact import WINDOW, windows
 from tests.head.test_states import continued, first_half, restored
 from tests.helpers.own_loop import (
@@ -33,7 +32,7 @@ from tests.helpers.own_loop import (
     shuffled,
     trained,
 )
-from tests.helpers.torchrun import ROOT, torchrun
+from tests.helpers.torchrun import ROOT
 from weightserver import LocalCluster, NoTableError, WeightClient
 from weightserver.torch import ClassifierHead, Evaluation, looking
 
@@ -269,10 +268,10 @@ def test_what_does_not_fit_is_refused(make_head: MakeHead) -> None:
 
 
 @pytest.mark.guard
-def test_two_ranks_look_as_one(cluster: LocalCluster, client: WeightClient, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_two_ranks_look_as_one(of_ranks: Path) -> None:
     """Each at images of its own, more on one than on the other; no rank has the other's rows."""
-    torchrun("tests.head.test_looking", tmp_path, *cluster.addresses)
-    parts = [torch.load(tmp_path / f"looked-{rank}", weights_only=True) for rank in range(2)]
+    parts = [torch.load(of_ranks / f"looked-{rank}", weights_only=True) for rank in range(2)]
     one = looked_at("dense", [], slice(None))
     for rows in STORES:
         for part in parts:
@@ -304,19 +303,12 @@ def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
 
 
 def as_rank(directory: Path, servers: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
     mine = slice(0, 15) if dist.get_rank() == 0 else slice(15, None)
     looked = {}
     for rows in STORES:
         looked[rows] = looked_at(rows, servers, mine)
-        dist.barrier()
-        if rows != "dense" and dist.get_rank() == 0:
-            with WeightClient(servers) as client:
-                client.drop_table()
-        dist.barrier()
+        drop_table(servers)
     torch.save(looked, directory / f"looked-{dist.get_rank()}")
-    dist.destroy_process_group()
 
 
 _MANY = """
@@ -344,7 +336,3 @@ def test_the_rows_need_not_fit_into_memory(tmp_path: Path) -> None:
         [sys.executable, "-c", _MANY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), sys.argv[2:])

@@ -1,11 +1,8 @@
-"""Two ranks that torchrun starts train a head as one rank does. As a script, this file is one of those ranks."""
+"""Two ranks that torchrun starts train a head as one rank does."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,12 +15,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.head.conftest import drop_table
 from tests.helpers.own_loop import (
     BATCH_SIZE,
     DIM,
     INPUTS,
     NUM_CLASSES,
     NUM_NEGATIVES,
+    SETTINGS,
     STEPS,
     Encoder,
     Images,
@@ -36,13 +35,14 @@ from tests.helpers.torchrun import torchrun
 from weightserver import InvalidRequestError, LocalCluster
 from weightserver.torch import ClassifierHead
 
-SETTINGS: dict[str, Any] = {
-    "num_negatives": NUM_NEGATIVES,
-    "rows_per_block": 3,
-    "init_std": 0.3,
-    "weight_decay": 0.01,
-    "num_shards": 2,
-}
+KINDS = [
+    ("windows", "resident"),
+    ("windows", "remote"),
+    ("announced", "resident"),
+    ("plain", "remote"),
+    ("nodes", "resident"),
+]
+"""How batches come, and where rows are."""
 BATCHES = shuffled(0, STEPS)
 WINDOW: dict[str, Any] = {"window_size": 16, "window_stride": 4, "batch_size": BATCH_SIZE, "seed": 3}
 
@@ -59,9 +59,8 @@ def batches_of(head: ClassifierHead, kind: str) -> Any:
     return [head.announced(batches) if kind == "announced" else batches]
 
 
-def run(directory: Path, kind: str, rows: Any, servers: str | None = None) -> Result:
+def run(kind: str, rows: Any, where: dict[str, Any]) -> Result:
     """Trains; on several ranks the encoder's gradients are averaged, and losses are those of the whole batch."""
-    where = {"servers": servers, "num_shards": 1} if servers else {"directory": directory}
     encoder = Encoder()
     if dist.is_initialized():
         encoder.module = DistributedDataParallel(encoder.module)
@@ -84,24 +83,22 @@ def loaded_rest(head: ClassifierHead, batches: Any) -> Any:
     return head.announced(batches._loader[head.num_steps :])
 
 
-def as_rank(out: Path, kind: str, rows: str, servers: str | None = None) -> None:
-    if kind == "nodes":
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
+def as_rank(directory: Path, servers: list[str]) -> None:
     rank = dist.get_rank()
-    if kind == "dies":
-        one_fails_in_its_backward_pass(rank)
-    elif kind == "errors":
-        torch.save([error_of(case, rank) for case in DISAGREEMENTS], out / f"errors-{rank}")
-    else:
-        torch.save(vars(run(out / "rows", kind, rows, servers)), out / f"result-{rank}")
-    gc.collect()  # a head in a traceback keeps the process group, which then ends the process if it is collected later
-    dist.destroy_process_group()
+    for kind, rows in KINDS:
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "nodes":
+                patch.setenv("LOCAL_RANK", "0")
+                patch.setenv("LOCAL_WORLD_SIZE", "1")
+            own = {"directory": directory / "rows", "num_shards": 2}
+            result = run(kind, rows, own if kind == "announced" else {"servers": servers})
+        torch.save(vars(result), directory / f"{kind}-{rows}-{rank}")
+        drop_table(servers)
+    torch.save([error_of(case, rank) for case in DISAGREEMENTS], directory / f"errors-{rank}")
 
 
 def dense(**settings: Any) -> ClassifierHead:
-    return ClassifierHead(NUM_CLASSES, DIM, **SETTINGS | {"rows": "dense", "num_shards": 1} | settings)
+    return ClassifierHead(NUM_CLASSES, DIM, **SETTINGS | {"rows": "dense"} | settings)
 
 
 def error_of(case: Callable[[int], object], rank: int) -> str:
@@ -163,9 +160,10 @@ def one_fails_before_its_pass(rank: int) -> None:
             head(embeddings, [rank]).backward()
 
 
-def one_fails_in_its_backward_pass(rank: int) -> None:
+def one_fails_in_its_backward_pass() -> None:
     """Of the encoder, whose gradients the other one waits for; it does not catch the error."""
-    head, encoder = dense(), DistributedDataParallel(Encoder().module)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, head, encoder = dist.get_rank(), dense(), DistributedDataParallel(Encoder().module)
 
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError("the encoder's backward pass")
@@ -223,12 +221,6 @@ def one_class_does_not_exist(rank: int) -> None:
     dense().evaluate(torch.ones(2, DIM), [0, 99 if rank else 1])
 
 
-def one_predicts(rank: int) -> None:
-    if rank:
-        dense().predict(torch.ones(1, DIM), 2)
-    dense().evaluate(torch.ones(1, DIM), [0])
-
-
 def one_saves(rank: int) -> None:
     with tempfile.TemporaryDirectory() as rows, dense(rows="resident", directory=Path(rows)) as head:
         passed(head, [rank]).step(0.1)
@@ -262,6 +254,11 @@ def a_name_was_used(rank: int) -> None:
             head.checkpoint("a")
 
 
+def unlike(first: str, second: str) -> list[str]:
+    """What the ranks say of their different calls."""
+    return [f"this rank {first}, another one {second}: ", f"this rank {second}, another one {first}: "]
+
+
 A_RANK_FAILED = "another rank failed where this one"
 DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     other_settings: [
@@ -274,14 +271,10 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         "the batches of this rank have ended before those of another: give every rank as many",
         "the batches of another rank have ended before this one's: give every rank as many",
     ],
-    one_fails: [
-        "this rank ends step 0 after 0 failed attempts, another one announces step 0 after 1 failed attempts: a step ",
-        "this rank announces step 0 after 1 failed attempts, another one ends step 0 after 0 failed attempts: a step ",
-    ],
-    one_fails_before_its_pass: [
-        "this rank gives a batch of step 0 after 0 failed attempts, another one announces step 0 after 1 failed ",
-        "this rank announces step 0 after 1 failed attempts, another one gives a batch of step 0 after 0 failed ",
-    ],
+    one_fails: unlike("ends step 0 after 0 failed attempts", "announces step 0 after 1 failed attempts"),
+    one_fails_before_its_pass: unlike(
+        "gives a batch of step 0 after 0 failed attempts", "announces step 0 after 1 failed attempts"
+    ),
     one_is_spoiled: [
         "the gradient of class 1 is infinite or NaN in step 0, nothing was updated",
         "the gradient of the encoder or of another rank is infinite or NaN in step 0, nothing was updated",
@@ -299,20 +292,12 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
         f"{A_RANK_FAILED} evaluates before step 0",
         "class 99 does not exist: the head has classes 0..39",
     ],
-    one_predicts: [
-        "this rank evaluates before step 0 after 0 failed attempts, another one predicts before step 0 after 0 failed "
-        "attempts: all ranks make the same calls in the same order",
-        "this rank predicts before step 0 after 0 failed attempts, another one evaluates before step 0 after 0 failed "
-        "attempts: all ranks make the same calls in the same order",
-    ],
-    one_saves: [
-        "this rank predicts before step 1 after 0 failed attempts, another one takes a checkpoint before step 1 after ",
-        "this rank takes a checkpoint before step 1 after 0 failed attempts, another one predicts before step 1 after ",
-    ],
-    one_reads: [
-        "this rank evaluates before step 0 after 0 failed attempts, another one reads rows before step 0 after 0 ",
-        "this rank reads rows before step 0 after 0 failed attempts, another one evaluates before step 0 after 0 ",
-    ],
+    one_saves: unlike(
+        "predicts before step 1 after 0 failed attempts", "takes a checkpoint before step 1 after 0 failed attempts"
+    ),
+    one_reads: unlike(
+        "evaluates before step 0 after 0 failed attempts", "reads rows before step 0 after 0 failed attempts"
+    ),
     a_row_does_not_exist: [
         f"{A_RANK_FAILED} reads rows before step 0",
         "class 99 does not exist: the head has classes 0..39",
@@ -323,51 +308,36 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        pytest.param("windows", "resident", marks=pytest.mark.guard),
-        pytest.param("windows", "remote", marks=pytest.mark.slow),
-        pytest.param("announced", "resident", marks=pytest.mark.slow),
-        pytest.param("plain", "remote", marks=pytest.mark.guard),
-    ],
-)
-def test_two_ranks_train_as_one(tmp_path: Path, one_thread: None, kind: str, rows: str) -> None:
-    """Also after a checkpoint was restored in the middle, with embedded shards that rank 0 starts."""
-    expected = run(tmp_path / "one", kind, rows)
-    torchrun("tests.head.test_ranks", tmp_path, kind, rows)
+@pytest.mark.guard
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "rows"), KINDS)
+@pytest.mark.usefixtures("client")
+def test_two_ranks_train_as_one(of_ranks: Path, cluster: LocalCluster, kind: str, rows: str) -> None:
+    """Also after a checkpoint was restored in the middle, and with embedded shards that rank 0 starts. As nodes, each
+    is dealt visits to neighbouring images, and torchrun's variables say that each has its own machine."""
+    expected = run(kind, rows, {"servers": cluster.addresses})
     for rank in range(2):
-        Result(**torch.load(tmp_path / f"result-{rank}", weights_only=True)).assert_close(expected)
+        Result(**torch.load(of_ranks / f"{kind}-{rows}-{rank}", weights_only=True)).assert_close(expected)
 
 
 @pytest.mark.guard
-def test_two_machines_train_as_one_rank(tmp_path: Path, one_thread: None) -> None:
-    """Each is dealt visits to neighbouring images, and torchrun's variables say that each rank has its own machine."""
-    expected = run(tmp_path / "one", "nodes", "resident")
-    with LocalCluster(2, tmp_path / "shards") as cluster:
-        torchrun("tests.head.test_ranks", tmp_path, "nodes", "resident", ",".join(cluster.addresses))
-    for rank in range(2):
-        Result(**torch.load(tmp_path / f"result-{rank}", weights_only=True)).assert_close(expected)
-
-
-@pytest.mark.guard
-def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_ranks_that_do_not_agree(of_ranks: Path) -> None:
     """Each of them says so in one line, in that step, and none waits for the other."""
-    torchrun("tests.head.test_ranks", tmp_path, "errors", "dense")
     for rank in range(2):
-        errors = torch.load(tmp_path / f"errors-{rank}", weights_only=True)
+        errors = torch.load(of_ranks / f"errors-{rank}", weights_only=True)
         for error, messages in zip(errors, DISAGREEMENTS.values(), strict=True):
             assert error.startswith(messages[rank])
             assert "\n" not in error
 
 
 @pytest.mark.guard
-def test_a_rank_that_fails_in_the_encoders_backward_pass_ends_all(tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_the_encoders_backward_pass_ends_all() -> None:
     """Although the other one waits for its gradients."""
-    ended = torchrun("tests.head.test_ranks", tmp_path, "dies", "dense", check=False)
+    ended = torchrun("tests.head.test_ranks", check=False)
     assert ended.returncode
     assert "MemoryError: the encoder's backward pass" in ended.stderr
 
 
 if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), *sys.argv[2:])
+    one_fails_in_its_backward_pass()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.head.conftest import MakeHead
+from tests.head.conftest import MakeHead, drop_table
 from tests.helpers.own_loop import (
     BATCH_SIZE,
     DIM,
@@ -26,8 +24,6 @@ from tests.helpers.own_loop import (
     loaded,
     shuffled,
 )
-from tests.helpers.torchrun import torchrun
-from weightserver import LocalCluster
 from weightserver.torch import ClassifierHead
 
 BATCHES = shuffled(6, 6)
@@ -224,22 +220,20 @@ def test_what_contradicts_itself_changes_nothing(make_head: MakeHead, embeddings
 
 
 @pytest.mark.guard
-def test_two_ranks_clip_and_overflow_together(make_head: MakeHead, cluster: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_two_ranks_clip_and_overflow_together(make_head: MakeHead, of_ranks: Path) -> None:
     """The rows of one rank overflow in the last step."""
-    torchrun("tests.head.test_scaling", tmp_path, *cluster.addresses)
     dense, encoder = Dense(make_head("dense")), Encoder()
     expected = Result(clipped_by_torch(dense, encoder, MAX_NORM), encoder=encoder.weight())
     dense.visits += BATCHES[0]
     dense.update(RATE)
     expected.rows = dense.weight.detach()
     for rank in range(2):
-        result = torch.load(tmp_path / f"result-{rank}", weights_only=True)
+        result = torch.load(of_ranks / f"clipped-{rank}", weights_only=True)
         Result(**result).assert_close(expected)
 
 
 def as_rank(directory: Path, servers: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
     rank, share, encoder = dist.get_rank(), BATCH_SIZE // 2, Encoder()
     encoder.module = DistributedDataParallel(encoder.module)
     batches = loaded([ids[rank * share : (rank + 1) * share] for ids in [*BATCHES, BATCHES[0]]])
@@ -254,9 +248,5 @@ def as_rank(directory: Path, servers: list[str]) -> None:
         scaler.step(encoder.optimizer)
         scaler.update()
         assert scaler.get_scale() == 128
-        torch.save(vars(Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())), directory / f"result-{rank}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]), sys.argv[2:])
+        torch.save(vars(Result(norms, head.rows(range(NUM_CLASSES)), encoder.weight())), directory / f"clipped-{rank}")
+    drop_table(servers)

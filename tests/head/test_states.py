@@ -212,11 +212,6 @@ def test_a_state_in_a_new_process(tmp_path: Path) -> None:
     with ClassifierHead(NUM_CLASSES, 6, **settings) as head:
         head.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
         continued(head, restored(at_half)).assert_same(undisturbed)
-    with (
-        ClassifierHead(NUM_CLASSES, 6, **settings) as head,
-        pytest.raises(ValueError, match=r"hold the rows of run 'head' up to step 14: resume it \(a head by load_state"),
-    ):
-        head.rows([0])
 
 
 def test_a_state_after_close_is_not_left_empty(make_head: MakeHead) -> None:

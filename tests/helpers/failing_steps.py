@@ -151,7 +151,6 @@ def with_scaler(head: Head, encoder: TracedEncoder, ids: Any, batch: Tensor) -> 
 
 
 Attempt = Callable[[Head, TracedEncoder, Any, Tensor], float]
-ATTEMPTS: tuple[Attempt, ...] = (with_zero_grad, with_step, with_scaler)
 
 
 class Tracer:

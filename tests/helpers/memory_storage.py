@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from weightserver.core.arrays import Int64Array
-from weightserver.core.errors import StorageError
 from weightserver.core.versions import NEWEST, Version
 from weightserver.storage.interface import DATABASES, Blocks, DiskUsage
 
@@ -22,50 +21,20 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._committed = MemoryTransaction({name: {} for name in DATABASES})
-        self._on_disk = self._committed
-        self.fails = self.fails_too_late = False
-        """Whether the next commit fails, and whether its changes are nevertheless stored at the next start."""
-        self.num_landed = 0
-        """Number of transactions that the next start will find."""
-        self._broken = False
 
     @property
     def contents(self) -> dict[str, dict[Any, Any]]:
-        """The data that the next start finds."""
-        return self._on_disk.databases
-
-    def copy(self) -> MemoryStorage:
-        """A copy of the directory as stored on disk."""
-        copied = MemoryStorage()
-        copied._committed = copied._on_disk = self._on_disk
-        return copied
-
-    def restart(self) -> None:
-        """Another process opens the directory."""
-        self._committed = self._on_disk
-        self.fails = self._broken = False
+        return self._committed.databases
 
     @contextlib.contextmanager
     def read(self) -> Iterator[MemoryTransaction]:
-        self._check()
         yield self._committed
 
     @contextlib.contextmanager
     def write(self) -> Iterator[MemoryTransaction]:
-        self._check()
         changed = MemoryTransaction({name: dict(values) for name, values in self._committed.databases.items()})
         yield changed
-        if not self.fails or self.fails_too_late:
-            self._on_disk = changed
-            self.num_landed += 1
-        self._broken = self.fails
-        self._check()
         self._committed = changed
-
-    def _check(self) -> None:
-        """Fails like LMDB, whose environment is unusable after a meta page could not be written."""
-        if self._broken:
-            raise StorageError(f"{self.directory}: cannot be written: Input/output error")
 
     def disk_bytes(self) -> int:
         return sum(self.disk_usage().databases.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from weightserver.core.initial import initial_rows
-from weightserver.torch import ClassifierHead, WindowSampler
+from weightserver.torch import ClassifierHead
 
 NUM_CLASSES, DIM, NUM_NEGATIVES, BATCH_SIZE = 40, 6, 12, 4
 TEMPERATURE = 0.2
@@ -83,40 +84,17 @@ class Result:
         assert torch.equal(self.encoder, other.encoder)
 
 
-def as_steps(batches: Iterable[Any], batches_per_step: int) -> Iterator[list[Any]]:
-    """Groups the batches of each step."""
-    step = []
-    for batch in batches:
-        step.append(batch)
-        if len(step) == batches_per_step:
-            yield step
-            step = []
-
-
 def trained(
-    head: ClassifierHead,
-    epochs: Iterable[Iterable[Any]],
-    *,
-    steps: int = STEPS,
-    views: int = 1,
-    batches_per_step: int = 1,
-    encoder: Encoder | None = None,
-    rate: Callable[[int], float | None] = learning_rate,
+    head: ClassifierHead, epochs: Iterable[Iterable[Any]], *, steps: int = STEPS, encoder: Encoder | None = None
 ) -> Result:
     """Trains up to `steps` finished steps."""
     encoder, result = encoder or Encoder(), Result()
-    for epoch in epochs:
-        for step in as_steps(epoch, batches_per_step):
-            result.losses.append(0.0)
-            for ids, batch in step:
-                for view, embeddings in enumerate(encoder.views(batch, views)):
-                    loss = head(embeddings, ids, view=view) / (views * batches_per_step)
-                    loss.backward()
-                    result.losses[-1] += loss.item()
-            encoder.update(learning_rate(head.num_steps))
-            head.step(rate(head.num_steps))
-            if head.num_steps == steps:
-                break
+    for ids, batch in itertools.chain.from_iterable(epochs):
+        loss = head(encoder.module(batch), ids)
+        loss.backward()
+        result.losses.append(loss.item())
+        encoder.update(learning_rate(head.num_steps))
+        head.step(learning_rate(head.num_steps))
         if head.num_steps == steps:
             break
     assert head.num_steps == steps
@@ -139,10 +117,6 @@ class Dense:
             [self.weight], lr=0.0, momentum=head.spec.momentum, weight_decay=head.spec.weight_decay
         )
         self.visits: list[int] = []
-
-    def begin_with(self, sampler: WindowSampler) -> None:
-        """The visits that the sampler would have made before step 0."""
-        self.visits = [image for step in range(-20, 0) for image in sampler.classes_of_step(step).tolist()]
 
     def active(self) -> list[int]:
         """The K classes with the latest visits."""
@@ -172,28 +146,23 @@ class Dense:
                 values[resting] = kept
         self.weight.grad = None
 
-    def trained(
-        self, batches: Iterable[Sequence[int]], *, steps: int = STEPS, views: int = 1, batches_per_step: int = 1
-    ) -> Result:
+    def trained(self, batches: Iterable[list[int]]) -> Result:
         encoder, result = Encoder(), Result()
-        for number, step in zip(range(steps), as_steps(batches, batches_per_step), strict=False):
-            self.visits += [int(class_) for ids in step for class_ in ids]
-            result.losses.append(0.0)
-            for ids in step:
-                for embeddings in encoder.views(INPUTS[list(ids)], views):
-                    loss = self.loss(embeddings, list(ids)) / (views * batches_per_step)
-                    loss.backward()
-                    result.losses[-1] += loss.item()
+        for number, ids in enumerate(batches):
+            self.visits += ids
+            loss = self.loss(encoder.module(INPUTS[ids]), ids)
+            loss.backward()
+            result.losses.append(loss.item())
             encoder.update(learning_rate(number))
             self.update(learning_rate(number))
         result.rows, result.encoder = self.weight.detach().clone(), encoder.weight()
         return result
 
 
-def shuffled(seed: int, num_batches: int, *, repeated: bool = False, batch_size: int = BATCH_SIZE) -> list[list[int]]:
-    """Batches of classes in any order; with repetitions, some twice in a batch."""
+def shuffled(seed: int, num_batches: int) -> list[list[int]]:
+    """Batches of classes in any order."""
     generator = np.random.default_rng(seed)
-    return [generator.choice(NUM_CLASSES, batch_size, replace=repeated).tolist() for _ in range(num_batches)]
+    return [generator.choice(NUM_CLASSES, BATCH_SIZE, replace=False).tolist() for _ in range(num_batches)]
 
 
 def loaded(batches: Iterable[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
