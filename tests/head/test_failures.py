@@ -53,7 +53,8 @@ EVERY_STORE = pytest.mark.parametrize("rows", STORES)
 
 def test_at_any_line_of_the_loop(make_head: MakeHead) -> None:
     """Those of the encoder's two passes included; of other loops, and inside the head, the next test."""
-    attempt, then = with_zero_grad, "announced, repeated"
+    attempt: Attempt = with_zero_grad
+    then: Then = "announced, repeated"
     lines = lines_of(attempt, make_head("dense"))
     assert len(lines) >= 9
     for point in lines:

@@ -1,4 +1,4 @@
-"""Ranks on GPUs, real or pretended, which do what a scenario says, a function of tests.helpers.gpu_scenarios.
+"""Ranks on GPUs, real or pretended, which do what a scenario says, a function of a module that they import.
 
 Those with pretended GPUs are forked from a process that has imported torch and the trainer, which saves most of the
 time of such a test; those with real ones start new processes, because CUDA does not survive a fork.

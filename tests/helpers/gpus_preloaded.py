@@ -8,5 +8,5 @@ if pretended_gpu.unavailable() is None:
 import torch._inductor  # noqa: F401  (the optimizer imports it at its first step, for 2 s)
 
 import benchmarks.gpu.plain  # noqa: F401
-import tests.helpers.gpu_scenarios  # noqa: F401
+import tests.helpers.small_run  # noqa: F401
 import trainer.loop  # noqa: F401

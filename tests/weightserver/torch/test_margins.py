@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_the_loss_equals_the_formula(
 ) -> None:
     """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ, AdaFace's by
     less."""
-    given: dict[str, float] = {"temperature": temperature, "label_smoothing": label_smoothing}
+    given: dict[str, Any] = {"temperature": temperature, "label_smoothing": label_smoothing}
     expected = formula(*inputs(), labels, kind, **given)
     for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
         features, weight = inputs(dtype)
