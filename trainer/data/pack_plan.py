@@ -25,7 +25,7 @@ from trainer.data.survey import checked_sample
 from trainer.data.tables import IN_TABLE
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
-from weightserver.common.object_store import shown
+from weightserver.common.object_store import is_remote, shown
 
 _MEASURED = 1_000
 
@@ -115,6 +115,12 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
 def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
     """What keeps a pack from being the one that is asked for, or from becoming it, each with a remedy."""
     yield from _contradictions_of_options(manifest, options)
+    root = split.listing.root
+    for part in manifest.ranges if is_remote(root) else ():  # before, ranges had the names of copies in --cache-dir
+        cache, copy, _ = f"{part.root}/".partition(f"/sources/{root.parts[1]}/")
+        if copy:
+            remedy = f"replace {cache}/sources/ by s3:// in its manifest.json if it does"
+            yield f"may hold images of {shown(root)} already, by the name of their copy {part.root}", remedy
     if manifest.ranges[-1].source != split.source and (not manifest.complete or not options.extend):
         yield _of_other_images(manifest)
     kind = kind_of_labels(manifest.labelled, manifest.classes)

@@ -614,6 +614,17 @@ def test_images_of_a_bucket_have_their_names_there(
     files = [path for path in tmp_path.glob("[pj]*/*") if path.is_file()]
     assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
     assert str(tmp_path / "two") not in said
+    manifest = packed / "manifest.json"
+    cache = f"{tmp_path}/old/sources/"  # as packs were written before
+    manifest.write_text(manifest.read_text().replace("s3://", cache))
+    assert call(*command(SOURCE, packed, "two", "--extend")) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"pic pack: {packed} may hold images of s3://images/source already, by the name of their copy "
+        f"{cache}images/source: replace {cache} by s3:// in its manifest.json if it does, or give another directory"
+    )
+    manifest.write_text(manifest.read_text().replace(cache, "s3://"))
+    assert call(*command(SOURCE, packed, "two", "--extend")) == 0
+    assert Manifest.load(packed) == whole
 
 
 def contents_of(listing: Listing) -> list[bytes]:
