@@ -19,7 +19,9 @@ import yaml
 import trainer.arguments
 import weightserver
 import weightserver.cli
+from tests.helpers.watching import wait_until
 from tests.test_installation import CONSTRAINTS, PROJECT, names
+from trainer.run.checkpoint_file import saved_steps
 from weightserver.operations.certificates import renew_certificates
 from weightserver.operations.plan import Workload, plan
 
@@ -247,6 +249,29 @@ def test_a_release_says_what_it_consists_of(tmp_path: Path) -> None:
 def test_scripts_can_be_run(script: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
+
+
+@pytest.mark.guard
+def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
+    """143 after SIGTERM and a checkpoint, 2 for a wrong argument; torchrun itself ends with 1."""
+    output = tmp_path / "run"
+    environment = os.environ | {"OUTPUT": str(output), "OMP_NUM_THREADS": "1", "PET_NPROC_PER_NODE": "2"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = ROOT / "deploy/train.sh"
+    wrong = subprocess.run([script, "synthetic", "--no-such"], env=environment, capture_output=True)
+    assert wrong.returncode == 2
+    command = "synthetic --num-images 300 --encoder.name none --steps 1000000 --batch-size 16 --num-negatives 64"
+    command += " --window-size 96 --window-stride 24 --log-every 1000000 --checkpoint-every 18"
+    with subprocess.Popen([script, *command.split()], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or len(saved_steps(output / "checkpoints")) > 1, seconds=200)
+            process.terminate()
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    stopped = saved_steps(output / "checkpoints")[-1]
+    assert errors.count(f"interrupted after {stopped} steps: --resume continues from there") == 1, "a line from both"
 
 
 # ---- all of it, in containers

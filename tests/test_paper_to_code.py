@@ -83,11 +83,17 @@ def test_every_preset_of_the_paper_is_named() -> None:
 
 
 CITED = re.compile(r"(Equation|Section|Table|Figure|Algorithm)s? \(?(\d+(?:\.\d+)?)")
+SUBJECT = re.compile(
+    r"(?P<of_1>softmax|cos\b|cosine|loss)|(?P<of_2>SGD|update|u ←|momentum)"
+    r"|(?P<of_3>coefficients|correct|closed form|gap)"
+)
+"""What the paper's equations are about."""
 OF_OTHERS = re.compile(r"et al\.|CVPR")
 """Marks a citation of another paper."""
 
 
 def test_every_citation_of_the_paper_is_one_that_the_map_has() -> None:
+    """And an equation is cited for what it says: the nearest words that are about an equation are about that one."""
     mapped = {match.groups() for match in CITED.finditer(TEXT)} | {("Section", "4"), ("Section", "4.3")}
     mapped |= {("Table", number) for number in ("6", "7")}  # results alone: experiments/tables repeats them
     num_cited = 0
@@ -97,7 +103,14 @@ def test_every_citation_of_the_paper_is_one_that_the_map_has() -> None:
                 continue
             text = path.read_text()
             for match in CITED.finditer(text):
-                if not OF_OTHERS.search(text[max(0, match.start() - 60) : match.start()]):
-                    assert match.groups() in mapped, f"{path.relative_to(ROOT)} cites {match[0]}"
-                    num_cited += 1
+                start, end = match.span()
+                if OF_OTHERS.search(text[max(0, start - 60) : start]):
+                    continue
+                num_cited += 1
+                assert match.groups() in mapped, f"{path.relative_to(ROOT)} cites {match[0]}"
+                if match[1] == "Equation":
+                    near = SUBJECT.finditer(text, max(0, start - 100), end + 100)
+                    subject = min(near, key=lambda words: max(start - words.end(), words.start() - end), default=None)
+                    assert subject, f"{path.relative_to(ROOT)} does not say what {match[0]} is about"
+                    assert subject.lastgroup == f"of_{match[2]}", f"{path.relative_to(ROOT)}: not {match[0]}"
     assert num_cited > 80

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,9 +25,7 @@ import weightserver.cli
 from deploy.runbook import FORMS
 from deploy.slo import SECTIONS
 from tests.helpers.recorded_programs import RecordedPrograms, Started
-from tests.helpers.watching import wait_until
 from trainer.data.parts import Part
-from trainer.run.checkpoint_file import saved_steps
 from weightserver.common.addresses import parse_addresses
 from weightserver.common.object_store import is_remote
 from weightserver.operations.certificates import write_certificates
@@ -433,29 +429,6 @@ def test_a_pod_that_is_stopped_has_time_for_a_checkpoint(
     torchrun = torch.distributed.run.parse_args(started.arguments[2:])  # after -c and the program
     for template in of_trainer(manifests(overlay)):
         assert 100 < torchrun.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
-
-
-@pytest.mark.guard
-def test_the_trainers_script_ends_with_its_ranks_status(tmp_path: Path) -> None:
-    """143 after SIGTERM and a checkpoint, 2 for a wrong argument; torchrun itself ends with 1."""
-    output = tmp_path / "run"
-    environment = os.environ | {"OUTPUT": str(output), "OMP_NUM_THREADS": "1", "PET_NPROC_PER_NODE": "2"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    script = ROOT / "deploy/train.sh"
-    wrong = subprocess.run([script, "synthetic", "--no-such"], env=environment, capture_output=True)
-    assert wrong.returncode == 2
-    command = "synthetic --num-images 300 --encoder.name none --steps 1000000 --batch-size 16 --num-negatives 64"
-    command += " --window-size 96 --window-stride 24 --log-every 1000000 --checkpoint-every 18"
-    with subprocess.Popen([script, *command.split()], env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until(lambda: process.poll() is not None or len(saved_steps(output / "checkpoints")) > 1, seconds=200)
-            process.terminate()
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 143
-    stopped = saved_steps(output / "checkpoints")[-1]
-    assert errors.count(f"interrupted after {stopped} steps: --resume continues from there") == 1, "a line from both"
 
 
 @pytest.mark.parametrize("overlay", [*OVERLAYS, PARTS, PARTS_IN_BUCKET])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from tests.helpers.terminal import COLUMNS, Terminal
@@ -120,6 +121,24 @@ def test_commands_can_be_interrupted_while_it_loads_libraries(command: list[str]
     assert "interrupted" in terminal.left
     assert "loading libraries" not in terminal.left
     assert "Traceback" not in terminal.seen
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_a_command_that_names_its_stage(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    Image.new("L", (8_000, 8_000)).save(tmp_path / "pictures/0.png")
+    for number in range(1, 100):
+        (tmp_path / f"pictures/{number}.png").hardlink_to(tmp_path / "pictures/0.png")
+    command = [sys.executable, "-m", "trainer.data", "inspect", "pictures"]
+    terminal, pressed = Terminal(command, cwd=tmp_path), list[bool]()
+
+    def on_screen(text: str) -> None:
+        if not pressed and "looking into the images, " in text:
+            pressed.append(True)
+            terminal.interrupt()
+
+    assert terminal.run(on_screen) == 130
+    assert terminal.left.strip() == "pic inspect: interrupted: repeat the command to continue"
 
 
 def test_what_is_counted_shows_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

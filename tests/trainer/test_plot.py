@@ -55,6 +55,15 @@ def test_the_curves_are_those_of_the_records(drawn: list[Figure], tmp_path: Path
     loss, accuracy = ([y for _, y in curve] for curve in points(figure, "without correction"))
     assert loss == pytest.approx([6.95] * 120)
     assert accuracy == [60.0, *[65.0] * 120]
+    figure.canvas.draw()
+    for axes in figure.axes:
+        looks = [(str(line._dash_pattern), line.get_marker(), line.get_linewidth()) for line in axes.get_lines()]  # type: ignore[attr-defined]
+        assert len(set(looks)) == len(looks) > 3, "told apart without colour"
+        (legend,) = filter(None, [axes.get_legend()])
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(panel.get_window_extent()) for panel in figure.axes), "it covers a curve"
+        assert figure.bbox.containsx(box.x0)
+        assert figure.bbox.containsx(box.x1)
 
 
 @pytest.mark.parametrize(("number", "labels"), [(99, ["loss"]), (100, ["loss", "loss, smoothed"])])

@@ -491,6 +491,33 @@ def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_p
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 8_192
 
 
+def test_a_table_in_a_bucket_that_is_rewritten_ends_the_pack(bucket: Proxy, target: Path, tmp_path: Path) -> None:
+    """Until the earlier one is back."""
+    arrow, parquet = (pytest.importorskip(one, reason="no pyarrow") for one in ("pyarrow", "pyarrow.parquet"))
+    images = [path.read_bytes() for path in sorted(plain_tree(tmp_path / "tree", 12).rglob("*.jpg"))]
+    source, packed = target / "source/images.parquet", target / "packed"
+
+    def write(step: int) -> None:
+        parquet.write_table(arrow.table({"image": images[::step], "label": [*range(12)][::step]}), tmp_path / "table")
+        objects.upload(tmp_path / "table", source)
+
+    def pack_part(number: int) -> None:
+        pack_in_bucket(source, packed, options(tmp_path / "cache", Part(number, 2), tar_bytes=5_000))
+
+    write(1)
+    pack_part(0)
+    before = stored(packed)
+    write(-1)
+    with pytest.raises(ValueError, match=r"source/images\.parquet is another table than was listed: put the"):
+        pack_part(1)
+    assert stored(packed) == before
+    write(1)
+    pack_part(1)
+    merge_in_bucket(packed, source_options(tmp_path / "cache"))
+    pack(source, tmp_path / "whole", options(tmp_path / "other", tar_bytes=5_000))
+    assert stored(packed) == contents(tmp_path / "whole")
+
+
 def test_a_tar_that_the_store_does_not_keep_is_not_finished(
     bucket: Proxy, tree: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

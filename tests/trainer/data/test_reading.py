@@ -863,6 +863,15 @@ def test_labels_as_programs_write_them(
     assert note in " ".join(reading.notes)
 
 
+def test_images_of_samples_are_known_by_their_content(tmp_path: Path) -> None:
+    members = {"0.img": jpeg(0), "0.cls": b"7", "1.img": jpeg(1), "1.cls": b"8", "2.cls": b"9"}
+    reading = read_source(write_tar(tmp_path / "s-0000.tar", members))
+    assert reading.train.listing.labels().tolist() == [7, 8]
+    assert left_out_of(tmp_path / "s-0000.tar") == (
+        "2 labels of samples, which are read (first s-0000.tar:0.cls), 1 file that is no image (s-0000.tar:2.cls)"
+    )
+
+
 def left_out_of(source: Path) -> str:
     return read_source(source).left_out.line(source).removeprefix(f"left out of {source}: ")
 
