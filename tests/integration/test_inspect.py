@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,50 @@ import pytest
 
 from tests.helpers.stored import put
 from weightserver import StorageError
+from weightserver.core.checkpoints import ShardCheckpoint
 from weightserver.operations.inspect import inspect_directory
 from weightserver.shard.shard import Shard
 from weightserver.storage.lmdb_storage import LmdbStorage
-from weightserver.storage.records import State, read_state, write_state
+from weightserver.storage.records import State, put_record, read_state, write_state
+
+
+@pytest.mark.guard
+def test_inspect_reads_one_transaction(tmp_path: Path) -> None:
+    """A shard writes all the time, with values of many pages."""
+    kept = LmdbStorage(tmp_path)
+    Shard(kept, shard=0, num_shards=1)
+    stopped = threading.Event()
+
+    def write_all_the_time() -> None:
+        number = 0
+        while not stopped.is_set():
+            number += 1
+            names = tuple(
+                ShardCheckpoint(
+                    f"{number}", number, marks=(f"{n:016}:0",), generation=n, rows_stored=number, num_rows=9
+                )
+                for n in range(number % 50)
+            )
+            with kept.write() as txn:
+                write_state(
+                    txn, State(epoch=number, run=f"{number}", clock=number, rows_stored=number, checkpoints=names)
+                )
+                put_record(txn, "writers", number.to_bytes(16), b"x" * 136)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write_all_the_time)
+        try:
+            for _ in range(8):
+                seen = inspect_directory(tmp_path)
+                told = {seen[name] for name in ("epoch", "rows_stored", "clock", "writers")}
+                assert told | {int(seen["run"] or 0)} | {int(name) for name in seen["checkpoints"]} == {seen["epoch"]}
+                assert len(seen["checkpoints"]) == seen["epoch"] % 50
+        finally:
+            stopped.set()
+        writing.result()
+    assert seen["epoch"] > 10
+    kept.close()
+
 
 READER = """
 import json, sys
