@@ -70,14 +70,18 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("num_blocks", [300, 4_500])  # fewer and more than are sorted
 def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) -> None:
-    """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares."""
+    """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares. A sum over
+    all rows is estimated without bias, with a variance of M²/n · (1 − n/M) · s², s² being that of the blocks' sums."""
     steps, share = 600, num_blocks // 10
     sampler = BlockSampler(num_rows=3 * num_blocks - 1, rows_per_block=3, num_sampled=3 * share + 2, seed=2)
     counts, pairs = np.zeros(3 * num_blocks - 1), np.zeros(num_blocks - 1)
+    values = np.sort(np.exp(np.random.default_rng(0).standard_normal(3 * num_blocks - 1)))  # alike in each block
+    deviations = np.zeros(steps)
     for step in range(steps):
         rows = sampler.rows(step)
         assert len(rows) in (3 * share, 3 * share - 1)
         counts[rows] += 1
+        deviations[step] = num_blocks / share * values[rows].sum() - values.sum()
         blocks = np.unique(rows // 3)
         pairs[blocks[:-1][np.diff(blocks) == 1]] += 1  # neighbours
     probability = share / num_blocks
@@ -88,6 +92,10 @@ def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) 
     together = share * (share - 1) / (num_blocks * (num_blocks - 1))
     expected = steps * together * len(pairs)
     assert abs(pairs.sum() - expected) <= SIGMAS * math.sqrt(expected)
+    sums = np.add.reduceat(values, range(0, len(values), 3))
+    variance = num_blocks**2 / share * (1 - share / num_blocks) * sums.var(ddof=1)
+    assert abs(deviations.mean()) <= SIGMAS * math.sqrt(variance / steps)
+    assert abs((deviations**2).mean() - variance) <= SIGMAS * (deviations**2).std() / math.sqrt(steps)
 
 
 @pytest.mark.parametrize(
