@@ -20,6 +20,11 @@ LIBRARIES = {
 }
 
 
+def test_examples_are_short() -> None:
+    """As docs/own-loop.md says."""
+    assert all(len(path.read_text().splitlines()) < 90 for path in EXAMPLES.values())
+
+
 def run(name: str, output: Path, epochs: int) -> tuple[int, float]:
     """Runs an example for some epochs; returns the step and the loss that it prints last."""
     step, loss = re.findall(r"step (\d+): loss ([\d.]+)", printed(name, output, epochs))[-1]
