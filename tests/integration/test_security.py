@@ -133,6 +133,13 @@ def test_authorised_clients_can_call(place: Place, kind: str) -> None:
         np.testing.assert_allclose(client.fetch(rows, step=1), before * (1 - 1e-5) - 0.1, atol=1e-6)
 
 
+def test_two_authorities_are_trusted_while_certificates_are_renewed(place: Place, tmp_path: Path) -> None:
+    both = tmp_path / "both.pem"
+    both.write_bytes((place.other / "ca.pem").read_bytes() + (place.own / "ca.pem").read_bytes())
+    with place.client("tls", tls(place.own, tls_ca=both)) as client:
+        client.drop_table()
+
+
 @pytest.fixture
 def renewed(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
     """A shard of its own, and its certificates, which expire in a minute."""
