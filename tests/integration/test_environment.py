@@ -65,6 +65,18 @@ def test_libraries_are_imported_after_sigterm_has_a_handler(tmp_path: Path) -> N
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("is_serving", [False, True], ids=["starting", "serving"])
+def test_a_shard_that_is_the_first_process_ends_at_sigterm(is_serving: bool, tmp_path: Path) -> None:
+    with first_process(serve(tmp_path / "data")) as (process, pid):
+        wait_until(lambda: not AS_ROOT or handles_sigterm(pid))
+        if is_serving:
+            assert process.stdout is not None
+            process.stdout.readline()
+        os.kill(pid, signal.SIGTERM)
+        assert process.wait(20) in ({0} if is_serving else {128 + signal.SIGTERM, -signal.SIGTERM, 0})
+
+
+@pytest.mark.guard
 @pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
 def test_a_trainer_that_is_the_first_process_ends_at_sigterm(is_training: bool, tmp_path: Path) -> None:
     output, small = tmp_path / "run", "--num-images 512 --batch-size 64 --num-negatives 128 --window-size 256"
