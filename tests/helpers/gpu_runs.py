@@ -23,7 +23,6 @@ NUM_STEPS = 6
 NUM_IMAGES = 128
 LOG_EVERY = 3
 _IN_MEMORY: dict[str, Any] = {"dataset": "idx"}
-_GENERATED: dict[str, Any] = {"dataset": "synthetic", "num_images": NUM_IMAGES}
 _DECODED: dict[str, Any] = {"dataset": "folder"}
 _TWO_VIEWS: dict[str, Any] = {"views": 2, "view_size": 12}
 _RESUMED: dict[str, Any] = {"checkpoint_every": 5}
@@ -32,7 +31,7 @@ _KNN: dict[str, Any] = {"knn_every": 0.05}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "in memory, resident": _IN_MEMORY | _RESUMED | {"capacity": 56, "deterministic": True},
     "in memory, dense": _IN_MEMORY | {"rows": "dense", "precision": "bfloat16"} | _KNN,
-    "generated, remote": _GENERATED | _RESUMED | _TWO_VIEWS | {"rows": "remote", "temperature": 0.01},
+    "decoded, remote": _DECODED | _RESUMED | _TWO_VIEWS | {"rows": "remote", "temperature": 0.01},
     "decoded, resident": _DECODED | _TWO_VIEWS | {"capacity": 56, "accumulate": 2, "precision": "bfloat16"},
     "decoded, dense": _DECODED | {"rows": "dense", "accumulate": 2, "deterministic": True} | _KNN,
 }
@@ -47,7 +46,7 @@ def config(scenario: str, output: Path, servers: str, images: Path, device: str)
     grey = dataset == "idx"
     fixed: dict[str, Any] = {
         "num_images": None,
-        "data_dir": None if dataset == "synthetic" else images / dataset,
+        "data_dir": images / dataset,
         "servers": None if dense else servers,
         "device": device,
         "steps": NUM_STEPS,
