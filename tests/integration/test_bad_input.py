@@ -255,7 +255,7 @@ def test_a_client_and_a_replaced_table(client: WeightClient, cluster: LocalClust
 @pytest.mark.guard  # seconds
 def test_addresses_that_are_not_one_cluster_are_refused(cluster: LocalCluster) -> None:
     def describe(*addresses: str) -> object:
-        with WeightClient(addresses, timeout_seconds=20, connect_seconds=1) as client:
+        with WeightClient(addresses, timeout_seconds=20, connect_seconds=1, insecure=True) as client:
             return client.describe()
 
     first, second = cluster.addresses
@@ -269,9 +269,12 @@ def test_addresses_that_are_not_one_cluster_are_refused(cluster: LocalCluster) -
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         started = time.monotonic()
-        with pytest.raises(ShardUnavailableError, match=f"{address} did not answer for .* check the address"):
+        with pytest.raises(ShardUnavailableError, match=f"{address} did not answer for .*refused.* check the address"):
             describe(first, address)
         assert time.monotonic() - started < 4
+    unknown = "no-such-name.invalid:1"
+    with pytest.raises(ShardUnavailableError, match=rf"{unknown} did not answer for .*\(.*{unknown}.*\): check"):
+        describe(first, unknown)
     with pytest.raises(ValueError, match="timeout_seconds must be positive"):
         WeightClient([first], timeout_seconds=0)
 
