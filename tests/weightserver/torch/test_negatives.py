@@ -70,8 +70,9 @@ def test_active_rows_are_own_recent_and_sampled_ones(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("num_blocks", [300, 4_500])  # fewer and more than are sorted
 def test_every_row_and_pair_of_blocks_is_sampled_equally_often(num_blocks: int) -> None:
-    """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares. A sum over
-    all rows is estimated without bias, with a variance of M²/n · (1 − n/M) · s², s² being that of the blocks' sums."""
+    """Inclusion is Bernoulli(n/M), and two blocks are included together with n(n−1)/(M(M−1)): sums of squares. A sum
+    over all rows is estimated without bias, with a variance of M²/n · (1 − n/M) · s²
+    (s²: that of the blocks' sums)."""
     steps, share = 600, num_blocks // 10
     sampler = BlockSampler(num_rows=3 * num_blocks - 1, rows_per_block=3, num_sampled=3 * share + 2, seed=2)
     counts, pairs = np.zeros(3 * num_blocks - 1), np.zeros(num_blocks - 1)
