@@ -329,7 +329,7 @@ _FEW = tuple(
     )
     for percent, epochs in ((1, 30), (10, 20))
 )
-"""540 and 3,740 updates, where the paper has 500 and 10,000; by its batches and epochs they would be 20 and 460 here."""
+"""540 and 3,740 updates, where the paper has 500 and 10,000. Its batches and epochs would be 20 and 460 of ours."""
 _FEW_MEASURES = {"labels-1.top1": "1 % labels", "labels-10.top1": "10 % labels"}
 _PAPERS_FEW = {"memory bank": (39.2, 77.4), "SimCLR": (75.5, 87.8), "PIC": (77.1, 88.7)}
 SEMI_SUPERVISED = Table(
