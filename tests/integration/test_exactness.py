@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.dense_sgd import Oracle
-from tests.helpers.row_model import schedule
+from tests.helpers.row_model import assert_rows_close, schedule
 from weightserver import LocalCluster, TableSpec, WeightClient
 from weightserver.core.initial import initial_rows
 
@@ -22,9 +23,9 @@ def open_table(client: WeightClient, spec: TableSpec, rates: npt.NDArray[np.floa
 
 @pytest.mark.guard
 def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cluster: LocalCluster) -> None:
-    """80 steps: repeats within a step, two writers of one epoch, pushes held back and sent late, shuffled."""
+    """150 steps: repeats within a step, two writers of one epoch, pushes held back and sent late, shuffled."""
     spec = TableSpec(num_rows=400, dim=12, momentum=0.9, weight_decay=1e-3, rows_per_block=5, seed=3)
-    num_steps = 80
+    num_steps = 150
     rates = schedule(num_steps)
     generator = np.random.default_rng(0)
     oracle = Oracle(spec, rates)
@@ -54,6 +55,24 @@ def test_random_subsets_of_several_writers_in_any_order(client: WeightClient, cl
                 assert error.max() <= 1e-5
     oracle.assert_equals(client.fetch_state(np.arange(spec.num_rows), step=num_steps))
     assert client.describe().rows_stored == np.count_nonzero(client.fetch_state(np.arange(spec.num_rows)).last_step)
+
+
+def test_a_table_in_the_place_of_a_dropped_one_moves_by_its_own_sgd(client: WeightClient) -> None:
+    """Both have the same learning rates; rows of the first were fetched for a step that no write has reached."""
+    first = TableSpec(num_rows=20, dim=3, momentum=0.9, weight_decay=0.01, rows_per_block=4, seed=1)
+    rates, rows = schedule(12), np.arange(20)
+    open_table(client, first, rates)
+    client.fetch(rows, step=12)
+    client.drop_table()
+    spec = replace(first, momentum=0.0, weight_decay=0.1)
+    open_table(client, spec, rates)
+    gradient = np.ones((20, 3), np.float32)
+    client.push_gradients(rows, gradient, step=0)
+    oracle = Oracle(spec, rates)
+    oracle.step(0, gradient.astype(np.float64))
+    for step in range(1, 12):
+        oracle.step(step, np.zeros((20, 3)))
+    assert_rows_close(client.fetch(rows, step=12), oracle.weight)
 
 
 def test_rows_can_be_fetched_for_any_step_to_come(client: WeightClient) -> None:
