@@ -655,6 +655,18 @@ def test_a_sweep_deletes_exactly_the_unneeded_versions(seed: int, seconds: float
     assert num_swept, "nothing was ever deleted"
 
 
+def test_a_release_in_one_transaction_with_a_checkpoint_is_swept(served: Served) -> None:
+    """Two clients' operations may be of one group: there are as many checkpoints as before."""
+    served.push(1)
+    served.do(lambda batch: batch.checkpoint(header(2, 1), "old"))
+    served.push(3, step=1)
+    sweep(served)
+    served.do(lambda batch: batch.release(header(4), "old") and batch.checkpoint(header(5, 2), "new"))
+    assert all_versions(served) != kept_versions(served)
+    sweep(served)
+    assert all_versions(served) == kept_versions(served)
+
+
 def test_a_volume_that_cannot_be_asked_stops_no_sweep(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweeper looks at readers too, each time before it sweeps."""
 

@@ -284,7 +284,8 @@ class Shard:
             self._table = batch.table
         finally:
             self._next_table = self._table
-        if len(batch.state.checkpoints) < len(before.checkpoints):
+        kept = {checkpoint.generation for checkpoint in batch.state.checkpoints}
+        if any(checkpoint.generation not in kept for checkpoint in before.checkpoints):
             self.num_releases += 1
 
 
