@@ -290,10 +290,9 @@ class ShardChange(WriteTransaction):
         if not writing.admit(self, header):
             return False
         kept, known = self.state.checkpoint(source, checkpoint_id), self._find(name)
-        copy = replace(kept, name=name)
         if known is None:
-            self._retain(copy, self.state.checkpoints.index(kept) + 1)
-        elif vars(known) != vars(copy):
+            self._retain(replace(kept, name=name), self.state.checkpoints.index(kept) + 1)
+        elif (known.checkpoint_id, known.generation) != (kept.checkpoint_id, kept.generation):
             raise InvalidRequestError(f"checkpoint {name!r} is another one than {source!r}: choose another name")
         return True
 

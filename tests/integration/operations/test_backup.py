@@ -192,6 +192,16 @@ def test_the_last_backups_checkpoint_is_kept_until_the_next_has_ended(
     assert {known.name for known in client.checkpoints()} == {names[1], "two"}
 
 
+def test_a_checkpoint_that_was_taken_again_is_backed_up_again(client: WeightClient, tmp_path: Path) -> None:
+    """Taking it again gives it other marks than the shards' copy for backups has."""
+    make_table(client)
+    for name in ("first", "second"):
+        client.checkpoint("last", step=4)
+        backup(client, tmp_path / name, checkpoint="last")
+    first, second = (read_backup(Folder(tmp_path / name)) for name in ("first", "second"))
+    assert first.identity == second.identity
+
+
 def test_a_backup_releases_no_checkpoint_of_the_users(client: WeightClient, tmp_path: Path) -> None:
     """Only the second name of a checkpoint itself is a backup's, whatever a user's name looks like."""
     make_table(client)
