@@ -44,6 +44,7 @@ SPEC = TableSpec(num_rows=60, dim=2, rows_per_block=5)
 SPECS = [SPEC, replace(SPEC, correction="paper"), replace(SPEC, dtype="bfloat16")]
 """One for each call that creates a table."""
 METHODS = pb.DESCRIPTOR.services_by_name["WeightServer"].methods
+METHODS_BY_NAME = pb.DESCRIPTOR.services_by_name["WeightServer"].methods_by_name
 HORIZON = 6
 MEMORY_MIB = 64
 INTEGERS = [0, 1, 2, 3, 5, 6, 59, 60, 1 << 22, (1 << 22) + 1, 1 << 24, 2**31 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]
@@ -322,13 +323,31 @@ def test_handlers(count: int) -> None:
             pb.DropTableRequest(epoch=opened),
             pb.DescribeRequest(),
         ):
-            method = pb.DESCRIPTOR.services_by_name["WeightServer"].methods_by_name[
-                type(request).__name__.removesuffix("Request")
-            ]
+            method = METHODS_BY_NAME[type(request).__name__.removesuffix("Request")]
             outcome = place.call(method, [request.SerializeToString()])
             assert outcome.status == "OK", (method.name, outcome.details)
     finally:
         place.committer.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_an_error_of_the_shards_own_is_not_told_as_the_callers(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a handler or of the committer's thread; the log has its traceback."""
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise error("a slip")
+
+    place = InProcess()
+    monkeypatch.setattr(Shard, "learning_rates", fails)
+    monkeypatch.setattr(ShardChange, "drop_table", fails)
+    with contextlib.closing(place.committer):
+        for name, request in (("ReadSchedule", pb.ReadScheduleRequest()), ("DropTable", pb.DropTableRequest())):
+            caplog.clear()
+            outcome = place.call(METHODS_BY_NAME[name], [request.SerializeToString()])
+            assert (outcome.status, outcome.details) == ("INTERNAL", f"shard 0 failed on {name}")
+            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [error]
 
 
 @pytest.fixture(scope="module")

@@ -73,16 +73,21 @@ def table_number(spec: TableSpec, identity: bytes) -> int:
 
 
 def spec_from_proto(spec: pb.TableSpec) -> TableSpec:
-    """Raises ValueError if the spec is invalid."""
+    """Raises InvalidRequestError if the spec is invalid."""
     named = {field.name: getattr(spec, field.name) for field in pb.TableSpec.DESCRIPTOR.fields}
     if named.pop("single_rate"):
         if not spec.correction:
-            raise ValueError("single_rate is a kind of correction: set correction too")
+            raise InvalidRequestError("single_rate is a kind of correction: set correction too")
         named["correction"] = "paper"
     if not 0 <= named["dtype"] < len(_DTYPES):
-        raise ValueError(f"dtype {named['dtype']} of the table is unknown: is the other side of a newer version?")
+        raise InvalidRequestError(
+            f"dtype {named['dtype']} of the table is unknown: is the other side of a newer version?"
+        )
     named["dtype"] = _DTYPES[named["dtype"]]
-    return TableSpec(**named)
+    try:
+        return TableSpec(**named)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def rows_to_proto(rows: Int64Array) -> pb.Rows:

@@ -31,6 +31,7 @@ from weightserver.core.errors import (
 from weightserver.protocol.codec import ACKNOWLEDGED_KEY, MARK_KEY, OWN_TIME_KEY, SHARD_KEY, TABLE_KEY, VERSION_KEY
 from weightserver.protocol.status import status_of
 from weightserver.server.admission import StallWatch, abort, requests
+from weightserver.server.checks import check_mark
 from weightserver.server.metrics import ShardMetrics
 from weightserver.shard.changes import ShardChange
 from weightserver.shard.group_commit import Committer
@@ -126,9 +127,6 @@ class Calls:
             if isinstance(error, FencedError | StorageError | DataLossError) and self._may_log(("refused", method)):
                 _log.warning("%(method)s refused: %(reason)s", {"method": method, "reason": str(error)})
             abort(context, error, self._trailer())
-        except (ValueError, TypeError) as error:  # TableSpec's own checks
-            status = grpc.StatusCode.INVALID_ARGUMENT
-            abort(context, InvalidRequestError(str(error)), self._trailer())
         except (GeneratorExit, CancelledError, grpc.RpcError):  # the caller is gone
             status = grpc.StatusCode.CANCELLED
             raise
@@ -163,8 +161,9 @@ class Calls:
             raise InvalidRequestError(
                 f"this shard has version {__version__}, the caller {version[:20]}: use one minor version for all"
             )
-        if acknowledged := metadata.get(ACKNOWLEDGED_KEY):
-            self._shard.check_acknowledged(str(acknowledged), str(metadata.get(TABLE_KEY, "")))
+        if acknowledged := str(metadata.get(ACKNOWLEDGED_KEY, "")):
+            check_mark(acknowledged)
+            self._shard.check_acknowledged(acknowledged, str(metadata.get(TABLE_KEY, "")))
 
     def _trailer(self) -> tuple[tuple[str, str], ...]:
         """The trailing metadata of every answer."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from weightserver.core.errors import InvalidRequestError
+from weightserver.core.lineage import split_mark
 from weightserver.core.sharding import Sharding
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import MAX_NAME_CHARACTERS, float32_from_bytes
@@ -27,6 +28,13 @@ def require_id(value: bytes, name: str, *, optional: bool = False) -> None:
 
 def check_name(name: str) -> None:
     require(0 < len(name) <= MAX_NAME_CHARACTERS, f"name must have 1 to {MAX_NAME_CHARACTERS} characters")
+
+
+def check_mark(mark: str) -> None:
+    try:
+        split_mark(mark)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def given_rates(rates: pb.Rates) -> GivenRates:

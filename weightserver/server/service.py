@@ -15,7 +15,6 @@ from google.protobuf.message_factory import GetMessageClass
 from weightserver.common.logs import follow_request
 from weightserver.common.stages import arrive, call_clock
 from weightserver.core.errors import InvalidRequestError
-from weightserver.core.lineage import split_mark
 from weightserver.core.spec import MAX_ROWS
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import (
@@ -32,7 +31,15 @@ from weightserver.server.answers import (
     read_blocks_response,
 )
 from weightserver.server.calls import Calls
-from weightserver.server.checks import check_name, given_rates, needed_blocks, require, require_id, write_header
+from weightserver.server.checks import (
+    check_mark,
+    check_name,
+    given_rates,
+    needed_blocks,
+    require,
+    require_id,
+    write_header,
+)
 from weightserver.server.metrics import ShardMetrics
 from weightserver.server.request_memory import RequestMemory, answer_bytes, fetch_bytes
 from weightserver.server.write_stream import ReceivedWrite, WriteRequest, receive
@@ -93,6 +100,7 @@ class WeightServerService:
 
     def ExtendTable(self, request: pb.ExtendTableRequest, context: grpc.ServicerContext) -> pb.ExtendTableResponse:
         self._shard.require_table(request.table)
+        require(request.num_rows <= MAX_ROWS, f"num_rows must lie in 1..{MAX_ROWS}, got {request.num_rows}")
         epoch = request.epoch if request.HasField("epoch") else None
         if self.calls.commit(context, lambda batch: batch.extend_table(request.num_rows, epoch)):
             _log.info("table extended", extra={"num_rows": request.num_rows})
@@ -282,7 +290,7 @@ class WeightServerService:
         """Raises InvalidRequestError unless `marks` is empty or has one valid mark per shard."""
         require(len(marks) in (0, self._shard.num_shards), f"{len(marks)} marks for {self._shard.num_shards} shards")
         for mark in marks:
-            split_mark(mark)
+            check_mark(mark)
         return list(marks)
 
     def _on_checkpoint(

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightserver.core.arrays import Float32Array
 from weightserver.core.correction import MAX_STEPS, Schedule
-from weightserver.core.errors import MissingRatesError, StepError, TableMismatchError
+from weightserver.core.errors import InvalidRequestError, MissingRatesError, StepError, TableMismatchError
 from weightserver.core.rates import HashedRates, first_difference
 from weightserver.core.spec import TableSpec
 
@@ -68,10 +68,14 @@ class ScheduledRates:
         return len(self.hashed)
 
     def followed_by(self, learning_rates: Float32Array) -> ScheduledRates:
-        """These, and those of further steps (float32 [n])."""
+        """These, and those of further steps (float32 [n]). Raises InvalidRequestError if rows could not follow them."""
         if not len(learning_rates):
             return self
-        return self.by(self.schedule.followed_by(learning_rates), self.hashed)
+        try:
+            schedule = self.schedule.followed_by(learning_rates)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        return self.by(schedule, self.hashed)
 
     def begins_with(self, other: ScheduledRates) -> bool:
         """Whether these are the other ones and perhaps more, and move rows alike: of a table that was dropped they may
