@@ -63,6 +63,14 @@ def test_a_damaged_version_is_named(data: Path, number: int, where: str, weights
     assert (status, said) == (1, f"{told}\n4 blocks, 8 versions, 1 problems\n")
 
 
+def test_verify_makes_no_owner_lock(weightserver: Weightserver, data: Path) -> None:
+    """Another user's would stop the shard; it is absent where it was removed, to serve an older copy."""
+    (data / "owner.lock").unlink()
+    before = sorted(data.iterdir())
+    assert weightserver("verify", data)[:2] == (0, "4 blocks, 8 versions, 0 problems\n")
+    assert sorted(data.iterdir()) == before
+
+
 def start(data: Path, message: str, *options: str) -> None:
     with pytest.raises(ShardUnavailableError, match=message) as raised:
         LocalCluster(1, data.parent, serve_options=options)

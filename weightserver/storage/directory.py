@@ -126,7 +126,7 @@ def allocate(path: Path, num_bytes: int) -> None:
 class OwnerLock:
     """The locked `owner.lock` of a directory. Waits a while: the previous owner may be about to end.
 
-    A reader of a directory that cannot be written to, and has no such file, locks nothing.
+    A reader of a directory without that file locks nothing.
 
     Raises:
         StorageError: another process serves the directory.
@@ -137,13 +137,13 @@ class OwnerLock:
         self._descriptor: int | None = None
         self._noted = b""
         path = directory / "owner.lock"
-        access = os.O_RDONLY if readonly else os.O_RDWR
+        access = os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT
         try:
-            descriptor = os.open(path, access | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-        except OSError:
-            if not readonly or path.exists():
-                raise
-            return
+            descriptor = os.open(path, access | os.O_CLOEXEC, PRIVATE_FILE)
+        except FileNotFoundError:
+            if readonly:
+                return
+            raise
         deadline = time.monotonic() + _OWNER_SECONDS
         while not lock_file(descriptor, path):
             if time.monotonic() >= deadline:
