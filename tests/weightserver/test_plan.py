@@ -109,7 +109,7 @@ def test_shards_and_ranks_share() -> None:
 
 BAD = {
     "--num-rows=0": "--num-rows must be at least 1, got 0",
-    "--window-size=8": "--window-size must be in S..N, got 8",
+    "--window-stride=131073": "--window-size must be in S..N, got 131072",
     "--num-negatives=2000000": "--num-negatives must be in B..N, got 2000000",
     "--num-negatives=511": "--num-negatives must be in B..N, got 511",
     "--num-ranks=513": "--num-ranks must be in 1..B, got 513",
@@ -213,13 +213,18 @@ def planned_by_command(capsys: pytest.CaptureFixture[str], *options: str) -> str
 
 
 def test_the_command_line_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """Defaults that ImageNet's size allows are limited to what fits."""
+    """Defaults that ImageNet's size allows are limited to what fits; what is given is not."""
     for num_rows, name, value in (
         ("1281167", "remote: bytes both ways", 2 * 65_536 * (4 * 128 + 8)),
         ("3648", "resident rows", 3648),
     ):
         parts = json.loads(planned_by_command(capsys, "--num-rows", num_rows, "--json")).values()
         assert {figure["name"]: figure["value"] for part in parts for figure in part}[name] == value
+    small = planned_by_command(capsys, "--num-rows", "10000", "--window-size", "1000")
+    assert re.search(r"steps of a pass over all rows +156\.2 steps", small), "the window moves by an eighth"
+    with pytest.raises(SystemExit):
+        main(["plan", "--num-rows", "300", "--batch-size", "512"])
+    assert capsys.readouterr().err == "weightserver plan: --batch-size must be at most N, got 512\n"
     lines = planned_by_command(capsys, "--num-rows", "1000000000", "--steps-per-second", "10").splitlines()
     (line,) = (line for line in lines if "all N rows, without checkpoints" in line)
     assert line.endswith("1.04 TB   ceil(N/r) · pages")

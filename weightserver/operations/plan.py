@@ -19,7 +19,7 @@ from weightserver.core.correction import MAX_STEPS
 from weightserver.core.spec import TableSpec
 
 _MAX_WRITE_BACK_ROWS = 1 << 14
-"""Rows that leave the window are written S at a time, at most this many (trainer/run/opening.py)."""
+"""Rows that leave the window are written S at a time, at most this many (weightserver/torch/store_sizes.py)."""
 _SLOT_BYTES = 41
 """Bookkeeping per resident row: last step, whether it changed, and its position (weightserver/torch/rows/slots.py)."""
 _SHARDS_AT_ONCE = 8
@@ -77,6 +77,7 @@ class Workload:
         sizes = ("num_rows", "dim", "num_negatives", "batch_size", "window_stride", "image_bytes", "listed_bytes")
         for name in (*sizes, "num_shards", "listing_cores"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("batch_size", self.batch_size <= self.num_rows, "at most N")
         self._require("num_ranks", 1 <= self.num_ranks <= self.batch_size, "in 1..B")
         self._require("num_nodes", 1 <= self.num_nodes <= self.num_ranks, "in 1..ranks")
         self._require("window_size", self.window_stride <= self.window_size <= self.num_rows, "in S..N")
@@ -374,15 +375,16 @@ def _money(load: Workload) -> list[Figure]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Workload)
+    parser.set_defaults(num_negatives=None, batch_size=None, window_size=None, window_stride=None)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _fit_defaults(arguments: argparse.Namespace) -> None:
-    """Limits defaults, those of a run on ImageNet, to what few images allow."""
-    limits = dict.fromkeys(("num_negatives", "batch_size", "window_size"), arguments.num_rows)
-    for name, most in (limits | {"window_stride": arguments.num_rows // 8}).items():
-        if (default := getattr(Workload, name)) == getattr(arguments, name):
-            setattr(arguments, name, max(1, min(default, most)))
+    """Limits defaults, those of a run on ImageNet, to what few images or a small window allow."""
+    for name in ("num_negatives", "batch_size", "window_size", "window_stride"):
+        if getattr(arguments, name) is None:
+            most = arguments.window_size // 8 if name == "window_stride" else arguments.num_rows
+            setattr(arguments, name, max(1, min(getattr(Workload, name), most)))
 
 
 def run(arguments: argparse.Namespace) -> None:
