@@ -175,6 +175,7 @@ def section(results: Path, picture: Path, link: str) -> Iterator[str]:
         return
     found = json.loads(results.read_text())
     summary, settings, knn = found["summary"], found["settings"], found["knn_top1"]
+    visits = f"{summary['epochs']:.3g}"
     passes = summary["epochs"] * settings["window_stride"] / settings["window_size"]
     memory = np.array(found["memory"]) / 2**30
     middle = len(memory) // 2
@@ -186,14 +187,14 @@ def section(results: Path, picture: Path, link: str) -> Iterator[str]:
         f"packs them with Ray, and trains on {found['cores']} cores ({found['processor']}) with K = "
         f"{settings['num_negatives']:,},\nB = {settings['batch_size']}, W = {settings['window_size']:,} and S = "
         f"{settings['window_stride']:,}. Test images are of fonts that no training\nimage has, and their labels are "
-        "characters; kNN has k = 5. Six visits to each image are not the "
+        f"characters; kNN has k = 5. {visits} visits to each image are not the "
         "paper's\nproportions: W was chosen by the losses of shorter runs, of which those with W = 65,536 collapsed.\n"
     )
     rows = {
         "kNN top-1, trained": f"{knn['run']:.2f} %",
         "kNN top-1, untrained": f"{knn['untrained']:.2f} %",
         "passes over the images": f"{passes:.3g}",
-        "visits to each image": f"{summary['epochs']:.3g}",
+        "visits to each image": visits,
         "rows fetched": f"{summary['fetched_rows']:,.0f}",
         "steps that fetched rows had missed, mean": f"{summary['missed_steps'] / summary['corrected_rows']:,.0f}",
         "share of time waiting for rows": f"{100 * found['row_wait_share']:.2f} %",
