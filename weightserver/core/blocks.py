@@ -22,7 +22,7 @@ All checksums are XXH3-64, chained: the second part is seeded by the checksum of
 
 The root and a group's checksum prove the rows of the group, with their last steps: that the disk returns what this
 write stored, and not an older version of the block or a block of another table that lay in the same place. Which write
-made a block is stored apart from it (see `lmdb_storage`). A fetch verifies the root and the groups that it reads. A
+made a block is stored apart from it (see `lmdb_transaction`). A fetch verifies the root and the groups that it reads. A
 write verifies the whole block, since it copies all of it, and renews the root and the checksums of the groups that it
 changes.
 

@@ -146,7 +146,7 @@ def _changed_by_numpy(
 
     Raises:
         DamagedBlockError: a stored block is damaged.
-        StepError: see `Update.change`.
+        StepError: see `Push.change`.
     """
     codec, rows_stored = table.codec, 0
     blocks, rows = list[bytearray](), RowBuffer(codec, len(touched.rows))

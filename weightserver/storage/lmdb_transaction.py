@@ -3,7 +3,7 @@
 The environment holds five named databases; values of the first three begin with a checksum (see records.py):
 
     meta       ASCII key -> JSON: `identity` (format, shard, num_shards, unfinished), `spec`, `state` (epoch, ...),
-               and `build` if another program made the directory (see shard_builder.py)
+               `checkpoints`, `lineage`, `peers`, and `origin` if the directory was filled (see shard_builder.py)
     schedule   first step of a chunk, u64 big-endian -> the chunk's learning rates, float32 little-endian
     writers    writer, 16 bytes -> its newest number and outcome (see core/exactly_once.py)
     versions   block u64 big-endian + (2^32 - 1 - generation) u32 big-endian -> the id of the write that stored this

@@ -1,4 +1,4 @@
-"""Records that a shard stores besides its blocks: its identity, spec, state and schedule (keys: lmdb_storage.py).
+"""Records that a shard stores besides its blocks: its identity, spec, state and schedule (keys: lmdb_transaction.py).
 
 Every value is 8 bytes of checksum, u64 little-endian, XXH3-64 of the database's name, the key and the content; then the
 content. A value that is not as it was written raises StorageError.
