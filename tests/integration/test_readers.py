@@ -142,9 +142,8 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
         client.extend_schedule(0, np.full(100, 0.01, np.float32))
         client.open_session("run")
         client.push_gradients(ROWS, ONES, step=0)
-        address, shard = cluster.metrics_addresses[0], cluster.processes[0].pid
+        address = cluster.metrics_addresses[0]
         assert metric(address, "weightserver_reader_pid") == 0
-        assert [process["pid"] for process in inspect_directory(tmp_path / "shard-0")["processes"]] == [shard]
         with reading(tmp_path / "shard-0") as reader:
             assert metric(address, "weightserver_reader_pid") == reader.pid
             for step in range(1, 6):
@@ -156,10 +155,6 @@ def test_metrics_inspect_and_top_name_a_foreign_reader(tmp_path: Path) -> None:
             seen = inspect_directory(tmp_path / "shard-0")
             assert (seen["reader"]["pid"], seen["reader"]["held_bytes"]) == (reader.pid, held)
             assert 0 < seen["reader"]["age_seconds"] <= metric(address, "weightserver_reader_age_seconds")
-            found = {one["pid"]: one for one in seen["processes"]}
-            assert found.keys() == {shard, reader.pid}
-            assert "import lmdb, sys" in found[reader.pid]["command"]
-            assert 0 <= found[reader.pid]["seconds"] <= found[shard]["seconds"] < 120
             shown = weightserver("top", address, "--count", 1, "--interval-seconds", 1)
             assert f"shard 0 of 1: process {reader.pid} reads a state " in shown[1]
             reader.communicate()

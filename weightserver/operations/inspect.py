@@ -15,7 +15,6 @@ from weightserver.common.version import FORMAT
 from weightserver.core.errors import StorageError
 from weightserver.storage.directory import data_file, noted_reader
 from weightserver.storage.lmdb_transaction import LmdbTransaction
-from weightserver.storage.readers import mapping_processes
 from weightserver.storage.records import State, read_identity, read_state, read_table
 from weightserver.storage.snapshot import read_snapshot
 
@@ -55,7 +54,6 @@ def _main(directory: Path) -> None:
     """What the other process does."""
     try:
         found = read_snapshot(directory, _inspect)
-        found["processes"] = mapping_processes(data_file(directory))
         found["reader"] = noted_reader(directory)
     except StorageError as error:
         found = {"error": str(error)}

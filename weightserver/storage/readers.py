@@ -7,8 +7,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import lmdb
 
@@ -65,24 +63,3 @@ def _snapshots(environment: lmdb.Environment) -> set[tuple[int, int]]:
     """
     lines = re.findall(r"^ *(\d+) +[0-9a-f]+ +(\d+)$", environment.readers(), re.MULTILINE)
     return {(int(pid), int(number)) for pid, number in lines}
-
-
-def mapping_processes(path: Path) -> list[dict[str, Any]]:
-    """The other processes that have a file in memory, as far as this user may know: pid, command, seconds they run.
-
-    Reads what the system knows and touches neither the file nor its readers.
-    """
-    inode, found = str(path.stat().st_ino).encode(), []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_bytes().splitlines()
-            mapped = any(line.split()[4:5] == [inode] and line.endswith(os.fsencode(path.name)) for line in maps)
-            if process.name == str(os.getpid()) or not mapped:
-                continue
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            started = int((process / "stat").read_bytes().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-            seconds = round(time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-            found.append({"pid": int(process.name), "command": command[:200], "seconds": seconds})
-        except OSError:  # it ended, or is another user's
-            continue
-    return sorted(found, key=lambda process: process["pid"])
