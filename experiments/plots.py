@@ -1,4 +1,4 @@
-"""Plots of the tables, which read on light and on dark pages: what was measured, and the paper's numbers beside it."""
+"""Plots of the tables, which read on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.cells import Table
@@ -39,27 +37,29 @@ _LETTERS = 44
 """Letters of a cell's name in one line."""
 
 
-def points(table: Table, runs: Runs) -> list[Points]:
-    """What was measured of the table's first measure, and the paper's numbers."""
+def points(table: Table, runs: Runs) -> Points:
+    """What was measured of the table's first measure."""
     measure = next(iter(table.measures))
     measured = {cell.name: list(values(runs, cell, measure).values()) for cell in table.cells}
-    paper = {name: [numbers[measure]] for name, numbers in table.paper.items() if measure in numbers}
-    return [{name: found for name, found in measured.items() if found}, paper]
+    return {name: found for name, found in measured.items() if found}
 
 
 def draw(table: Table, runs: Runs, path: Path) -> None:
-    """Draws a table into an SVG file, whose description holds the numbers drawn."""
-    measured, paper = points(table, runs)
-    panels = {"here": measured} | ({"paper": paper} if paper else {})
+    """Draws a table into an SVG file, whose description holds the numbers drawn: a point for each cell, the first at
+    the top, with the standard deviation; hollow ones are one run."""
+    measured = points(table, runs)
+    places = range(len(measured))
+    means = [statistics.mean(found) for found in measured.values()]
+    spreads = [statistics.stdev(found) if len(found) > 1 else math.nan for found in measured.values()]
+    faces = ["none" if len(found) == 1 else _COLOUR for found in measured.values()]
     with mpl.rc_context(_STYLE):
-        size = (4.4 * len(panels), 0.8 + 0.34 * len(measured))
-        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained", sharey=True)
-        for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
-            _draw_points(axis, panel, list(measured))
-            axis.set_title(title, loc="left", fontsize=9)
-        axes[0][0].set_ylim(len(measured) - 0.4, -0.6)
-        axes[0][0].set_xlabel(f"{next(iter(table.measures.values()))}, top-1 (%)")
-        _save(figure, path, [measured, paper])
+        figure, axis = plt.subplots(figsize=(4.4, 0.8 + 0.34 * len(measured)), layout="constrained")
+        axis.errorbar(means, places, xerr=spreads, fmt="none", capsize=3, ecolor=_COLOUR)
+        axis.scatter(means, places, s=36, edgecolors=_COLOUR, facecolors=faces)
+        axis.set_yticks(places, [textwrap.fill(name, _LETTERS) for name in measured])
+        axis.set_ylim(len(measured) - 0.4, -0.6)
+        axis.set_xlabel(f"{next(iter(table.measures.values()))}, top-1 (%)")
+        _save(figure, path, measured)
 
 
 def curves(table: Table, runs: Runs) -> Curves:
@@ -89,19 +89,8 @@ def draw_curves(found: Curves, path: Path) -> None:
         _save(figure, path, found)
 
 
-def _save(figure: Figure, path: Path, numbers: list[Points] | Curves) -> None:
+def _save(figure: Figure, path: Path, numbers: Points | Curves) -> None:
     """Writes a figure with the numbers drawn as its description, and closes it."""
     metadata: Any = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
     atomic_write(path, lambda partial: figure.savefig(partial, format="svg", transparent=True, metadata=metadata))
     plt.close(figure)
-
-
-def _draw_points(axis: Axes, panel: Points, names: Sequence[str]) -> None:
-    """A point for each cell, the first of `names` at the top, with the standard deviation; hollow ones are one run."""
-    found = {place: panel[name] for place, name in enumerate(names) if name in panel}
-    means = [statistics.mean(values) for values in found.values()]
-    spreads = [statistics.stdev(values) if len(values) > 1 else math.nan for values in found.values()]
-    axis.errorbar(means, list(found), xerr=spreads, fmt="none", capsize=3, ecolor=_COLOUR)
-    faces = ["none" if len(values) == 1 else _COLOUR for values in found.values()]
-    axis.scatter(means, list(found), s=36, edgecolors=_COLOUR, facecolors=faces)
-    axis.set_yticks(range(len(names)), [textwrap.fill(name, _LETTERS) for name in names])
