@@ -17,6 +17,8 @@ PIC = "pic"
 """The method of cells that this trainer trains; other methods are baselines."""
 PIXELS = "pixels"
 """The method of cells that evaluate the images themselves, the same for every seed."""
+UNTRAINED = "untrained"
+"""The method of cells that evaluate the encoder as it starts."""
 LINEAR, KNN, LOSS = "linear_top1", "knn_top1", "loss"
 """Names of the measures in a run's summary."""
 

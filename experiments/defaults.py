@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from experiments.baselines.training import METHODS, settings_of
+from experiments.baselines.methods import METHODS
 from experiments.cells import PIC
 from trainer.config import RESUMABLE
 from trainer.presets import PRESETS
@@ -25,7 +26,14 @@ def defaults() -> dict[str, dict[str, Any]]:
         name: {setting: value for setting, value in each.items() if setting not in RESUMABLE and setting != "output"}
         for name, each in trainers.items()
     }
-    return changing | {method: settings_of(method, {}) for method in METHODS}
+    return changing | {
+        method: {
+            name: given.default
+            for name, given in signature(build).parameters.items()
+            if given.kind is given.KEYWORD_ONLY
+        }
+        for method, build in METHODS.items()
+    }
 
 
 def check_defaults(folder: Path) -> None:

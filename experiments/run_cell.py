@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from experiments.baselines import METHODS, REFERENCES, reference_features, train_baseline
-from experiments.cells import PIC, PIXELS, Cell, Evaluation
+from experiments.baselines.loop import train_baseline
+from experiments.baselines.methods import METHODS
+from experiments.cells import PIC, PIXELS, UNTRAINED, Cell, Evaluation
 from experiments.results import CELL_FILE, CPU_FILE, EVALUATIONS, RESULT_FILE, read_cpu_seconds
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate import evaluation as evaluations
 from trainer.evaluate.command import parse
-from trainer.evaluate.features import FeatureSet, encoder_features, untrained_encoder
+from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features, untrained_encoder
 from trainer.evaluate.protocols import function_of
 from trainer.evaluate.subjects import load_subject
 from trainer.evaluate.table import evaluate_features
@@ -107,8 +108,8 @@ def _trained(cell: Cell, config: TrainConfig) -> dict[str, Any]:
     if cell.method == PIC:
         summary = {name: value for name, value in train(config).summary.items() if name != "warnings"}
     elif cell.method in METHODS:
-        summary = train_baseline(cell.method, config, config.run.output)
-    elif cell.method != PIXELS:
+        summary = train_baseline(cell.method, config)
+    elif cell.method == UNTRAINED:
         images = dataset_of(config)
         untrained = with_pixel_scale(config, images, Ranks()).model.encoder
         encoder = untrained_encoder(untrained, images, config.sampling.seed)
@@ -134,11 +135,13 @@ def _curve(metrics: Path) -> list[tuple[float, float]]:
 
 
 def _features(method: str, config: TrainConfig, images: Dataset) -> FeatureSet:
-    """Features of the images that the encoder was trained on: probes have no other labels, as in the paper."""
-    if method in REFERENCES:
-        return reference_features(method, with_pixel_scale(config, images, Ranks()), images)
+    """Features of the images that the encoder was trained on: probes have no other labels, as in the paper. Of what was
+    not trained, of all labelled images."""
+    if method == PIXELS:
+        return pixel_features(images.evaluated)
     encoder, encoder_config = load_encoder(config.run.output / ENCODER_FILE)
-    return encoder_features(encoder.to(config.compute.torch_device()), images, encoder_config.pixels)
+    evaluated = images.evaluated if method == UNTRAINED else images
+    return encoder_features(encoder.to(config.compute.torch_device()), evaluated, encoder_config.pixels)
 
 
 def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.baselines.methods import Method, Task
-from experiments.baselines.state import Checkpoints
+from experiments.baselines.checkpoints import Checkpoints
+from experiments.baselines.methods import METHODS, Method, Task
 from trainer.build import model_of, views_of_steps
 from trainer.config import TrainConfig
 from trainer.data import Dataset
 from trainer.evaluate.knn_probe import KnnProbe
 from trainer.loop import seed_generators
-from trainer.model import PICModel
+from trainer.model import PICModel, save_encoder
 from trainer.observing import is_due
 from trainer.run.claim import DirectoryClaim
-from trainer.run.directory import METRICS_FILE
+from trainer.run.directory import ENCODER_FILE, METRICS_FILE, SUMMARY_FILE, read_summary
 from trainer.run.recorder import Recorder
+from trainer.run.resume import resolve_resume
+from trainer.run_dataset import dataset_of, with_pixel_scale
 from trainer.schedule import forward_seed, learning_rates
 from trainer.stopping import Interrupted, stop_signals
+from weightserver.common.atomic_files import atomic_write, directory_lock
 from weightserver.common.interrupts import interruption
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks, RowCounters, WindowSampler, to_device
@@ -55,12 +58,43 @@ class Training:
     signals: list[int]
 
 
-def train_method(
-    build: Callable[..., Method], settings: dict[str, Any], config: TrainConfig, dataset: Dataset, claim: DirectoryClaim
+def train_baseline(method: str, config: TrainConfig) -> dict[str, float]:
+    """Trains one of `METHODS` in the directory of `config`, and returns its summary.json.
+
+    The run sees as many views as a run of PIC with these settings, --epochs times N times --views, in batches of
+    --batch-size images: one that takes two views of an image has half as many updates as one that takes a single view.
+    Images are visited in epochs. Learning rates and the kNN evaluations of --knn-every follow the share of the views
+    seen; the settings of rows, window and negatives have no effect.
+
+    With --resume auto, a run that was killed is resumed from its newest checkpoint, to the same weights; one that has
+    ended returns its summary.
+
+    Raises:
+        ValueError: settings that the images or the method cannot have, or the directory belongs to another run.
+        OSError: another process is writing the directory.
+        Interrupted: a signal ended the run, after a checkpoint.
+    """
+    started, output = time.perf_counter(), config.run.output
+    with directory_lock(output):
+        ranks, dataset = Ranks(device=config.compute.torch_device()), dataset_of(config)
+        config = with_pixel_scale(resolve_resume(config, ranks), dataset, ranks)
+        with DirectoryClaim(config, len(dataset.train_images), is_first=True) as claim:
+            if summary := read_summary(output):
+                return summary
+            model, summary = _train(method, config, dataset, claim)
+            save_encoder(model.encoder, config.model.encoder, output / ENCODER_FILE)
+            summary["train_seconds"] = time.perf_counter() - started
+            text = json.dumps(summary, indent=2) + "\n"
+            atomic_write(output / SUMMARY_FILE, lambda path: path.write_text(text))
+    return summary
+
+
+def _train(
+    name: str, config: TrainConfig, dataset: Dataset, claim: DirectoryClaim
 ) -> tuple[PICModel, dict[str, float]]:
     """Trains a method, from its newest checkpoint if there is one; returns its model and a summary."""
     with ExitStack() as stack:
-        training = _build(build, settings, config, dataset, claim, stack)
+        training = _build(name, config, dataset, claim, stack)
         if training.knn is not None and training.steps.start == 0:
             with training.recorder.paused("kNN evaluation"):
                 training.knn.observe_beginning()
@@ -78,22 +112,14 @@ def train_method(
     }
 
 
-def _build(
-    build: Callable[..., Method],
-    settings: dict[str, Any],
-    config: TrainConfig,
-    dataset: Dataset,
-    claim: DirectoryClaim,
-    stack: ExitStack,
-) -> Training:
+def _build(name: str, config: TrainConfig, dataset: Dataset, claim: DirectoryClaim, stack: ExitStack) -> Training:
     config.compute.configure_torch()
     ranks = Ranks(device=config.compute.torch_device())
     model, num_images = model_of(config, ranks), len(dataset.train_images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.sampling.seed)  # the encoder starts as PIC's; this is for what the method adds
-        method = build(
-            model, Task(dataset, batch_size=config.optimization.batch_size, dim=config.model.dim), **settings
-        )
+        task = Task(dataset, batch_size=config.optimization.batch_size, dim=config.model.dim)
+        method = METHODS[name](model, task)
     optimizer = config.optimization.optimizer_of(method, ranks.device)
     num_steps, rates = schedule(config, num_images, method.num_views)
     checkpoints = Checkpoints(config.run.output / "checkpoints")

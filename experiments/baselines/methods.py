@@ -7,7 +7,7 @@ the loss. Keyword-only arguments of the constructors are the methods' own settin
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -186,6 +186,15 @@ class Supervised(Classifier):
 
     def classes_of(self, images: Tensor) -> Tensor:
         return self._labels[images]
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "simclr": SimCLR,
+    "mocov2": MoCoV2,
+    "memory-bank": MemoryBank,
+    "diet": Diet,
+    "supervised": Supervised,
+}
 
 
 def _parts(batch: Tensor, size: int) -> Sequence[Tensor]:

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from experiments.baselines import train_baseline
-from experiments.baselines.loop import schedule
+from experiments import run_cell
+from experiments.baselines.loop import schedule, train_baseline
 from experiments.baselines.methods import Diet, MemoryBank, Method, MoCoV2, SimCLR, Supervised, Task
+from experiments.cells import PIXELS, UNTRAINED, Cell
 from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import NUM_STEPS, losses, small_run
 from trainer.config import TrainConfig
 from trainer.data import Dataset, load_dataset
-from trainer.evaluate.features import FeatureSet, encoder_features, pixel_features, untrained_encoder
-from trainer.evaluate.protocol import ProbeResult
+from trainer.evaluate.features import encoder_features, pixel_features, untrained_encoder
 from trainer.evaluate.table import evaluate_features
 from trainer.model import EncoderConfig, PICModel, build_model
 
@@ -173,50 +173,28 @@ def test_moco_normalises_queries_and_keys_in_parts(task: Task) -> None:
     assert list(seen.values()) == [[B // 2] * 2] * 2
 
 
-@pytest.mark.parametrize(
-    ("method", "changes", "options", "expected"),
-    [
-        ("byol", {}, {}, "unknown baseline 'byol': choose one of simclr, mocov2, .*, pixels"),
-        ("diet", {}, {"temperature": 1.0}, "diet has no setting 'temperature': it has label_smoothing"),
-        ("pixels", {}, {"temperature": 1.0}, "pixels has no setting 'temperature': it has none"),
-        ("diet", {"accumulate": 2}, {}, "--accumulate 2 would divide the batches"),
-        ("supervised", {}, {}, "images have no labels"),
-    ],
-)
-def test_bad_input_is_refused(
-    tmp_path: Path, method: str, changes: dict[str, Any], options: dict[str, float], expected: str
-) -> None:
-    with pytest.raises(ValueError, match=expected):
-        train_baseline(method, small_run(tmp_path / "run", **changes), tmp_path / "run", **options)
+def test_unlabelled_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="images have no labels"):
+        train_baseline("supervised", baseline(tmp_path / "run"))
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="start them without torchrun"):
-        train_baseline("diet", small_run(tmp_path), tmp_path)
+def baseline(output: Path, **changes: Any) -> TrainConfig:
+    """A small run, as cells have: begun or resumed."""
+    return small_run(output, resume="auto", **changes)
 
 
-def in_directory(output: Path, method: str, **options: float) -> dict[str, float]:
-    return train_baseline(method, small_run(output, steps=4), output, **options)
-
-
-def test_a_directory_keeps_its_method(tmp_path: Path) -> None:
-    """A run that has ended returns its summary; another method, other settings of it, or a longer run are refused."""
-    summary = in_directory(tmp_path / "run", "memory-bank")
-    encoder = (tmp_path / "run/encoder.safetensors").read_bytes()
-    assert summary == json.loads((tmp_path / "run/summary.json").read_text())
+def test_a_run_that_has_ended_returns_its_summary(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    summary = train_baseline("memory-bank", baseline(run, steps=4))
+    encoder = (run / "encoder.safetensors").read_bytes()
+    assert summary == json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["views"] == 4 * 16
-    assert json.loads((tmp_path / "run/baseline.json").read_text())["settings"] == {"temperature": 0.1, "momentum": 0.5}
-    assert in_directory(tmp_path / "run", "memory-bank") == summary
-    assert (tmp_path / "run/encoder.safetensors").read_bytes() == encoder
-    with pytest.raises(ValueError, match="whose method is memory-bank, not diet"):
-        in_directory(tmp_path / "run", "diet")
-    with pytest.raises(ValueError, match=r"whose settings is .*, not .*0\.3"):
-        in_directory(tmp_path / "run", "memory-bank", temperature=0.3)
-    with pytest.raises(ValueError, match="whose steps is 4, not 5"):
-        train_baseline("memory-bank", small_run(tmp_path / "run", steps=5), tmp_path / "run")
+    assert train_baseline("memory-bank", baseline(run, steps=4)) == summary
+    assert (run / "encoder.safetensors").read_bytes() == encoder
+    with pytest.raises(ValueError, match=r"whose --learning-rate is 0\.2, not 0\.1: give the same settings"):
+        train_baseline("memory-bank", baseline(run, steps=4, learning_rate=0.1))
 
 
 def labelled(tmp_path: Path, **changes: Any) -> TrainConfig:
@@ -224,47 +202,23 @@ def labelled(tmp_path: Path, **changes: Any) -> TrainConfig:
     plain_tree(tmp_path / "images/train", 60)
     plain_tree(tmp_path / "images/test", 30, first=60)
     changes = {"dataset": "folder", "data_dir": tmp_path / "images", "num_images": None, "steps": 12, **changes}
-    return small_run(tmp_path / "run", window_size=32, window_stride=8, num_negatives=16, evaluate=True, **changes)
+    return baseline(tmp_path / "run", window_size=32, window_stride=8, num_negatives=16, **changes)
 
 
 @pytest.mark.guard
-def test_references_are_evaluated_as_runs_are(tmp_path: Path) -> None:
+def test_what_is_not_trained_is_evaluated_as_runs_are(tmp_path: Path) -> None:
     config = labelled(tmp_path)
     dataset = load_dataset("folder", config.data.data_dir, image_size=16)
     mean, std = dataset.pixels
     encoder = replace(config.model.encoder, pixel_mean=mean, pixel_std=std)
     features = {
-        "pixels": pixel_features(dataset),
-        "untrained": encoder_features(
-            untrained_encoder(encoder, dataset, config.sampling.seed), dataset, encoder.pixels
-        ),
+        PIXELS: pixel_features(dataset),
+        UNTRAINED: encoder_features(untrained_encoder(encoder, dataset, config.sampling.seed), dataset, encoder.pixels),
     }
-    for name, found in features.items():
-        summary = train_baseline(name, config, tmp_path / name)
-        expected = {f"{protocol}_top1": result.top1 for protocol, result in evaluate_features(found).items()}
-        assert {key: summary[key] for key in expected} == expected
-        assert summary["seconds"] > 0
-
-
-@pytest.mark.guard
-@pytest.mark.parametrize("method", ["pixels", "memory-bank"])
-def test_a_part_of_the_images_is_evaluated_with_all_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """As in runs of PIC with --num-images."""
-    config = labelled(tmp_path, steps=2)
-    whole = load_dataset("folder", config.data.data_dir, image_size=16)
-    few = replace(whole, train_images=whole.train_images[:32], train_labels=whole.train_labels[:32], whole=whole)
-    sizes: list[int] = []
-
-    def noted(features: FeatureSet) -> dict[str, ProbeResult]:
-        sizes.append(len(features.train))
-        return evaluate_features(features)
-
-    monkeypatch.setattr("experiments.baselines.training.dataset_of", lambda config: few)
-    monkeypatch.setattr("experiments.baselines.training.evaluate_features", noted)
-    train_baseline(method, config, tmp_path / method)
-    assert sizes == [60]
+    (tmp_path / "run").mkdir()
+    for method, found in features.items():
+        measures = run_cell._trained(Cell(name="", method=method), config)["measures"]
+        assert measures == {f"{protocol}_top1": result.top1 for protocol, result in evaluate_features(found).items()}
 
 
 @pytest.mark.guard
@@ -273,8 +227,8 @@ def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
     config = labelled(tmp_path, steps=48, knn_every=4.0)
     methods = ["supervised", *(["simclr"] if importlib.util.find_spec("lightly") else [])]
     for method in methods:
-        summary = train_baseline(method, config, tmp_path / method)
-        assert {"loss", "knn_top1", "linear_top1", "seconds", "train_seconds"} <= summary.keys()
+        summary = train_baseline(method, config.with_settings(output=tmp_path / method))
+        assert summary.keys() == {"loss", "steps", "epochs", "views", "train_seconds"}
         records = [json.loads(line) for line in (tmp_path / method / "metrics.jsonl").read_text().splitlines()]
         assert len(records) == summary["steps"] == (48 if method == "supervised" else 24)
         assert sum("knn_top1" in record for record in records) == 4  # 12.8 epochs, and the last step
@@ -297,7 +251,7 @@ def test_a_run_has_the_files_of_the_trainers(tmp_path: Path) -> None:
 )
 def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, method: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train_baseline(method, small_run(whole), whole)
+    train_baseline(method, baseline(whole))
     num_steps = NUM_STEPS // 2 if method in OF_LIGHTLY else NUM_STEPS
     command = [sys.executable, "-m", "tests.helpers.dying_baseline", method, str(killed), str(num_steps - 3)]
     done = subprocess.run(
@@ -312,7 +266,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, method: str) ->
     assert [path.name for path in (killed / "checkpoints").iterdir()] == [
         f"step-{(num_steps - 3) // 13 * 13:012d}.safetensors"
     ]
-    train_baseline(method, small_run(killed), killed)
+    train_baseline(method, baseline(killed))
     weights, expected = load_file(killed / "encoder.safetensors"), load_file(whole / "encoder.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.baselines import METHODS, REFERENCES
-from experiments.cells import KNN, LINEAR, PIC, Cell, Claim, Evaluation, Table
+from experiments.baselines.methods import METHODS
+from experiments.cells import KNN, LINEAR, PIC, PIXELS, UNTRAINED, Cell, Claim, Evaluation, Table
 from experiments.quick import quick
 from experiments.results import RUNS_FILE, Runs, collect, load, seeds_of, values
 from experiments.runner import plan
@@ -68,7 +68,7 @@ def test_a_name_of_an_evaluation_is_one_evaluation_of_a_run() -> None:
 
 def test_every_method_is_known() -> None:
     used = {cell.method for each in TABLES.values() for cell in each.cells}
-    assert used == {PIC, *METHODS, *REFERENCES}
+    assert used == {PIC, PIXELS, UNTRAINED, *METHODS}
 
 
 # ---- the plan

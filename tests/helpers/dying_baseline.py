@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments.baselines import loop, train_baseline
+from experiments.baselines import loop
 from tests.helpers.small_run import small_run
 
 
@@ -26,4 +26,4 @@ if __name__ == "__main__":
     die_before, update = int(number), loop._update
     loop._update = dying
     torch.set_num_threads(1)
-    train_baseline(method, small_run(Path(output)), Path(output))
+    loop.train_baseline(method, small_run(Path(output), resume="auto"))

@@ -1,10 +1,8 @@
-"""What a baseline's directory holds besides a run's usual files: what it is, and its checkpoints."""
+"""Checkpoints of a baseline."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,24 +11,6 @@ from torch import nn
 from trainer.run.checkpoint_file import FORMAT, file_path, load, restore, saved_steps, tensors_to_save
 from weightserver.common.atomic_files import atomic_write, make_directory
 from weightserver.torch import Ranks
-
-IDENTITY_FILE = "baseline.json"
-"""The method, its own settings, the digests of the images, and the updates of PIC's run; the rest is in config.json."""
-
-
-def identify(output: Path, identity: dict[str, Any]) -> None:
-    """Writes baseline.json; raises ValueError if the directory holds another baseline, or a run of the trainer."""
-    path, text = output / IDENTITY_FILE, json.dumps(identity, indent=2) + "\n"
-    if not path.exists() and not saved_steps(output / "checkpoints"):
-        atomic_write(path, lambda new: new.write_text(text))
-    found = json.loads(path.read_text()) if path.exists() else {"method": "a run of the trainer"}
-    wanted = json.loads(text)
-    for name in wanted:
-        if found.get(name) != wanted[name]:
-            raise ValueError(
-                f"{output} holds another run, whose {name} is {found.get(name)}, not {wanted[name]}: "
-                "choose another directory, or delete it"
-            )
 
 
 class Checkpoints:
