@@ -92,7 +92,7 @@ def _of_run(config: TrainConfig, given: set[str]) -> TrainConfig:
     stored = TrainConfig.of_run(read_settings(config.run.output))
     if "--epochs" in given and "--steps" not in given:
         stored = stored.with_settings(steps=None)  # which would override them
-    return stored.with_settings(output=config.run.output, resume=False, resume_step=None, extend=False)
+    return stored.with_settings(output=config.run.output)
 
 
 def _refuse_preset(arguments: Sequence[str]) -> NoReturn:

@@ -146,17 +146,17 @@ class TrainConfig:
     def to_json(self) -> str:
         """The text of the run's config.json: the settings of all parts by name."""
         settings = {"format": RUN_FORMAT} | {
-            name: value for _, part in self.parts() for name, value in asdict(part).items()
+            name: value for _, part in self.parts() for name, value in asdict(part).items() if name not in OF_ONE_START
         }
-        del settings["resume_step"]  # concerns one start, not the run
         if self.optimization.warmup_epochs is None:
             settings["warmup_fraction"] = self.optimization.fraction_of_warmup  # also if it is the default
         return json.dumps(settings, indent=2, default=shown) + "\n"
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> TrainConfig:
-        """The settings in a run's config.json; those that it does not name have their defaults."""
-        parts: dict[str, Any] = {name: settings_of(type(part), settings) for name, part in cls().parts()}
+        """The settings in a run's config.json; those that it does not name, or of one start, have their defaults."""
+        kept = {name: value for name, value in settings.items() if name not in OF_ONE_START}
+        parts: dict[str, Any] = {name: settings_of(type(part), kept) for name, part in cls().parts()}
         return cls(**parts)
 
 
@@ -166,5 +166,7 @@ SETTINGS = [setting for _, part in TrainConfig().parts() for setting in fields(p
 RESUMABLE = frozenset(setting.name for setting in SETTINGS if setting.metadata.get("resumable"))
 """Settings that may differ when a run is resumed: where it runs, how its rows are stored, and what it reports. The
 weight servers refuse those that do not fit how they store the rows."""
+OF_ONE_START = frozenset(setting.name for setting in SETTINGS if setting.metadata.get("of_one_start"))
+"""Settings of one start of a run, which its config.json does not keep."""
 LENGTH = frozenset(["epochs", "steps"])
 """Settings by which a resumed run may become longer."""

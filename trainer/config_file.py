@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.arguments import parse_config
-from trainer.config import TrainConfig
+from trainer.config import OF_ONE_START, TrainConfig
 from trainer.presets import PRESETS
 from weightserver.common.atomic_files import to_path
 from weightserver.common.logs import print_error
 from weightserver.common.object_store import shown
 from weightserver.common.spelling import did_you_mean
 
-_OF_ONE_START = ("resume", "resume_step", "extend")
-"""Settings that concern one start of a run, not the run: only the command line gives them."""
-_NAMES = [name for name in TrainConfig().settings() if name not in _OF_ONE_START]
+_NAMES = [name for name in TrainConfig().settings() if name not in OF_ONE_START]
 
 
 def to_toml(config: TrainConfig, preset: str) -> str:

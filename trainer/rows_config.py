@@ -13,6 +13,7 @@ from trainer.settings import (
     check_not_negative,
     check_of_table,
     check_positive,
+    of_one_start,
     resumable,
 )
 from weightserver import ClientSecurity
@@ -98,7 +99,7 @@ class ServersConfig(Settings):
     starts local ones (if all ranks are on one machine)."""
     num_shards: int = resumable(2)
     """Number of local weight servers that a run without --servers starts; they store rows in the run's directory."""
-    take_over: bool = resumable(False)
+    take_over: bool = of_one_start(False)
     """End a live run that uses the weight servers, and begin instead of it."""
     retry_seconds: float = resumable(300.0)
     """Time for which calls to a weight server that has answered before are retried before the run stops."""

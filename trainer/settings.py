@@ -24,6 +24,12 @@ def resumable(default: Value) -> Value:
     return value  # type: ignore[no-any-return]  # a dataclass field, whose declared type is that of its default
 
 
+def of_one_start(default: Value) -> Value:
+    """Defines a setting of one start of a run, which only the command line gives and no file keeps."""
+    value: Any = field(default=default, metadata={"resumable": True, "of_one_start": True})
+    return value  # type: ignore[no-any-return]
+
+
 class SettingError(ValueError):
     """Settings out of range, or that contradict each other.
 

@@ -22,6 +22,7 @@ from tests.helpers.small_run import EVERY, NUM_STEPS, ONLY_ROWS, PowerLoss, loss
 from trainer.arguments import parse_config
 from trainer.command_line import pic
 from trainer.config import TrainConfig
+from trainer.config_file import to_toml
 from trainer.coverage import coverage_warnings
 from trainer.data import Dataset, decoded_images, load_dataset
 from trainer.data.augment import AugmentationConfig
@@ -150,6 +151,17 @@ def test_resume_alone_takes_all_settings_of_the_run(ended: Path, tmp_path: Path)
     assert expected.model.encoder == replace(
         ONLY_ROWS, pixel_mean=expected.model.encoder.pixel_mean, pixel_std=expected.model.encoder.pixel_std
     )
+
+
+def test_settings_of_one_start_are_kept_in_no_file(tmp_path: Path) -> None:
+    """A resumed run that took its servers over again, unasked, would end a live one."""
+    config = parse_config(["demo", "--servers", "127.0.0.1:1", "--take-over", "--output", str(tmp_path)])
+    assert config.servers.take_over
+    assert "take_over" not in to_toml(config, "demo")
+    for earlier in ({}, {"take_over": True, "extend": True}):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json()) | earlier))
+        resumed = parse_config(["--resume", "--output", str(tmp_path)])
+        assert resumed == config.with_settings(take_over=False, resume=True, warmup_fraction=0.1)
 
 
 def test_resume_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, resumable
+from trainer.settings import SettingError, Settings, check_at_least, check_not_negative, of_one_start, resumable
 from weightserver.common.installing import install_advice
 from weightserver.common.logs import LogFormat
 
@@ -40,13 +40,13 @@ class RunConfig(Settings):
     output: Path = resumable(Path("runs/fashion-mnist"))
     """Directory of the run: config.json, metrics.jsonl, summary.json, training.png, tensorboard/,
     encoder.safetensors."""
-    resume: Annotated[Resume, _RESUME_OPTION] = resumable(False)
+    resume: Annotated[Resume, _RESUME_OPTION] = of_one_start(False)
     """Resume the run in --output from its newest checkpoint, as if it had never stopped, with all settings that are not
     given; --epochs and --steps may be higher. auto: resume if --output holds a run, otherwise start a new one."""
-    resume_step: int | None = None
+    resume_step: int | None = of_one_start(None)
     """With --resume: resume from the checkpoint of this step instead of the newest. Files of later steps are moved to
     checkpoints/set-aside-…; later updates and checkpoints of the rows are discarded."""
-    extend: bool = resumable(False)
+    extend: bool = of_one_start(False)
     """With --resume: include images that 'pack --extend' has added since. --epochs then counts visits to every image,
     and from now on the learning rates are those of the longer run."""
     checkpoint_every: int = resumable(1_000)

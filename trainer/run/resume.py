@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import LENGTH, RESUMABLE, TrainConfig
+from trainer.config import LENGTH, OF_ONE_START, RESUMABLE, TrainConfig
 from trainer.data.config import usual
 from trainer.run.checkpoint_file import (
     RESUME_STEP,
@@ -26,9 +26,6 @@ from weightserver.common.atomic_files import atomic_write
 from weightserver.torch import Ranks
 
 _log = logging.getLogger(__name__)
-
-_OF_ONE_START = frozenset(["resume", "extend"])
-"""Settings that say how a run was started, not what it is."""
 
 
 def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
@@ -51,7 +48,10 @@ def resolve_resume(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 def _as_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Rank 0's settings: what the command line omits is the run's, which may be on its machine alone."""
     settings = ranks.of_first(lambda: json.loads(config.to_json()))
-    return config if ranks.is_first else TrainConfig.of_run(settings).with_settings(resume_step=config.run.resume_step)
+    if ranks.is_first:
+        return config
+    own = {name: value for name, value in config.settings().items() if name in OF_ONE_START}
+    return TrainConfig.of_run(settings).with_settings(**own)
 
 
 def check_same_run(config: TrainConfig, num_images: int) -> None:
@@ -96,7 +96,7 @@ def run_settings(output: Path) -> TrainConfig:
 def update_settings(config: TrainConfig) -> None:
     """Writes the settings that changed on resuming, such as paths and addresses, to the run's config.json."""
     stored, now = read_settings(config.run.output), json.loads(config.to_json())
-    settings = stored | {name: now[name] for name in (RESUMABLE | LENGTH) - _OF_ONE_START}
+    settings = stored | {name: now[name] for name in (RESUMABLE | LENGTH) - OF_ONE_START}
     text = json.dumps(settings, indent=2) + "\n"
     atomic_write(config.run.output / CONFIG_FILE, lambda path: path.write_text(text))
 
