@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
+from tests.helpers.image_tree import plain_tree
 from tests.helpers.small_run import NUM_STEPS, small_run
 from trainer.__main__ import main
-from trainer.data import Dataset
+from trainer.data import Dataset, load_dataset
 from trainer.loop import train
 from trainer.model import EncoderConfig, build_encoder
 from trainer.report.inspection import inspect_encoder
@@ -176,6 +178,21 @@ def test_missing_images_are_named(tmp_path: Path) -> None:
     (run / "config.json").write_text(json.dumps(config | {"dataset": "idx", "num_images": None, "data_dir": "/none"}))
     assert report(run) == 0
     assert "the training images are not available here (no such folder: /none" in (run / "report.html").read_text()
+
+
+def test_neighbours_are_of_the_images_that_evaluation_uses(tmp_path: Path) -> None:
+    """Files are decoded larger than the encoder's images, whose centres it takes; some encoders take no other size."""
+    data = load_dataset("folder", plain_tree(tmp_path, 12), image_size=16)
+    sides = list[torch.Size]()
+
+    class Pixels(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            sides.append(images.shape[2:])
+            return images.flatten(1)
+
+    inspection = inspect_encoder(Pixels(), EncoderConfig(in_channels=3, image_size=16), data, bank=9)
+    assert {tuple(side) for side in sides} == {(16, 16)}
+    assert inspection.bank == 9
 
 
 def test_an_image_and_its_copy_are_nearest() -> None:

@@ -57,32 +57,34 @@ def inspect_encoder(
     Raises:
         ValueError: fewer than two images, or images with another number of channels than the encoder's.
     """
-    images = dataset.train_images[: max(0, bank)]  # uint8 (N, C, H, W)
-    if len(images) < 2:
-        raise ValueError(f"{len(images)} images are too few to have neighbours: give at least 2")
+    images, number = dataset.train_images, min(max(0, bank), len(dataset.train_images))
+    if number < 2:
+        raise ValueError(f"{number} images are too few to have neighbours: give at least 2")
     if images.shape[1] != config.in_channels:
         raise ValueError(
             f"the encoder takes {config.in_channels}-channel images, the data set has {images.shape[1]}-channel ones: "
             "give the data set that it was trained on"
         )
-    features = F.normalize(encode(encoder, images, pixels=config.pixels))  # (N, d)
+    ids = torch.arange(number)
+    features = F.normalize(encode(encoder, images, dataset.evaluated_side, config.pixels, ids=ids))  # (N, d)
     generator = torch.Generator().manual_seed(seed)
-    samples = torch.randperm(len(images), generator=generator)[:_NUM_SAMPLES]
+    samples = torch.randperm(number, generator=generator)[:_NUM_SAMPLES]
     similarity = features[samples] @ features.T  # (samples, N)
     similarity[torch.arange(len(samples)), samples] = -torch.inf  # not itself
-    nearest = similarity.topk(min(_NUM_NEIGHBOURS, len(images) - 1))
-    labels = _names(dataset, len(images))
+    nearest = similarity.topk(min(_NUM_NEIGHBOURS, number - 1))
+    labels = _names(dataset, number)
 
     def picture(index: int, cosine: float = 1.0, sample: int | None = None) -> Picture:
         label = labels[index] if labels else ""
         agrees = label == labels[sample] if labels and sample is not None else None
-        return Picture(_uri(images[index]), index, label, cosine, agrees)
+        (image,) = images[torch.tensor([index])]
+        return Picture(_uri(image), index, label, cosine, agrees)
 
     inspected = []
     for sample, cosines, ids in zip(samples.tolist(), nearest.values, nearest.indices, strict=True):
         neighbours = [picture(i, cosine, sample) for i, cosine in zip(ids.tolist(), cosines.tolist(), strict=True)]
         inspected.append(InspectedImage(picture(sample), neighbours))
-    return Inspection(inspected, len(images), dataset.labelled)
+    return Inspection(inspected, number, dataset.labelled)
 
 
 def _names(dataset: Dataset, count: int) -> list[str]:
