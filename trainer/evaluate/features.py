@@ -20,6 +20,8 @@ from weightserver.common.background import computed_ahead
 from weightserver.torch import to_device
 
 _BATCH_SIZE = 500
+_CALIBRATED = 5_000
+"""Images of which the BatchNorm statistics of an untrained encoder are."""
 PIXELS_SIDE = 32
 RAW = PixelScale((0.0,), (1.0,))
 """Pixels from 0 to 1."""
@@ -170,18 +172,21 @@ def pixel_features(dataset: Dataset) -> FeatureSet:
 
 def untrained_encoder(config: EncoderConfig, dataset: Dataset, seed: int) -> nn.Module:
     """The encoder that training with `seed` starts from, with BatchNorm statistics calibrated on training images."""
-    return calibrate_batch_norm(build_model(config, seed=seed).encoder, dataset.train_images, pixels=config.pixels)
+    encoder = build_model(config, seed=seed).encoder
+    return calibrate_batch_norm(encoder, dataset.train_images, dataset.evaluated_side, config.pixels)
 
 
 def calibrate_batch_norm(
-    encoder: nn.Module, images: TrainImages, num_images: int = 5_000, pixels: PixelScale = MINUS_ONE_TO_ONE
+    encoder: nn.Module, images: TrainImages, side: int | None = None, pixels: PixelScale = MINUS_ONE_TO_ONE
 ) -> nn.Module:
-    """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first `num_images` images.
+    """Returns a copy of `encoder` whose BatchNorm statistics are the averages over the first 5,000 images, or over
+    their centres with sides of `side`.
 
     Images are uint8 [N, C, H, W]. This makes the comparison with an untrained encoder fair: its initial statistics
     (mean 0, variance 1) describe no data.
     """
     encoder, device = copy.deepcopy(encoder), next(encoder.parameters()).device
-    batches = (normalise(batch.to(device), pixels) for batch in torch.split(images[:num_images], _BATCH_SIZE))
+    ids = torch.arange(min(_CALIBRATED, len(images)))
+    batches = (normalise(batch.to(device), pixels) for batch in centres(images, side, ids, _BATCH_SIZE))
     update_bn((batch.contiguous(memory_format=torch.channels_last) for batch in batches), encoder)
     return encoder.eval()

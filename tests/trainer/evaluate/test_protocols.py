@@ -1,7 +1,10 @@
 """kNN and linear probe on features with known results, and compared with plain references."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +30,7 @@ from trainer.evaluate.linear_cached import STRENGTHS, linear_top1
 from trainer.evaluate.protocol import ProbeResult, split_folds, split_held_out, split_tests, splits_held_out
 from trainer.evaluate.settings import K_CHOICES, VOTE_TEMPERATURE
 from trainer.evaluate.table import evaluate_features
-from trainer.model import EncoderConfig
+from trainer.model import EncoderConfig, build_encoder
 
 CONFIG = EncoderConfig(width=8, blocks=(1, 1), stem_stride=2)
 
@@ -200,15 +203,34 @@ def test_features_are_those_of_eval_mode_and_the_mode_is_kept(dataset: Dataset) 
     assert pixel_features(dataset).train.shape == (1200, 784)
 
 
-def test_calibrated_statistics_are_those_of_the_images(dataset: Dataset) -> None:
+@pytest.mark.parametrize("side", [None, 20])
+def test_calibrated_statistics_are_those_of_the_images(dataset: Dataset, side: int | None) -> None:
+    images = dataset.train_images[:]
+    if side is not None:  # of a bright frame, which evaluation does not see
+        inner = images[..., 4:24, 4:24]
+        dataset = dataclasses.replace(dataset, train_images=F.pad(inner, (4, 4, 4, 4), value=255), evaluated_side=side)
+        images = inner
     encoder = untrained_encoder(CONFIG, dataset, seed=0)
     norm = next(module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d))
     convolution = next(module for module in encoder.modules() if isinstance(module, nn.Conv2d))
-    maps = convolution(dataset.train_images[:1000].float() / 127.5 - 1)
+    maps = convolution(images[:1000].float() / 127.5 - 1)
     assert norm.running_mean is not None
     torch.testing.assert_close(
         norm.running_mean, calibrated_mean := maps.detach().mean(dim=(0, 2, 3)), rtol=0.02, atol=0.02
     )
     assert calibrated_mean.abs().max() > 0.01
-    again = calibrate_batch_norm(encoder, dataset.train_images)
+    again = calibrate_batch_norm(encoder, dataset.train_images, side)
     assert all(torch.allclose(a, b) for a, b in zip(again.buffers(), encoder.buffers(), strict=True))
+
+
+def test_an_encoder_without_batch_norm_is_calibrated_on_no_image() -> None:
+    class Undecodable(list[int]):
+        shape = torch.Size([9, 1, 28, 28])
+
+        def __getitem__(self, ids: object) -> Any:
+            raise AssertionError("an image is decoded")
+
+        def to(self, device: torch.device) -> Undecodable:
+            return self
+
+    calibrate_batch_norm(build_encoder(dataclasses.replace(CONFIG, norm="group")), Undecodable(range(9)))
