@@ -164,6 +164,15 @@ def test_a_signal_after_the_last_step_ends_the_run_too(
     assert json.loads((output / "metrics.jsonl").read_text())["loss"] == losses(undisturbed)[-1]
 
 
+def test_a_signal_in_the_last_step_of_dense_rows_leaves_the_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which no checkpoint is saved, so that the run could not be resumed."""
+    monkeypatch.setattr(Recorder, "write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    train(small_run(tmp_path, rows="dense", steps=2, log_every=2, encoder=ONLY_ROWS))
+    assert (tmp_path / "encoder.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_an_encoder_with_dropout_is_resumed_exactly(tmp_path: Path) -> None:
     """With dropout, from its last checkpoint before the end."""
