@@ -244,10 +244,12 @@ def _difference(name: str, other: Path, output: Path, compared: Results) -> str:
     (loss, _), (other_loss, _) = _final_losses(output), _final_losses(other)
     gains = (
         f"{TITLES[protocol]} {compared[_TRAINED][protocol].top1 - result.top1:+.1f} points"
-        for protocol, result in compared[name].items()
+        for protocol, result in compared.get(name, {}).items()
         if protocol in compared[_TRAINED]
     )
-    return f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f} (trained encoder over that: {', '.join(gains)})."
+    text = ", ".join(gains)
+    accuracy = f" (trained encoder over that: {text})" if text else ""
+    return f"The loss ends at {loss:.2f}; {name} at {other_loss:.2f}{accuracy}."
 
 
 def _verdict(compared: Results) -> str:

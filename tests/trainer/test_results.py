@@ -368,6 +368,9 @@ def test_the_ending_compares_with_other_runs(labelled: Any, capsys: pytest.Captu
     assert "over without correction" not in printed
     finish(replace(run, results={}), {"without correction": other.run.output})
     assert " ".join(capsys.readouterr().out.split()) == printed, "of a run that had ended before"
+    unevaluated = run.config.with_settings(evaluate=False)
+    finish(replace(run, results={}, config=unevaluated), {"without correction": other.run.output})
+    assert f"without correction at {last[1]:.2f}.\n" in capsys.readouterr().out
 
 
 @pytest.mark.guard  # seconds
