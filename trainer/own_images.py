@@ -61,7 +61,7 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
         raise ValueError("\n".join(problems))
     dataset, images, sample = found
     machine = _machine(config)
-    values = {name: value for name, value in config.settings().items() if name in given}
+    values = {name: value for name, value in config.settings().items() if name in given and value is not None}
     choices = choose(images, machine, values)
     chosen = {name: choice.value for name, choice in choices.items()}
     preset = PRESETS[PRESET][1].with_settings(**chosen)
@@ -138,7 +138,8 @@ def _folder_name(source: Path) -> str:
 def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey, Sample] | None:
     """The images in --data-dir; adds a problem and returns None if there are none."""
     if config.data.data_dir is None:
-        problems.append("a folder of images is needed: pic train FOLDER")
+        hint = "its folder is ./images: pic train ./images" if Path(PRESET).exists() else "pic train FOLDER"
+        problems.append(f"a folder of images is needed: {hint}")
         return None
     kind = config.data.dataset if "dataset" in given else "packed" if is_packed(config.data.data_dir) else "folder"
     if kind not in DECODED:

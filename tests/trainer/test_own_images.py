@@ -50,6 +50,8 @@ def test_choices_are_printed_with_their_reasons_one_line_each(
     )
     assert config.report.knn_every > 0
     config.check()
+    same = images_config(["--data-dir", "pictures", "--epochs", "3", "--device", "cpu", "--steps", "None"])
+    assert same == config, "as without them"
 
 
 def test_all_problems_are_reported_together(pictures: Path) -> None:
@@ -67,8 +69,10 @@ def test_all_problems_are_reported_together(pictures: Path) -> None:
             images_config(["--data-dir", "pictures", *wrong])
         lines = str(caught.value).splitlines()
         assert all(sum(words in line for line in lines) == 1 for words in said)
-    with pytest.raises(ValueError, match="a folder of images is needed: pic train FOLDER\n--views must be"):
-        images_config(["--views", "0"])
+    for needed in ("pic train FOLDER", "its folder is ./images: pic train ./images"):  # a folder named as the preset is
+        with pytest.raises(ValueError, match=f"a folder of images is needed: {needed}\n--views must be"):
+            images_config(["--views", "0"])
+        Path("images").mkdir(exist_ok=True)
     (pictures / "nothing").mkdir()
     with pytest.raises(ValueError, match="no images in pictures/nothing"):
         images_config(["--data-dir", "pictures/nothing"])
