@@ -58,7 +58,7 @@ MAY_IMPORT = {
 TRAINER_MAY_IMPORT = {
     "data": set[str](),
     "run": {"data"},
-    "evaluate": {"data", "export", "run"},
+    "evaluate": {"data", "run"},
     "export": {"data", "run"},
     "report": {"data", "evaluate", "run"},
 }

@@ -1,4 +1,4 @@
-"""Chooses a run's settings from its images and the machine: pure functions, for `pic train images`.
+"""Chooses a run's settings from its images and the machine: pure functions, for `pic train FOLDER`.
 
 The aim is a run that ends within `_BUDGET_SECONDS` and learns what it can in this time. Its encoder is the largest one
 with which each image is visited often enough. Speeds are estimates, low rather than high: on two quiet
@@ -254,7 +254,7 @@ def _evaluations(images: ImagesSurvey, machine: Machine, visits: float) -> Itera
     reason = "no test images with labels (test/, val/)"
     if images.num_tests or images.can_hold_out:
         tests = f"{images.num_tests:,} test images" if images.num_tests else "a tenth is held out: none in test/, val/"
-        reason = tests if few else "many images: use trainer.evaluate later"
+        reason = tests if few else "many images: use pic evaluate later"
     yield "evaluate", Choice(few and (images.num_tests > 0 or images.can_hold_out), reason)
     every = float(f"{visits / images.number / 10:.2g}")
     if images.number >= 10 * images.num_classes and every > 0:

@@ -20,11 +20,6 @@ def images_reached(config: TrainConfig, num_images: int) -> int:
     return min(config.sampling.window_size, visits) + window_moves(config, num_images) * config.sampling.window_stride
 
 
-def passes(config: TrainConfig, num_images: int) -> float:
-    """How often the window passes over all images in a run."""
-    return images_reached(config, num_images) / num_images
-
-
 def coverage_warnings(config: TrainConfig, num_images: int) -> list[Remark]:
     """Warnings about a run that does not visit all images, or whose rows never return to the window."""
     window, stride = config.sampling.window_size, config.sampling.window_stride

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.features import FeatureSet
-from trainer.evaluate.protocol import NUM_HELD_OUT, ProbeResult, percent_correct, split_folds, splits_held_out
+from trainer.evaluate.protocol import ProbeResult, percent_correct, split_folds, splits_held_out
 from trainer.evaluate.settings import LinearCachedConfig
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
     ranks = evaluation.ranks
     found = json.dumps(asdict(_fitted(evaluation, config))) if ranks.is_first else None
     result = ProbeResult(**json.loads(ranks.broadcast_text(found)))
-    held_out = f"{NUM_HELD_OUT} training images (a tenth if that is fewer) that the probe was not fitted to"
-    if config.folds is not None:
-        held_out = f"all training images: each by a probe that was fitted to the other {config.folds - 1} parts"
-    chosen = {"lambda": result.setting, "held_out_top1": result.held_out_top1, "on": held_out}
+    splits = _splits(evaluation.labelled().train_labels, config.folds)
+    on = f"{len(splits[0][1])} training images that the probe was not fitted to"
+    if len(splits) > 1:
+        on = f"all training images: each by a probe that was fitted to the other {len(splits) - 1} parts"
+    chosen = {"lambda": result.setting, "held_out_top1": result.held_out_top1, "on": on}
     return Outcome(results={"top1": result.top1, "top5": result.top5}, chosen=chosen)
 
 

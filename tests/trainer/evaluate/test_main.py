@@ -178,6 +178,14 @@ def test_raw_pixels(options: list[str], data_dir: Path, tmp_path: Path, capsys: 
     assert ("the other 2 parts" in json.dumps(result)) == ("--folds" in options)
 
 
+def test_a_result_says_that_each_of_few_images_was_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain_tree(tmp_path / "train", 9)
+    plain_tree(tmp_path / "test", 6, first=9)
+    place = ["--dataset", "folder", "--data-dir", str(tmp_path), "--output", str(tmp_path / "results")]
+    assert evaluate(["linear-cached", "--pixels", *place]) == 0
+    assert printed(capsys)["chosen"]["on"].endswith("by a probe that was fitted to the other 8 parts")
+
+
 class Interrupted(Exception):
     pass
 
