@@ -50,26 +50,24 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _settings(arguments: list[str]) -> TrainConfig:
     """The settings of a command line. Ends the process for --help, --print-config or an error."""
-    from trainer.arguments import parse_config
-    from trainer.config_file import to_toml, with_config_file
+    from trainer.config_file import parse_with_file, to_toml
     from trainer.data.config import SIZES
     from trainer.presets import PRESETS
     from trainer.proportions import proportions
 
     if arguments and not arguments[0].startswith("-") and arguments[0] not in PRESETS and _names_images(arguments[0]):
         arguments = ["images", "--data-dir", *arguments]
-    arguments = with_config_file(arguments)
     only_prints = "--print-config" in arguments
-    arguments = [argument for argument in arguments if argument != "--print-config"]
-    config = parse_config(arguments)  # without torch, which takes seconds to import
-    if arguments[:1] == ["images"]:
-        with shown(), stage("loading libraries"):
+    command = parse_with_file([argument for argument in arguments if argument != "--print-config"])
+    if command.preset == "images":
+        with shown(), stage("loading libraries"):  # torch, which takes seconds
             from trainer.own_images import images_config
-        config = images_config(arguments[1:], choose_only=only_prints)
+        config = images_config(command, choose_only=only_prints)
+    else:
+        config = command.config()
     if only_prints:
         config.check()
-        preset = arguments[0] if arguments[0] in PRESETS else "fashion-mnist"  # of a resumed run none may be given
-        sys.stdout.write(to_toml(config, preset))
+        sys.stdout.write(to_toml(config, command.preset or "fashion-mnist"))
         num_images = config.data.num_images or SIZES.get(config.data.dataset)
         if num_images and config.sampling.labels is None:  # how many classes they share only the images tell
             sys.stdout.writelines(f"# {line}\n" for line in proportions(config, num_images).lines())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import NoReturn
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import tyro
 
@@ -24,34 +24,66 @@ from weightserver.common.spelling import did_you_mean
 _OF_FILES = "--print-config writes the settings as TOML, and --config FILE reads them."
 
 
-def parse_config(arguments: Sequence[str] | None = None, *, default: TrainConfig | None = None) -> TrainConfig:
-    """Parses a command line, PRESET --OPTIONS; exits with status 2 if it is invalid.
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line says: a preset, "" for a run to resume, and settings."""
 
-    With --resume, all settings that are not given are those of the run in --output, and the preset may be omitted.
-    `default` replaces the preset's settings.
-    """
+    preset: str
+    given: dict[str, Any]
+    """The settings that are given, by name, nested ones under dotted names."""
+
+    @property
+    def alone(self) -> TrainConfig:
+        """The given settings, and the preset's."""
+        return self.over(PRESETS[self.preset][1] if self.preset else TrainConfig())
+
+    def over(self, default: TrainConfig) -> TrainConfig:
+        """The given settings, and others of `default`."""
+        return default.with_settings(**self.given)
+
+    def config(self) -> TrainConfig:
+        """The settings of the run. With --resume, all that are not given are those of the run in --output. A preset's
+        window and classes of a step fit into its number of images. Exits with status 2 if there is no run to resume."""
+        config = self.alone
+        if _is_there(config):
+            return self.over(_of_run(config, self.given))
+        if self.preset and config.data.num_images:
+            return self.over(_for_fewer_images(PRESETS[self.preset][1], config.data.num_images))
+        if not self.preset and int(os.environ.get("RANK", "0")) == 0:  # other ranks take their settings from it
+            _exit(f"{config.run.output} holds no run to resume: give its --output, or a preset to start one")
+        return config
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> TrainConfig:
+    """The settings of a command line, by default the process's; exits as `parse` and `CommandLine.config`."""
+    return parse(sys.argv[1:] if arguments is None else arguments).config()
+
+
+def parse(arguments: Sequence[str]) -> CommandLine:
+    """Parses a command line, PRESET --OPTIONS, where the preset may be omitted with --resume; exits with status 2 if it
+    is invalid."""
     for settings in (*(type(part) for _, part in TrainConfig().parts()), EncoderConfig, AugmentationConfig):
         set_help_texts(settings)
-    arguments = [
-        "--correction=none" if one == "--no-correction" else one
-        for one in (sys.argv[1:] if arguments is None else arguments)
-    ]
+    arguments = ["--correction=none" if one == "--no-correction" else one for one in arguments]
     preset = arguments[0] if arguments and arguments[0] in PRESETS else ""
-    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    if not preset and (not arguments[:1] or not arguments[0].startswith("-") or "--resume" not in given):
+    given = _given(arguments)
+    if not preset and (not arguments[:1] or not arguments[0].startswith("-") or "resume" not in given):
         _refuse_preset(arguments)
-    parse = partial(_parsed, preset, arguments[bool(preset) :])
-    config = parse(default or (PRESETS[preset][1] if preset else TrainConfig()))
-    if preset and config.data.num_images and default is None:
-        config = parse(_for_fewer_images(PRESETS[preset][1], config.data.num_images))
-    if _is_there(config):
-        return parse(_of_run(config, given))
-    if not preset and int(os.environ.get("RANK", "0")) == 0:  # other ranks take their settings from it
-        _exit(f"{config.run.output} holds no run to resume: give its --output, or a preset to start one")
-    return config
+    parsed = _parsed(preset, arguments[bool(preset) :]).settings()
+    return CommandLine(preset, {name: parsed[name] for name in given})
 
 
-def _parsed(preset: str, options: Sequence[str], default: TrainConfig) -> TrainConfig:
+def _given(arguments: Sequence[str]) -> list[str]:
+    """Names of the settings that a command line gives; --no-evaluate gives evaluate."""
+    found = set[str]()
+    for argument in arguments:
+        if argument.startswith("--"):
+            *above, last = argument[2:].partition("=")[0].replace("-", "_").split(".")
+            found |= {".".join([*above, name]) for name in (last, last.removeprefix("no_"))}
+    return [name for name in TrainConfig().settings() if name in found]
+
+
+def _parsed(preset: str, options: Sequence[str]) -> TrainConfig:
     what = f"Train on {PRESETS[preset][0].partition(':')[0]}." if preset else "Resume a run."  # is not wrapped
 
     def parse(options: list[str]) -> TrainConfig:
@@ -60,7 +92,7 @@ def _parsed(preset: str, options: Sequence[str], default: TrainConfig) -> TrainC
             prog=f"pic train {preset}".rstrip(),
             description=f"{what}\n{_OF_FILES}",
             args=options,
-            default=default,
+            default=PRESETS[preset][1] if preset else TrainConfig(),
             config=(tyro.conf.AvoidSubcommands, tyro.conf.HelptextFromCommentsOff),  # which it would look for each time
         )
 
@@ -87,10 +119,10 @@ def _is_there(config: TrainConfig) -> bool:
         return False
 
 
-def _of_run(config: TrainConfig, given: set[str]) -> TrainConfig:
+def _of_run(config: TrainConfig, given: Container[str]) -> TrainConfig:
     """The settings of the run in the --output of `config`, as defaults for the command line that resumes it."""
     stored = TrainConfig.of_run(read_settings(config.run.output))
-    if "--epochs" in given and "--steps" not in given:
+    if "epochs" in given and "steps" not in given:
         stored = stored.with_settings(steps=None)  # which would override them
     return stored.with_settings(output=config.run.output)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import parse_config
+from trainer.arguments import CommandLine, parse
 from trainer.config import OF_ONE_START, TrainConfig
 from trainer.presets import PRESETS
 from weightserver.common.atomic_files import to_path
@@ -48,8 +48,8 @@ def _toml(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a string of JSON is one of TOML
 
 
-def with_config_file(arguments: Sequence[str]) -> list[str]:
-    """The command line with the settings of its --config FILE in place of it, which its own options override.
+def parse_with_file(arguments: Sequence[str]) -> CommandLine:
+    """Parses a command line, whose options override the settings of its --config FILE if it has one.
 
     Exits with status 2 for a file that cannot be read, for names that are no settings, and for values that are none of
     theirs.
@@ -58,10 +58,10 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--config", type=to_path)
     options, left = parser.parse_known_args(arguments)
     if (path := options.config) is None:
-        return left
+        return parse(left)
     try:
         preset, settings = _read(path)
-        parse_config([preset, *settings])
+        file = parse([preset, *settings])
         given = left[0] if left and not left[0].startswith("-") else None
         if given not in (None, preset):
             raise ValueError(f"its preset is {preset}: omit {given}, or give another file")
@@ -71,7 +71,7 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
     except (ValueError, OSError) as error:
         print_error(f"trainer: --config {path}: {getattr(error, 'strerror', None) or error}")
         sys.exit(2)
-    return [preset, *settings, *left[given is not None :]]
+    return CommandLine(preset, file.given | parse([preset, *left[given is not None :]]).given)
 
 
 def _read(path: Path) -> tuple[str, list[str]]:

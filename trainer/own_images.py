@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.arguments import parse_config
+from trainer.arguments import CommandLine
 from trainer.autoconfig import Choice, Machine, choose
 from trainer.classes import classes_of
 from trainer.config import TrainConfig
@@ -26,7 +27,6 @@ from trainer.data.manifest import is_packed
 from trainer.data.survey import ImagesSurvey, Sample, survey
 from trainer.display import shown, stage
 from trainer.model import build_encoder, measure_feature_dim
-from trainer.presets import PRESETS
 from trainer.run.directory import CONFIG_FILE
 from trainer.run_dataset import check_images
 from trainer.settings import flag
@@ -40,20 +40,19 @@ _NAMED = 3
 """Maximum number of broken images that are named before training."""
 
 
-def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> TrainConfig:
-    """The settings of a run on one's own images, of the command line without its first word; prints the choices.
-
-    With `choose_only` nothing is printed. Exits with status 2 for an invalid command line.
+def images_config(command: CommandLine, *, choose_only: bool = False) -> TrainConfig:
+    """The settings of a run on one's own images; prints the choices, unless `choose_only`.
 
     Raises:
         ValueError: a line for each problem: no images, settings out of range or that contradict images or each other.
     """
-    given = _given(arguments)
-    config = parse_config([PRESET, *arguments])
+    given = {name: value for name, value in command.given.items() if value is not None}
+    config = command.alone
     output, problem = _output(config, given)
-    config = config.with_settings(output=output)
+    command = replace(command, given=command.given | {"output": output})
+    config = command.alone
     if config.run.resume and (output / CONFIG_FILE).exists():
-        return parse_config([PRESET, *arguments, "--output", str(output)])
+        return command.config()
     problems = [problem] if problem else []
     found = _found(config, given, problems)
     problems += map(str, config.problems_within_parts())
@@ -61,15 +60,12 @@ def images_config(arguments: Sequence[str], *, choose_only: bool = False) -> Tra
         raise ValueError("\n".join(problems))
     dataset, images, sample = found
     machine = _machine(config)
-    values = {name: value for name, value in config.settings().items() if name in given and value is not None}
-    choices = choose(images, machine, values)
-    chosen = {name: choice.value for name, choice in choices.items()}
-    preset = PRESETS[PRESET][1].with_settings(**chosen)
-    config = parse_config([PRESET, *arguments], default=preset).with_settings(output=output)
+    choices = choose(images, machine, given)
+    config = command.over(config.with_settings(**{name: choice.value for name, choice in choices.items()}))
     if problems := problems_with(config, dataset):
         raise ValueError("\n".join(problems))
     if not choose_only and int(os.environ.get("RANK", "0")) == 0:
-        _say_choices(config, dataset, images, sample, choices, values)
+        _say_choices(config, dataset, images, sample, choices, given)
     return config
 
 
@@ -99,20 +95,7 @@ def problems_with(config: TrainConfig, dataset: Dataset) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _given(arguments: Sequence[str]) -> set[str]:
-    """Names of the settings that a command line gives, nested ones dotted; --no-evaluate gives evaluate."""
-    known = PRESETS[PRESET][1].settings().keys()
-    found = set()
-    for argument in arguments:
-        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-        if argument.startswith("--"):
-            *above, last = name.split(".")
-            positive = ".".join([*above, last.removeprefix("no_")])
-            found |= {name, positive} & known
-    return found
-
-
-def _output(config: TrainConfig, given: set[str]) -> tuple[Path, str]:
+def _output(config: TrainConfig, given: Container[str]) -> tuple[Path, str]:
     """The run's directory, runs/FOLDER, -2, -3, … if none is given; and a problem, or none."""
     if "output" in given:
         if (config.run.output / CONFIG_FILE).exists() and not config.run.resume:
@@ -135,7 +118,9 @@ def _folder_name(source: Path) -> str:
     return real.stem if real.is_file() else real.name
 
 
-def _found(config: TrainConfig, given: set[str], problems: list[str]) -> tuple[Dataset, ImagesSurvey, Sample] | None:
+def _found(
+    config: TrainConfig, given: Container[str], problems: list[str]
+) -> tuple[Dataset, ImagesSurvey, Sample] | None:
     """The images in --data-dir; adds a problem and returns None if there are none."""
     if config.data.data_dir is None:
         hint = "its folder is ./images: pic train ./images" if Path(PRESET).exists() else "pic train FOLDER"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.small_run import EVERY, NUM_IMAGES, losses, small_run
-from trainer.arguments import parse_config
+from trainer.arguments import parse, parse_config
 from trainer.build import model_of
 from trainer.classes import RunClasses
 from trainer.config import OF_ONE_START, TrainConfig
@@ -213,6 +213,12 @@ def test_a_preset_fits_fewer_images_and_messages_name_options(tmp_path: Path) ->
     assert raised.value.settings == ("num_negatives",)
     with pytest.raises(SettingError, match=r"^--window-size must lie in 1\.\.5000, "):
         given.sampling.visit_schedule(5_000)
+
+
+def test_what_is_given_is_known_however_it_is_spelled() -> None:
+    words = "--batch_size=8 --no_evaluate --encoder.stem-stride 1 --augmentation.no-strong --no-correction --steps None"
+    given = {"batch_size": 8, "evaluate": False, "encoder.stem_stride": 1, "augmentation.strong": False}
+    assert parse(["demo", *words.split()]).given == given | {"correction": "none", "steps": None}
 
 
 def test_settings_change_by_name() -> None:

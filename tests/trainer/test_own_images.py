@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import trainer.own_images
 from tests.helpers.image_tree import odd_tree, plain_tree
+from trainer.arguments import parse
+from trainer.config import TrainConfig
 from trainer.data import load_dataset
 from trainer.data.pack import PackOptions, pack
-from trainer.own_images import images_config, problems_with
+from trainer.own_images import problems_with
 from trainer.presets import PRESETS
 from trainer.settings import flag
 from weightserver.common.logs import log_events
 
 ROOT = Path(__file__).parents[2]
+
+
+def images_config(options: list[str]) -> TrainConfig:
+    """The settings of `pic train images` with options."""
+    return trainer.own_images.images_config(parse(["images", *options]))
 
 
 @pytest.fixture
