@@ -158,7 +158,7 @@ def _evaluate(method: str, evaluation: Evaluation, config: TrainConfig) -> None:
     state = evaluations.state_directory(file.parent, evaluation.name, {"weights": subject.digest})
     ranks = Ranks(device=config.compute.torch_device())
     made = evaluations.Evaluation(subject=subject, dataset=images, ranks=ranks, state=state)
-    evaluations.evaluate(made, command.name, function_of(command.name, command.protocol), command.settings, file)
+    evaluations.evaluate(made, command.name, function_of(command.protocol), command.settings, file)
 
 
 def _validated(images: Dataset) -> Dataset:

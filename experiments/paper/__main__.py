@@ -14,11 +14,14 @@ from trainer.evaluate.protocols import Protocol
 
 PROTOCOLS = {
     "detect": Protocol(
-        "experiments.paper.detect", DetectConfig, "Train an object detector on Pascal VOC.", images="pascal-voc"
+        "experiments.paper.detect:detect",
+        DetectConfig(),
+        "Train an object detector on Pascal VOC.",
+        images="pascal-voc",
     ),
     "segment": Protocol(
-        "experiments.paper.segment",
-        SegmentConfig,
+        "experiments.paper.segment:segment",
+        SegmentConfig(),
         "Train a semantic segmentation network on Cityscapes.",
         images="cityscapes",
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.evaluate.classifiers import Classifiers
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.protocol import split_held_out
-from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
+from trainer.evaluate.settings import FineTuneConfig, LinearConfig
 
 _HELD_OUT_SHARE = 0.2
 _EPOCHS_OF_ONE_PERCENT, _EPOCHS = 10, 20
@@ -50,34 +50,20 @@ def linear(evaluation: Evaluation, config: LinearConfig) -> Outcome:
 
 
 def fine_tune(evaluation: Evaluation, config: FineTuneConfig) -> Outcome:
-    """Trains encoder and cosine classifier on all training images, and tests them on centre crops.
+    """Trains encoder and classifier on the labelled images, and tests them on centre crops.
 
     Raises:
         ValueError: images without labels, fewer of them than a batch, or no encoder.
     """
-    evaluation.subject.require_encoder("fine-tune")
+    evaluation.subject.require_encoder("fine-tuning")
     dataset = evaluation.labelled()
-    every, rates = torch.arange(len(dataset.train_images)), (config.learning_rate,)
-    classifier = Classifiers(evaluation, every, config, rates, epochs=config.epochs, temperature=config.temperature)
-    classifier.train("fine-tune")
-    ((top1, top5),) = classifier.tested()
-    return Outcome(results={"top1": top1, "top5": top5})
-
-
-def semi_supervised(evaluation: Evaluation, config: SemiSupervisedConfig) -> Outcome:
-    """Fine-tunes the encoder and a linear classifier on the labelled images, and tests them on centre crops.
-
-    Raises:
-        ValueError: images without labels, fewer of them than a batch, or no encoder.
-    """
-    evaluation.subject.require_encoder("semi-supervised")
-    dataset = evaluation.labelled()
-    every = torch.arange(len(dataset.train_images))
-    labelled = balanced_share(dataset.train_labels, every, config.labels, config.seed)
+    labelled = torch.arange(len(dataset.train_images))
+    if config.labels < 1:
+        labelled = balanced_share(dataset.train_labels, labelled, config.labels, config.seed)
     epochs = config.epochs or default_epochs(len(labelled), len(dataset.train_images))
 
     def trained(ids: Tensor, rate: float, name: str) -> Classifiers:
-        classifier = Classifiers(evaluation, ids, config, (rate,), epochs=epochs)
+        classifier = Classifiers(evaluation, ids, config, (rate,), epochs=epochs, temperature=config.temperature)
         classifier.train(f"{name}, learning rate {rate!r}")
         return classifier
 

@@ -44,7 +44,7 @@ def parse(
         if not name or name.startswith("-"):
             raise ValueError(f"the protocol is missing: {hint}")
         raise ValueError(f"unknown protocol {name!r}: {did_you_mean(name, protocols, hint)}")
-    parts = (SubjectOptions, EvaluationOptions, SourceOptions, *(protocol.settings for protocol in protocols.values()))
+    parts = (SubjectOptions, EvaluationOptions, SourceOptions, *(type(one.settings) for one in protocols.values()))
     for settings in parts:
         set_help_texts(settings)
 
@@ -79,11 +79,13 @@ def _without_commas(arguments: Sequence[str]) -> list[str]:
 
 
 def _parsed_by(name: str, protocol: Protocol) -> Callable[..., Command]:
-    def command(subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, settings: Any) -> Command:
+    def command(
+        subject: SubjectOptions, general: EvaluationOptions, reading: SourceOptions, settings: Any = protocol.settings
+    ) -> Command:
         given = {one.name: getattr(reading, one.name) for one in fields(SourceOptions)}
         return Command(name, protocol, subject, general, settings, given)
 
-    command.__annotations__["settings"] = protocol.settings
+    command.__annotations__["settings"] = type(protocol.settings)
     command.__annotations__ |= {
         "subject": SubjectOptions,
         "general": EvaluationOptions,

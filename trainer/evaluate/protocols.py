@@ -6,13 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.evaluate.settings import (
-    FineTuneConfig,
-    KnnConfig,
-    LinearCachedConfig,
-    LinearConfig,
-    SemiSupervisedConfig,
-)
+from trainer.evaluate.settings import SEMI_SUPERVISED, FineTuneConfig, KnnConfig, LinearCachedConfig, LinearConfig
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,9 +16,10 @@ if TYPE_CHECKING:
 class Protocol(NamedTuple):
     """A way to evaluate."""
 
-    module: str
-    """Has a function of the protocol's name."""
-    settings: type[Settings]
+    function: str
+    """MODULE:NAME."""
+    settings: Settings
+    """The defaults."""
     summary: str
     pixels: bool = False
     """Whether it can evaluate raw pixels."""
@@ -34,38 +29,39 @@ class Protocol(NamedTuple):
 
 PROTOCOLS = {
     "knn": Protocol(
-        "trainer.evaluate.knn",
-        KnnConfig,
+        "trainer.evaluate.knn:knn",
+        KnnConfig(),
         "Classify by nearest neighbours among the training images' features.",
         pixels=True,
     ),
     "linear": Protocol(
-        "trainer.evaluate.classification",
-        LinearConfig,
+        "trainer.evaluate.classification:linear",
+        LinearConfig(),
         "Train a linear classifier on frozen features of crops.",
         pixels=True,
     ),
     "linear-cached": Protocol(
-        "trainer.evaluate.linear_cached",
-        LinearCachedConfig,
+        "trainer.evaluate.linear_cached:linear_cached",
+        LinearCachedConfig(),
         "Fit a regularised linear classifier to features of whole images, for small sets.",
         pixels=True,
     ),
     "semi-supervised": Protocol(
-        "trainer.evaluate.classification",
-        SemiSupervisedConfig,
+        "trainer.evaluate.classification:fine_tune",
+        SEMI_SUPERVISED,
         "Fine-tune encoder and classifier on a few labelled images.",
     ),
     "fine-tune": Protocol(
-        "trainer.evaluate.classification",
-        FineTuneConfig,
+        "trainer.evaluate.classification:fine_tune",
+        FineTuneConfig(),
         "Fine-tune encoder and cosine classifier on all labelled images.",
     ),
 }
 """Every protocol by its name on the command line."""
 
 
-def function_of(name: str, protocol: Protocol) -> Callable[[Evaluation, Any], Outcome]:
-    """The function of the protocol `name`, whose libraries are loaded now."""
-    function: Callable[[Evaluation, Any], Outcome] = getattr(import_module(protocol.module), name.replace("-", "_"))
+def function_of(protocol: Protocol) -> Callable[[Evaluation, Any], Outcome]:
+    """The protocol's function, whose libraries are loaded now."""
+    module, _, name = protocol.function.partition(":")
+    function: Callable[[Evaluation, Any], Outcome] = getattr(import_module(module), name)
     return function

@@ -68,7 +68,7 @@ def run(command: Command) -> dict[str, Any] | None:
             state=state_directory(directory, name, identity),
         )
         with stage(command.name):
-            run_protocol = function_of(command.name, protocol)
+            run_protocol = function_of(protocol)
             result = evaluate(evaluation, command.name, run_protocol, command.settings, directory / f"{name}.json")
     return result if ranks.is_first else None
 

@@ -83,39 +83,30 @@ class LinearConfig(TrainingConfig):
 class FineTuneConfig(TrainingConfig):
     """Settings of fine-tuning; the defaults are the paper's for iNaturalist 2018."""
 
-    epochs: int = 100
-    """Passes over the training images."""
-    learning_rate: float = 0.2
-    """Initial learning rate of encoder and classifier; a cosine takes it to 0, without a warm-up."""
+    labels: float = 1.0
+    """Share of each class's training images whose labels are used, chosen by --seed."""
+    epochs: int | None = 100
+    """Passes over the labelled images. None: 10 if these are about 1 % of the training images (at most 1.5), otherwise
+    20."""
+    learning_rates: tuple[float, ...] = (0.2,)
+    """Initial learning rate of encoder and classifier; a cosine takes it to 0, without a warm-up. Of several, a fifth
+    of the labelled images chooses; then all of them are used for training."""
     weight_decay: float = 1e-4
     """Weight decay of SGD."""
-    temperature: float = 0.03
-    """τ of the cosine classifier."""
-
-    def check(self) -> None:
-        check_at_least(self, 1, "epochs")
-        check_positive(self, "learning_rate", "temperature")
-        super().check()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SemiSupervisedConfig(TrainingConfig):
-    """Settings of semi-supervised classification; the defaults are the paper's. The seed also chooses the labelled
-    images."""
-
-    labels: float = 0.01
-    """Share of each class's training images whose labels are used: 0.01 and 0.1 in the paper. Chosen by --seed."""
-    epochs: int | None = None
-    """Passes over the labelled images. Default: 10 for about 1 % of the training images (at most 1.5), 20 for more."""
-    learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
-    """Initial learning rates, which the paper does not give. Of several, a fifth of the labelled images chooses; then
-    all of them are used for training."""
-    weight_decay: float = 3e-5
-    """Weight decay of SGD."""
+    temperature: float | None = 0.03
+    """τ of a cosine classifier. None: the classifier is linear."""
 
     def check(self) -> None:
         if not 0 < self.labels <= 1:
             raise ValueError(f"--labels is {self.labels}: give a share above 0, at most 1")
         check_at_least(self, 1, "epochs")
         check_positive_numbers("--learning-rates", self.learning_rates)
+        if self.temperature is not None:
+            check_positive(self, "temperature")
         super().check()
+
+
+SEMI_SUPERVISED = FineTuneConfig(
+    labels=0.01, epochs=None, learning_rates=(0.003, 0.01, 0.03, 0.1), weight_decay=3e-5, temperature=None
+)
+"""The paper's settings of semi-supervised classification, with learning rates, which it does not give."""

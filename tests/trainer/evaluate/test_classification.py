@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.evaluations import Convolution, SeesNothing, SeesRows, made_dataset, made_evaluation
-from trainer.evaluate.classification import balanced_share, default_epochs, fine_tune, linear, semi_supervised
+from trainer.evaluate.classification import balanced_share, default_epochs, fine_tune, linear
 from trainer.evaluate.classifiers import CosineClassifier
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.settings import FineTuneConfig, LinearConfig, SemiSupervisedConfig
+from trainer.evaluate.settings import SEMI_SUPERVISED, FineTuneConfig, LinearConfig
 from trainer.settings import Settings
 
-FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)
+FINE_TUNE = FineTuneConfig(epochs=2, batch_size=32, learning_rates=(0.05,), temperature=0.1)
 LINEAR = LinearConfig(epochs=3, batch_size=32, learning_rates=(1.0,))
-SEMI = SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
+SEMI = replace(SEMI_SUPERVISED, labels=0.5, epochs=4, batch_size=30, learning_rates=(0.3,))
 
 
 def test_cosine_classifier_is_scaled_cosine() -> None:
@@ -80,7 +80,7 @@ def test_infinite_numbers_are_no_result(tmp_path: Path) -> None:
 def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Path) -> None:
     dataset = made_dataset()
     config = replace(SEMI, learning_rates=(1e-7, 0.3))
-    found = semi_supervised(made_evaluation(SeesRows(), tmp_path / "one", dataset), config)
+    found = fine_tune(made_evaluation(SeesRows(), tmp_path / "one", dataset), config)
     assert found.results["top1"] > 60
     assert found.chosen["learning_rate"] == 0.3
     labelled = balanced_share(dataset.train_labels, torch.arange(320), config.labels, config.seed)
@@ -94,7 +94,7 @@ def test_semi_supervised_chooses_a_learning_rate_on_labelled_images(tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.evaluate.classification.balanced_share", as_labelled)
-        again = semi_supervised(made_evaluation(SeesRows(), tmp_path / "two", relabelled), config)
+        again = fine_tune(made_evaluation(SeesRows(), tmp_path / "two", relabelled), config)
     assert again == found, "no other label is used"
 
 
@@ -118,9 +118,9 @@ def test_rejects_what_cannot_be_trained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have no labels"):
         linear(made_evaluation(SeesRows(), tmp_path, without), LINEAR)
     for config, message in (
-        (SemiSupervisedConfig(labels=0.0), "--labels is 0.0: give a share"),
-        (SemiSupervisedConfig(labels=1.5), "--labels is 1.5: give a share"),
-        (SemiSupervisedConfig(learning_rates=()), "--learning-rates is .* positive and finite"),
+        (FineTuneConfig(labels=0.0), "--labels is 0.0: give a share"),
+        (FineTuneConfig(labels=1.5), "--labels is 1.5: give a share"),
+        (FineTuneConfig(learning_rates=()), "--learning-rates is .* positive and finite"),
         (LinearConfig(learning_rates=(1.0, float("nan"))), "--learning-rates is .* positive and finite"),
         (FineTuneConfig(temperature=0.0), "--temperature must be positive"),
         (LinearConfig(epochs=0), "--epochs must be at least 1, got 0"),

@@ -59,7 +59,7 @@ SHORT = {
     "linear": ["--epochs", "2", "--batch-size", "50", "--learning-rates", "1,3"],
     "linear-cached": [],
     "semi-supervised": ["--labels", "0.5", "--epochs", "2", "--batch-size", "40", "--learning-rates=0.1,0.3"],
-    "fine-tune": ["--epochs", "2", "--batch-size", "50", "--learning-rate", "0.05"],
+    "fine-tune": ["--epochs", "2", "--batch-size", "50", "--learning-rates", "0.05"],
 }
 """Options that make each protocol short."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,10 +33,10 @@ from tests.helpers.evaluations import (
 )
 from tests.helpers.made_cityscapes import make_cityscapes
 from trainer.distributed import process_group
-from trainer.evaluate.classification import fine_tune, linear, semi_supervised
+from trainer.evaluate.classification import fine_tune, linear
 from trainer.evaluate.evaluation import Evaluation, Outcome
 from trainer.evaluate.knn import knn
-from trainer.evaluate.settings import FineTuneConfig, KnnConfig, LinearConfig, SemiSupervisedConfig
+from trainer.evaluate.settings import SEMI_SUPERVISED, FineTuneConfig, KnnConfig, LinearConfig
 from trainer.evaluate.training import synchronise_batch_norm
 from weightserver.torch import Ranks
 
@@ -85,13 +86,14 @@ CASES = {
         16,
     ),
     "fine-tune": Case(
-        partial(fine_tune, config=FineTuneConfig(epochs=2, batch_size=32, learning_rate=0.05, temperature=0.1)),
+        partial(fine_tune, config=FineTuneConfig(epochs=2, batch_size=32, learning_rates=(0.05,), temperature=0.1)),
         Convolution,
         17,
     ),
     "semi-supervised": Case(
         partial(
-            semi_supervised, config=SemiSupervisedConfig(labels=0.5, epochs=4, batch_size=30, learning_rates=(0.1, 0.3))
+            fine_tune,
+            config=replace(SEMI_SUPERVISED, labels=0.5, epochs=4, batch_size=30, learning_rates=(0.1, 0.3)),
         ),
         Convolution,
         12,
