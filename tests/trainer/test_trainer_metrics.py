@@ -14,7 +14,6 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.run.prometheus import TrainerMetrics
-from weightserver.common.stages import StageClock
 from weightserver.torch import RowCounters
 
 RECORD = {"step": 9, "loss": 4.5, "learning_rate": 0.03, "active_rows": 64}
@@ -84,26 +83,22 @@ def test_a_record_of_the_training_loop(metrics: TrainerMetrics, scrape: Scrape) 
 
 
 def test_counters_add_up_and_gauges_follow(metrics: TrainerMetrics, scrape: Scrape) -> None:
-    """In two intervals, and from one row store to the next."""
     counters = RowCounters(wait_seconds=0.5)
-    metrics.follow(counters, StageClock("other"))
+    metrics.follow(counters)
     metrics.observe(RECORD)
     metrics.observe(RECORD | MONITORS | {"step": 14, "loss": 4.0, "knn_top1": 71.0})
     scrape()
     counters.wait_seconds = 0.75
-    metrics.follow(counters, StageClock("other"))
-    scrape()
-    metrics.follow(RowCounters(wait_seconds=2.0), StageClock("other"))
     values = scrape()
-    expected = {"loss": 4.0, "row_wait_seconds_total": 0.75 + 2.0} | MONITORS
+    expected = {"loss": 4.0, "row_wait_seconds_total": 0.75} | MONITORS
     assert {name: values[name] for name in expected} == expected
 
 
 def test_a_step_that_does_not_end_shows(metrics: TrainerMetrics, scrape: Scrape) -> None:
     """Waits and stages grow while they last."""
-    counters, clock = RowCounters(), StageClock("other")
-    metrics.follow(counters, clock)
-    clock.start("rows")
+    counters = RowCounters()
+    metrics.follow(counters)
+    metrics.clock.start("rows")
     with counters.waiting():
         time.sleep(0.1)
         first = scrape()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from prometheus_client import Counter, Gauge, Info, ProcessCollector
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weightserver import WeightClient
@@ -54,13 +54,10 @@ class TrainerMetrics:
         self, *, run: str, rank: int, window_size: int, batch_size: int, num_steps: int, device: torch.device
     ) -> None:
         self.registry = Registry(run=run, rank=str(rank))
-        self._lock = threading.Lock()
         self._batch_size = batch_size
-        self._counters, self._clock = RowCounters(), StageClock("other")
-        self._seen: dict[str, float] = {}
-        """Seconds of each stage, and of waiting for rows, that have been added to the metrics' counters, of those that
-        `follow` was given."""
-        self.registry.register(_Live(self._read))  # first, so that the others show what it reads
+        self.clock = StageClock("other")
+        self._live = _Live(self.clock)
+        self.registry.register(self._live)
         self.registry.register(WeightClient.metrics())
         Info("pic_trainer_run", "Run and rank of this process, which all of its metrics have.", registry=self.registry)
         self._gauge("window_size_rows", "W, rows of the sliding window.").set(window_size)
@@ -68,15 +65,6 @@ class TrainerMetrics:
         self._gauge("run_steps", "Steps of the whole run.").set(num_steps)
         self._steps = Counter("pic_trainer_steps", "Finished steps.", registry=self.registry)
         self._images = Counter("pic_trainer_images", "Images trained on.", registry=self.registry)
-        self._stage_seconds = Counter(
-            "pic_trainer_stage_seconds",
-            "Time of each stage of the steps; a GPU's time appears where its results are awaited.",
-            ["stage"],
-            registry=self.registry,
-        )
-        self._row_wait = Counter(
-            "pic_trainer_row_wait_seconds", "Time that training waited for rows.", registry=self.registry
-        )
         self._checkpoint_time = self._gauge(
             "last_checkpoint_timestamp_seconds",
             "Time of the last complete checkpoint, or of this process's start, in seconds since 1970.",
@@ -95,12 +83,9 @@ class TrainerMetrics:
     def checkpoint_saved(self) -> None:
         self._checkpoint_time.set_to_current_time()
 
-    def follow(self, counters: RowCounters, clock: StageClock) -> None:
-        """Shows what the row store counts and what the clock measures from now on: called once in each interval."""
-        self._read()
-        with self._lock:
-            waited = self._seen.get("wait", 0.0) if counters is self._counters else 0.0
-            self._counters, self._clock, self._seen = counters, clock, {"wait": waited}
+    def follow(self, counters: RowCounters) -> None:
+        """Shows what the row store counts."""
+        self._live.counters = counters
 
     def step_finished(self) -> None:
         self._steps.inc()
@@ -110,18 +95,6 @@ class TrainerMetrics:
         """Shows a record of metrics.jsonl; keys without a metric are ignored."""
         for key in self._gauges.keys() & record.keys():
             self._gauges[key].set(record[key])
-
-    def _read(self) -> None:
-        """Adds to the counters what has happened since they were read last."""
-        with self._lock:
-            seconds = self._clock.seconds_so_far()
-            for stage in STAGES:
-                self._add(self._stage_seconds.labels(stage), stage, seconds.get(stage, 0.0))
-            self._add(self._row_wait, "wait", self._counters.waited_seconds())
-
-    def _add(self, counter: Counter, key: str, total: float) -> None:
-        counter.inc(max(0.0, total - self._seen.get(key, 0.0)))
-        self._seen[key] = max(total, self._seen.get(key, 0.0))
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[str, Callable[[], None]]:
         """Serves /metrics on a port, 0 for a free one; returns host:port and a function that stops it.
@@ -138,14 +111,22 @@ class TrainerMetrics:
 
 
 class _Live(Collector):
-    """Calls a function at the beginning of each scrape."""
+    """What a step does and waits for. It is read while other threads change it, so each counter shows its maximum."""
 
-    def __init__(self, read: Callable[[], None]) -> None:
-        self._read = read
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
+    def __init__(self, clock: StageClock) -> None:
+        self.counters = RowCounters()
+        self._clock, self._lock = clock, threading.Lock()
+        self._seconds, self._waited = dict.fromkeys(STAGES, 0.0), 0.0
 
     def collect(self) -> Iterator[Metric]:
-        self._read()
-        return iter(())
+        with self._lock:
+            now = self._clock.seconds_so_far()
+            self._seconds = {stage: max(seconds, now.get(stage, 0.0)) for stage, seconds in self._seconds.items()}
+            self._waited = max(self._waited, self.counters.waited_seconds())
+            by_stage, waited = self._seconds, self._waited
+        text = "Time of each stage of the steps; a GPU's time appears where its results are awaited."
+        stages = CounterMetricFamily("pic_trainer_stage_seconds", text, labels=["stage"])
+        for stage, seconds in by_stage.items():
+            stages.add_metric([stage], seconds)
+        yield stages
+        yield CounterMetricFamily("pic_trainer_row_wait_seconds", "Time that training waited for rows.", waited)

@@ -32,20 +32,23 @@ _HELD = ("resident_rows", "prefetch_pending_rows", "write_back_pending_rows")
 class _Interval:
     """The time and the rows of one rank since the last logged step."""
 
-    def __init__(self, counters: RowCounters) -> None:
-        self._counters = counters
-        self._started = time.perf_counter()
+    def __init__(self, counters: RowCounters, clock: StageClock) -> None:
+        clock.start("other")
+        self._counters, self._clock = counters, clock
+        self._started, self._seconds_before = time.perf_counter(), clock.seconds.copy()
         self._row_wait_before = counters.wait_seconds
         self._before = {name: getattr(counters, name) for name in _SUMMED}
-        self.clock = StageClock("other")
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._started - self.clock.seconds.get(PAUSE, 0.0)
+        return time.perf_counter() - self._started - self._of_stage(PAUSE)
+
+    def _of_stage(self, name: str) -> float:
+        return self._clock.seconds[name] - self._seconds_before[name]
 
     def largest(self) -> dict[str, float]:
         """What a record has of the rank with the largest value: seconds of each stage and of waiting for rows, and the
         run's largest gap."""
-        waits = {f"{name}_seconds": self.clock.seconds.get(name, 0.0) for name in STAGES}
+        waits = {f"{name}_seconds": self._of_stage(name) for name in STAGES}
         waits |= {"row_wait_seconds": self._counters.wait_seconds - self._row_wait_before}
         return waits | {"largest_gap": self._counters.largest_gap}
 
@@ -77,6 +80,7 @@ class Recorder:
             num_steps=self._num_steps,
             device=ranks.device,
         )
+        self._clock = self._metrics.clock
         self._next_step = 0
         self._accuracy = ""
         if config.report.metrics_port is not None:
@@ -93,14 +97,11 @@ class Recorder:
     def follow(self, counters: RowCounters, start_step: int) -> None:
         """Starts the first interval, of steps from `start_step` on; `counters` are those of the run's row store."""
         self._counters = counters
+        self._metrics.follow(counters)
         self._next_step = start_step
         if self._ranks.is_first:
             self._open_outputs(start_step)
-        self._begin_interval()
-
-    def _begin_interval(self) -> None:
-        self._interval = _Interval(self._counters)
-        self._metrics.follow(self._counters, self._interval.clock)
+        self._interval = _Interval(counters, self._clock)
 
     def _open_outputs(self, start_step: int) -> None:
         config, enter = self._config, self._stack.enter_context
@@ -136,11 +137,11 @@ class Recorder:
         "backward", "optimizer". A GPU works while the program continues: its time appears where its results are
         awaited.
         """
-        self._interval.clock.start(name)
+        self._clock.start(name)
         try:
             yield
         finally:
-            self._interval.clock.start("other")
+            self._clock.start("other")
 
     @contextmanager
     def paused(self, name: str) -> Iterator[None]:
@@ -175,7 +176,7 @@ class Recorder:
         record, the same on every rank.
         """
         interval, ranks = self._interval, self._ranks
-        interval.clock.start("other")
+        self._clock.start("other")
         seconds = interval.seconds()
         num_steps = step + 1 - self._next_step
         common = {
@@ -191,7 +192,7 @@ class Recorder:
         total = dict(zip(rows, map(round, sums), strict=True))
         *longest, largest = ranks.max_over_ranks([*own.values(), float(active_rows)])
         self._next_step = step + 1
-        self._begin_interval()
+        self._interval = _Interval(self._counters, self._clock)
         share = largest * ranks.world_size / max(1, total["active_rows"])
         return common | dict(zip(own, longest, strict=True)) | total | {"active_rows_share": share}
 
