@@ -83,7 +83,7 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
     if config.report.evaluate:
         with _results_can_wait(config):
             results = _evaluated(
-                _TRAINED, lambda: encoder_features(model.encoder, dataset.evaluated, config.model.encoder.pixels)
+                _TRAINED, lambda: encoder_features(model.encoder, _tested(dataset), config.model.encoder.pixels)
             )
         _write_comparison(output, {_TRAINED: results})
     num_images = len(dataset.train_images)
@@ -268,9 +268,10 @@ def _compared(result: TrainResult, others: Mapping[str, Path]) -> Results:
     """The results of the trained encoder, of those of other runs, of the one that training began with, and of raw
     pixels; empty without any. Those that were found before are read. Ctrl-C leaves out the references that are missing.
     """
-    config, dataset, pixels = result.config, result.dataset.evaluated, result.config.model.encoder.pixels
+    config, pixels = result.config, result.config.model.encoder.pixels
     if not config.report.evaluate:
         return {}
+    dataset = _tested(result.dataset)
     most = _most_compared(dataset)
     evaluations: dict[str, Callable[[], dict[str, ProbeResult]]] = {
         _TRAINED: lambda: _evaluated(_TRAINED, lambda: encoder_features(result.model.encoder, dataset, pixels)),
@@ -301,10 +302,15 @@ def _most_compared(dataset: Dataset) -> dict[str, int]:
     return {_UNTRAINED: _MOST_UNTRAINED, _PIXELS: max(1000, _MOST_PIXELS // (channels * side**2))}
 
 
+def _tested(dataset: Dataset) -> Dataset:
+    """The images that the end of a run evaluates, some of the training images standing for missing test images: an
+    encoder that learned without labels has seen them, but not their classes."""
+    evaluated = dataset.evaluated
+    return evaluated if len(evaluated.test_images) or not evaluated.labelled else with_held_out(evaluated)
+
+
 def _part(dataset: Dataset, most: int) -> Dataset:
     """The same test images, and as many of the training images, drawn at random; only these are decoded."""
-    if not len(dataset.test_images):
-        dataset = with_held_out(dataset)
     if len(dataset.train_images) <= most:
         return dataset
     chosen = torch.randperm(len(dataset.train_images), generator=torch.Generator().manual_seed(0))[:most].sort().values
@@ -338,7 +344,7 @@ def _evaluated(name: str, features: Callable[[], FeatureSet]) -> dict[str, Probe
     """The results of features, or a line that says why there are none: training is complete without them."""
     try:
         with stage(f"features of the {name}"):
-            found = features().tested()
+            found = features()
     except (ValueError, OSError) as error:
         say(Remark(f"no results of the {name}: {error}", features=name, reason=str(error)), logging.WARNING)
         return {}

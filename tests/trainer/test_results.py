@@ -264,7 +264,8 @@ def test_references_decode_a_bounded_number_of_images(
     plain_tree(tmp_path / "train", 120)
     if tested:
         plain_tree(tmp_path / "test", 12)
-    dataset = load_dataset("folder", tmp_path if tested else tmp_path / "train", image_size=8).evaluated
+    loaded = load_dataset("folder", tmp_path if tested else tmp_path / "train", image_size=8)
+    dataset = trainer.results._tested(loaded)
     decoded = list[bytes]()
 
     def counted(content: bytes, *rest: Any) -> Any:
@@ -274,7 +275,7 @@ def test_references_decode_a_bounded_number_of_images(
     monkeypatch.setattr(decoded_images, "decode", counted)
     some = pixel_features(trainer.results._part(dataset, 50))
     assert (len(decoded), len(some.train), len(some.test)) == (62, 50, 12)
-    whole = pixel_features(dataset).tested()
+    whole = pixel_features(dataset)
     assert torch.equal(some.test, whole.test)
     assert all((row == whole.train).all(dim=1).any() for row in some.train)
     assert len(trainer.results._part(dataset, 120).train_images) == len(whole.train)

@@ -14,7 +14,6 @@ from torch.optim.swa_utils import update_bn
 
 from trainer.data import Dataset, TrainImages
 from trainer.data.pixels import MINUS_ONE_TO_ONE, PixelScale, normalise
-from trainer.evaluate.protocol import split_tests
 from trainer.model import EncoderConfig, build_model
 from weightserver.common.background import computed_ahead
 from weightserver.torch import to_device
@@ -133,19 +132,6 @@ class FeatureSet:
     """float32 [M, d]."""
     test_labels: Tensor
     """int64 [M]."""
-
-    def tested(self) -> FeatureSet:
-        """These features, or, without test images, with a tenth of the training images in their place: an encoder that
-        learned without labels has seen them, but not their classes."""
-        if len(self.test):
-            return self
-        fitted, held_out = split_tests(self.train_labels)
-        return FeatureSet(
-            train=self.train[fitted],
-            train_labels=self.train_labels[fitted],
-            test=self.train[held_out],
-            test_labels=self.train_labels[held_out],
-        )
 
 
 def encoder_features(encoder: nn.Module, dataset: Dataset, pixels: PixelScale = MINUS_ONE_TO_ONE) -> FeatureSet:
