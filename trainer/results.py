@@ -88,15 +88,14 @@ def write_results(config: TrainConfig, dataset: Dataset, model: PICModel, totals
         _write_comparison(output, {_TRAINED: results})
     num_images = len(dataset.train_images)
     num_steps = config.optimization.num_steps(num_images)
-    evaluation_seconds = totals.evaluation_seconds + time.perf_counter() - started
     records = read_metrics(output / METRICS_FILE)
     summary = {
         "steps": num_steps,
         "epochs": num_steps * config.optimization.batch_size / num_images,
         **({"loss": records[-1]["loss"], "mean_loss": _final_losses(output)[0]} if records else {}),
-        **{name: value for name, value in asdict(totals).items() if name != "evaluation_seconds"},
+        **asdict(totals),
         **{f"{protocol}_top1": result.top1 for protocol, result in results.items()},
-        "seconds": totals.train_seconds + evaluation_seconds,
+        "seconds": totals.train_seconds + time.perf_counter() - started,
         "proportions": asdict(
             proportions(config, len(dataset.train_images), classes_of(config.sampling, dataset).number)
         ),

@@ -7,13 +7,14 @@ import json
 import shutil
 import signal
 import tarfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import trainer.results
 from tests.helpers.bars import write_bars
@@ -32,9 +33,9 @@ from trainer.evaluate.table import evaluate_features
 from trainer.loop import train
 from trainer.model import EncoderConfig
 from trainer.results import TrainResult, finish, next_commands, warnings_of, write_results
-from trainer.run.checkpoint_file import saved_steps
+from trainer.run.checkpoint_file import FORMAT, file_path, read_metadata, saved_steps
 from trainer.run.directory import read_encoder
-from trainer.run.totals import Totals
+from trainer.run.totals import Totals, totals_at
 from trainer.schedule import learning_rates
 from trainer.stopping import Interrupted
 from weightserver import LocalCluster, WeightClient
@@ -105,9 +106,16 @@ def test_a_run_that_was_killed_in_its_evaluation_is_only_evaluated(ended: Path, 
 
 
 def totals(output: Path) -> str:
-    from trainer.run.checkpoint_file import file_path, read_metadata
-
     return read_metadata(file_path(output / "checkpoints", NUM_STEPS))["totals"]
+
+
+def test_totals_of_an_earlier_commit_are_read(tmp_path: Path) -> None:
+    """They had the time of evaluations too."""
+    stored = asdict(Totals(parts=2, train_seconds=3.0)) | {"evaluation_seconds": 1.0}
+    (tmp_path / "checkpoints").mkdir()
+    metadata = {"format": FORMAT, "totals": json.dumps(stored)}
+    save_file({"a": torch.zeros(1)}, file_path(tmp_path / "checkpoints", 7), metadata)
+    assert totals_at(tmp_path, 7) == Totals(parts=2, train_seconds=3.0)
 
 
 def rates(num_steps: int) -> np.ndarray:

@@ -6,15 +6,15 @@ import json
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.run.checkpoint_file import file_path, read_metadata
 from trainer.run.directory import read_summary
 from trainer.run.prometheus import peak_gpu_bytes
+from trainer.settings import settings_of
 from weightserver.torch import Ranks, RowCounters
 
 TOTALS = "totals"
@@ -31,8 +31,6 @@ class Totals:
     parts: int = 0
     """How often the run was started or resumed."""
     train_seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-    """Time of the evaluations at the ends of the run."""
     fetched_rows: int = 0
     pushed_rows: int = 0
     corrected_rows: int = 0
@@ -63,7 +61,6 @@ class Usage:
         return Totals(
             parts=before.parts + 1,
             train_seconds=before.train_seconds + time.perf_counter() - self._started,
-            evaluation_seconds=before.evaluation_seconds,
             **{name: getattr(before, name) + round(value) for name, value in zip(_SUMMED, sums, strict=True)},
             largest_gap=max(before.largest_gap, round(largest_gap)),
             peak_memory_bytes=max(before.peak_memory_bytes, _peak_memory_bytes(self._ranks.device)),
@@ -73,20 +70,11 @@ class Usage:
 def totals_at(output: Path, step: int) -> Totals:
     """The totals of the run in `output` at its checkpoint of `step`."""
     path = file_path(output / "checkpoints", step)
-    totals = Totals(**json.loads(read_metadata(path)[TOTALS])) if path.exists() else Totals()
+    totals = settings_of(Totals, json.loads(read_metadata(path)[TOTALS])) if path.exists() else Totals()
     summary = read_summary(output)
-    if summary.get("steps") == step:  # the run ended there and was evaluated
-        totals = Totals(**asdict(totals) | _of_ending(summary, totals))
+    if summary.get("steps") == step:  # the run ended there, a little later
+        totals = replace(totals, train_seconds=max(totals.train_seconds, summary.get("train_seconds", 0.0)))
     return totals
-
-
-def _of_ending(summary: dict[str, Any], totals: Totals) -> dict[str, float]:
-    """What the ending that wrote a summary adds to the last checkpoint's totals."""
-    train_seconds = max(totals.train_seconds, summary.get("train_seconds", 0.0))
-    return {
-        "train_seconds": train_seconds,
-        "evaluation_seconds": max(totals.evaluation_seconds, summary.get("seconds", 0.0) - train_seconds),
-    }
 
 
 def _peak_memory_bytes(device: torch.device) -> int:
