@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,11 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from experiments.paper.cityscapes import IGNORED, LabelledImage, UInt8Array, read_pair
-from trainer.evaluate.training import decoded_ahead
+from trainer.cores import decode_threads
 from trainer.schedule import visit_uniforms
+from weightserver.common.background import computed_ahead
 from weightserver.core.arrays import Float32Array
 from weightserver.torch import Ranks, VisitSchedule
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 NUM_UNIFORMS = 4
 """Random numbers of a crop."""
 
@@ -88,3 +93,13 @@ def crops_ahead(
         for part in ahead:
             pixels, labels = zip(*part, strict=True)
             yield torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels))
+
+
+def decoded_ahead(
+    function: Callable[[_Item], _Result], batches: Iterable[Sequence[_Item]]
+) -> Generator[list[_Result], None, None]:
+    """function(item) of each item of each batch, by threads, two batches ahead. Close the generator to end them."""
+    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="decode") as pool:
+        results = ([*pool.map(function, batch)] for batch in batches)
+        with closing(computed_ahead(results, ahead=2, name="batches")) as ahead:
+            yield from ahead

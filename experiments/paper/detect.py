@@ -22,11 +22,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from experiments.paper.average_precision import THRESHOLDS, Detections, average_precision
+from experiments.paper.crops import decoded_ahead
 from experiments.paper.detector import build_detector
 from experiments.paper.settings import DetectConfig
 from experiments.paper.voc import CLASSES, VocImage, load_pixels, read_split
 from trainer.evaluate.evaluation import Evaluation, Outcome
-from trainer.evaluate.training import Training, check_batch, decoded_ahead
+from trainer.evaluate.training import Training, check_batch
 from weightserver.common.background import computed_ahead
 from weightserver.torch import Ranks, to_device
 

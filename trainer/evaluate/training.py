@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,16 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.batch_norm import BatchNormOfRanks
-from trainer.cores import decode_threads
 from trainer.distributed import averaged_over_ranks
 from trainer.evaluate.evaluation import Evaluation
 from trainer.run.checkpoint_file import give_state, tensors_to_save
 from weightserver.common.atomic_files import atomic_write
-from weightserver.common.background import computed_ahead
 from weightserver.torch import Ranks
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 Batches = Callable[[int], Generator[Any, None, None]]
 """This rank's parts of the batches from a step on; closed at the end."""
 
@@ -150,13 +145,3 @@ def load_state(path: Path, network: nn.Module, optimizer: torch.optim.SGD) -> in
             return int(file.metadata()["steps"])
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"cannot read the state {path} ({error}): remove it to start over") from error
-
-
-def decoded_ahead(
-    function: Callable[[_Item], _Result], batches: Iterable[Sequence[_Item]]
-) -> Generator[list[_Result], None, None]:
-    """function(item) of each item of each batch, by threads, two batches ahead. Close the generator to end them."""
-    with ThreadPoolExecutor(decode_threads(), thread_name_prefix="decode") as pool:
-        results = ([*pool.map(function, batch)] for batch in batches)
-        with closing(computed_ahead(results, ahead=2, name="batches")) as ahead:
-            yield from ahead
