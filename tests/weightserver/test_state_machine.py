@@ -1199,9 +1199,33 @@ def test_learning_rates_of_a_write_in_doubt_stay(machine: Machine, fate: Fate) -
     (writer,) = machine.writers
     machine.perform(writer, PUSH, Plan((fate, fate), False, (), None))
     machine.perform(writer, Action("extend_schedule", step=-99, name="half"))
-    assert "the learning rate of step 0 is 0.4 and was used" in str(machine.told)
+    assert "the learning rate of step 0 is 0.4 and may have been used" in str(machine.told)
     machine.perform(writer, Action("repeat"))
     assert machine.told is None
+    machine.same()
+
+
+def test_learning_rates_of_a_checkpoint_in_doubt_stay(machine: Machine) -> None:
+    (writer,) = machine.writers
+    asked, half = (Fate.ANSWERED, Fate.ANSWERED), Action("extend_schedule", step=-99, name="half")
+    machine.perform(writer, Action("checkpoint", step=1, name="a"), Plan((*asked, Fate.LATE), False, (), None))
+    machine.perform(writer, half)
+    assert "the learning rate of step 0 is 0.4 and may have been used" in str(machine.told)
+    machine.perform(writer, Action("checkpoint", step=1, name="a"))
+    machine.perform(writer, half)
+    assert "the learning rate of step 0 is 0.4 and was used" in str(machine.told)
+    machine.same()
+
+
+@pytest.mark.parametrize(("fates", "is_used"), [(LOST, False), (UNHEARD, True)])
+def test_learning_rates_of_a_settled_write(machine: Machine, fates: Plan, is_used: bool) -> None:
+    """They stay if shards have used them, and may be others if none has."""
+    (writer,) = machine.writers
+    machine.perform(writer, Action("push", (0, 2), 5), fates)
+    machine.perform(writer, Action("push", (4, 6), 4))  # settles it
+    machine.perform(writer, Action("extend_schedule", step=5 - machine.most_used, name="half"))
+    assert ("the learning rate of step 5 is 0.283333 and was used" in str(machine.told)) == is_used
+    assert (machine.told is None) != is_used
     machine.same()
 
 

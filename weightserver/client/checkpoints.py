@@ -7,7 +7,7 @@ import os
 from weightserver.client.fan_out import Answers, Shards
 from weightserver.client.schedule import ClientSchedule
 from weightserver.client.sessions import require_one_timeline
-from weightserver.client.threads import raise_first
+from weightserver.client.threads import is_not_applied, raise_first
 from weightserver.client.writer import Writer
 from weightserver.core.checkpoints import Checkpoint, common_checkpoints, partly_kept, require_readable, who_keeps
 from weightserver.core.errors import NoTableError
@@ -55,12 +55,15 @@ def take_checkpoint(shards: Shards, writer: Writer, schedule: ClientSchedule, na
         rates = schedule.used(step)
         request = pb.CheckpointRequest(name=name, identity=os.urandom(16), peers=shards.marks())
         request.header.CopyFrom(writer.header(number, step=step))
-        rates.are_sent()
+        before, writer.steps_of_checkpoint = writer.steps_of_checkpoint, max(writer.steps_of_checkpoint, step)
         outcomes = writer.send("Checkpoint", request, slice(1), rates)
         if not isinstance(outcomes[0], BaseException):
             request.identity = outcomes[0].identity  # shard 0's prevails where several calls take the same
             outcomes += writer.send("Checkpoint", request, slice(1, None), rates)
-        rates.have_ended(outcomes)
+        if is_not_applied(outcomes):
+            writer.steps_of_checkpoint = before
         raise_first(outcomes)
+        schedule.were_used(step)
+        writer.steps_of_checkpoint = before
 
     writer.in_turn(send)

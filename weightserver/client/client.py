@@ -95,7 +95,7 @@ class WeightClient(Closing):
         self._shards = Shards(parsed, credentials=credentials, token=token, **seconds)
         self._known_spec: TableSpec | None = None
         self._schedule = ClientSchedule(self._shards)
-        self._writer = Writer(self._shards)
+        self._writer = Writer(self._shards, self._schedule.were_used)
         self._lease: HeldLease | None = None
         self._opening: tuple[str, dict[str, bool], bytes] | None = None
         """Name, options and id of a session whose opening may still reach the shards, although its call has failed."""
@@ -162,7 +162,7 @@ class WeightClient(Closing):
         self._known_spec = None
         self._shards.name_table(b"", 0)
         self._schedule.forget()
-        self._writer = Writer(self._shards)
+        self._writer = Writer(self._shards, self._schedule.were_used)
 
     def table_identity(self) -> bytes:
         """16 random bytes, drawn when the table was created. Unlike describe(), also works while an extension of the
@@ -194,7 +194,7 @@ class WeightClient(Closing):
         rates = checked_rates(
             learning_rates, momentum=spec.momentum, weight_decay=spec.weight_decay, start_step=start_step
         )
-        self._schedule.extend(start_step, rates)
+        self._schedule.extend(start_step, rates, self._writer)
 
     # ---- sessions and states
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from weightserver.client.threads import is_not_applied
 from weightserver.core.rates import HashedRates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.protocol.codec import to_bytes
@@ -17,35 +14,23 @@ _FURTHER = 1024
 """Known learning rates of later steps that a fetch brings too if it brings any, for the fetches of those steps."""
 
 
-@dataclass
-class FixedSteps:
-    """The first steps, whose learning rates a client gives no other values. Writes change it in turns."""
-
-    used: int = 0
-    """Number of those that acknowledged writes have used."""
-    in_doubt: int = 0
-    """Number of those that writes with an unknown outcome may have used."""
-
-
 class CarriedRates:
     """The learning rates of the first `num_steps` steps, as one call names them to each shard.
 
     Args:
         held: how many of them each shard has, as far as the client knows.
-        fixed: takes note of the steps of a write; None for a fetch.
+        further: whether those of later steps may be brought too, as by a fetch.
     """
 
-    def __init__(self, known: HashedRates, num_steps: int, held: list[int], fixed: FixedSteps | None = None) -> None:
+    def __init__(self, known: HashedRates, num_steps: int, held: list[int], *, further: bool = False) -> None:
         self._known = known
         self._num_steps = num_steps
-        self._stop = min(num_steps + _FURTHER, len(known)) if fixed is None else num_steps
+        self._stop = min(num_steps + _FURTHER, len(known)) if further else num_steps
         self._held = held
-        self._fixed = fixed or FixedSteps()
-        self._in_doubt_before = 0
 
     def of_shard(self, num_steps: int) -> CarriedRates:
         """The learning rates of the first `num_steps` alone, for a shard whose part of a write uses no others."""
-        return CarriedRates(self._known, num_steps, self._held, self._fixed)
+        return CarriedRates(self._known, num_steps, self._held)
 
     def message(self, shard: int) -> pb.Rates:
         """What a request names. If too many are missing, it names all by their digest: `missing` brings the others."""
@@ -73,18 +58,3 @@ class CarriedRates:
         """The shard has answered, and therefore has them."""
         if self._held[shard] < self._num_steps:
             self._held[shard] = self._stop
-
-    # ---- a write
-
-    def are_sent(self) -> None:
-        """The write begins. Until it has ended, its outcome is unknown."""
-        self._in_doubt_before = self._fixed.in_doubt
-        self._fixed.in_doubt = max(self._fixed.in_doubt, self._num_steps)
-
-    def have_ended(self, outcomes: list[Any]) -> None:
-        """Each shard has answered the write, or the call has failed; if some may have applied it, it stays in doubt."""
-        if not any(isinstance(outcome, BaseException) for outcome in outcomes):
-            self._fixed.used = max(self._fixed.used, self._num_steps)
-        elif not is_not_applied(outcomes):
-            return
-        self._fixed.in_doubt = self._in_doubt_before

@@ -12,8 +12,9 @@ import threading
 import numpy as np
 
 from weightserver.client.fan_out import Answers, Shards
-from weightserver.client.rates import CarriedRates, FixedSteps
+from weightserver.client.rates import CarriedRates
 from weightserver.client.table import common_identity
+from weightserver.client.writer import Writer
 from weightserver.core.arrays import Float32Array
 from weightserver.core.correction import MAX_STEPS
 from weightserver.core.errors import ClusterError, StepError, TableMismatchError
@@ -33,7 +34,7 @@ class ClientSchedule:
     def forget(self) -> None:
         """Forgets all learning rates, as those of another table."""
         with self._lock:
-            self._known, self._is_learnt, self._fixed = NO_RATES, False, FixedSteps()
+            self._known, self._is_learnt, self._num_used = NO_RATES, False, 0
             self._held: list[int] = []
             """How many of the learning rates each shard has, as far as the client knows."""
 
@@ -41,7 +42,6 @@ class ClientSchedule:
         """After a rollback: asks the shards again, at the next call, which learning rates they have used."""
         with self._lock:
             self._is_learnt = False
-            self._fixed.in_doubt = 0
 
     # ---- what the shards have used
 
@@ -64,7 +64,7 @@ class ClientSchedule:
                 if self._known is before:
                     self._known, self._is_learnt = known, True
                     self._held = [answer.clock for answer in answers]
-                    self._fixed.used = longest.clock
+                    self._num_used = longest.clock
                     return known
 
     def _read(self, answer: pb.DescribeResponse, known: HashedRates = NO_RATES) -> HashedRates:
@@ -119,7 +119,7 @@ class ClientSchedule:
         """All known learning rates, float32 [horizon], which never change."""
         return self._learnt().values
 
-    def extend(self, start_step: int, rates: Float32Array) -> None:
+    def extend(self, start_step: int, rates: Float32Array, writer: Writer) -> None:
         """See `WeightClient.extend_schedule`; `rates` are checked, float32 [n]."""
         stop = start_step + len(rates)
         if stop > MAX_STEPS:
@@ -129,12 +129,13 @@ class ClientSchedule:
             known = self._known.values
             if start_step > len(known):
                 raise StepError(f"the schedule ends at {len(known)}: step {start_step} would leave a gap before it")
-            fixed = max(self._fixed.used, self._fixed.in_doubt)
+            fixed = max(writer.num_steps_in_doubt, self._num_used)  # in this order, as a write ends
             differs = first_difference(known[start_step:], rates)
-            if differs is not None and start_step + differs < fixed:
+            if differs is not None and (step := start_step + differs) < fixed:
+                how = "was used" if step < self._num_used else "may have been used"
                 raise TableMismatchError(
-                    f"the learning rate of step {start_step + differs} is {known[start_step + differs]:g} and was "
-                    f"used: only steps from {fixed} on may be rewritten"
+                    f"the learning rate of step {step} is {known[step]:g} and {how}: only steps from {fixed} on may "
+                    "be rewritten"
                 )
             if differs is not None:
                 self._held = [min(held, start_step) for held in self._held]
@@ -147,8 +148,12 @@ class ClientSchedule:
 
     def needed(self, num_steps: int) -> CarriedRates:
         """The learning rates of the first `num_steps` steps, for one fetch. Raises as `_learnt`."""
-        return CarriedRates(self._learnt(num_steps), num_steps, self._held)
+        return CarriedRates(self._learnt(num_steps), num_steps, self._held, further=True)
 
     def used(self, num_steps: int) -> CarriedRates:
         """The learning rates that a write carries."""
-        return CarriedRates(self._learnt(num_steps), num_steps, self._held, self._fixed)
+        return CarriedRates(self._learnt(num_steps), num_steps, self._held)
+
+    def were_used(self, num_steps: int) -> None:
+        """All shards have made a write that used the learning rates of the first `num_steps` steps."""
+        self._num_used = max(self._num_used, num_steps)

@@ -160,10 +160,7 @@ def write_rows(shards: Shards, spec: TableSpec, writer: Writer, write: RowWrite,
             answer: pb.WriteResponse = connections[shard].call(write.method, messages, rates=used, num_rows=num_rows)
             return answer
 
-        rates.are_sent()
         with BorrowedArrays() as borrowed:
-            outcomes = threads.outcomes(send_to_shard, ((shard,) for shard in those), not_main=True)
-        rates.have_ended(outcomes)
-        return outcomes
+            return threads.outcomes(send_to_shard, ((shard,) for shard in those), not_main=True)
 
-    writer.write(write.digest(), list(by_shard), send, adds=write.adds)
+    writer.write(write.digest(), list(by_shard), send, num_steps=write.num_steps, adds=write.adds)

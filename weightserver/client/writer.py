@@ -49,6 +49,8 @@ class _Write:
     """Recognises it when it is repeated."""
     shards: Collection[int]
     """Shards that may apply it under this number."""
+    num_steps: int
+    """Number of steps whose learning rates it uses."""
     adds: bool
     """Whether it adds to the rows instead of replacing them."""
     timeline: bytes = b""
@@ -60,11 +62,18 @@ class _Write:
 
 
 class Writer:
-    """Numbers the writes of a client. Safe to use from any thread."""
+    """Numbers the writes of a client. Safe to use from any thread.
 
-    def __init__(self, shards: Shards) -> None:
+    Args:
+        were_used: is told the number of steps whose learning rates a write has used on all its shards.
+    """
+
+    def __init__(self, shards: Shards, were_used: Callable[[int], None]) -> None:
         self.session: Session | None = None
+        self.steps_of_checkpoint = 0
+        """Number of steps whose learning rates a checkpoint of unknown outcome may have used."""
         self._shards = shards
+        self._were_used = were_used
         self._id = os.urandom(16)
         self._turn = Lock()
         self._number = 0
@@ -75,16 +84,23 @@ class Writer:
 
     # ---- writes of rows
 
-    def write(self, digest: bytes, shards: Collection[int], send: Send, *, adds: bool) -> None:
+    @property
+    def num_steps_in_doubt(self) -> int:
+        """Number of steps whose learning rates a write or checkpoint of unknown outcome may have used."""
+        write = self._unsettled
+        return max(self.steps_of_checkpoint, write.num_steps if write else 0)
+
+    def write(self, digest: bytes, shards: Collection[int], send: Send, *, num_steps: int, adds: bool) -> None:
         """Makes a write once: sends it, or finds that an earlier call with the same digest has.
 
         Args:
+            num_steps: number of steps whose learning rates it uses.
             adds: whether it adds to the rows instead of replacing them.
 
         Raises:
             ClusterError: an earlier write was applied on some of its shards only, or a rollback has not succeeded yet.
         """
-        made = _Write(digest, shards, adds)
+        made = _Write(digest, shards, num_steps, adds)
         try:
             with self._turn:
                 self._write(made, send)
@@ -112,6 +128,7 @@ class Writer:
             self._unsettled = None
         raise_first(outcomes)
         made.is_applied = True
+        self._were_used(write.num_steps)
         self._unsettled = None
 
     def _settle(self, repeated: bytes = b"") -> None:
@@ -130,6 +147,7 @@ class Writer:
         missing = [shard for shard, answer in zip(write.shards, answers, strict=True) if not answer.applied]
         if not missing:
             self._untold[write.digest] = write
+            self._were_used(write.num_steps)
             self._unsettled = None
         elif len(missing) == len(write.shards) and not write.is_partial:
             self._unsettled = None
@@ -169,7 +187,7 @@ class Writer:
             if is_not_applied(outcomes):
                 self._unfinished_rollback = unfinished_before
             raise_first(outcomes)
-            self._unsettled = None
+            self._unsettled, self.steps_of_checkpoint = None, 0
             self._untold.clear()
             if self.session is not None:
                 self.session = self.session._replace(timeline=request.timeline)
