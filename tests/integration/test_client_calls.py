@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.helpers.watching import frozen, metric, wait_until
-from weightserver import LocalCluster, ShardUnavailableError, StepError, TableSpec, WeightClient
+from weightserver import LocalCluster, ShardUnavailableError, TableSpec, WeightClient
 from weightserver.client import calls
 from weightserver.common.logs import REQUEST_ID
 from weightserver.common.version import __version__
@@ -67,16 +67,6 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
         ]
 
     return said
-
-
-def test_a_refused_fetch_does_not_wait_for_a_frozen_shard(tmp_path: Path) -> None:
-    with LocalCluster(3, tmp_path) as cluster, WeightClient(cluster.addresses) as client:
-        fill(client)
-        with frozen(cluster, 1):
-            started = time.monotonic()
-            with pytest.raises(StepError):
-                client.fetch(ROWS[:30], step=0)  # of shard 0, 1 and 2
-            assert time.monotonic() - started < 10, "it is refused long before the deadline of 30 s"
 
 
 def test_series_of_failures_begin_at_zero_under_the_numbers_of_shards(cluster: LocalCluster) -> None:

@@ -46,12 +46,9 @@ class Shards:
     # ---- calls
 
     @staticmethod
-    def in_parallel(
-        call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]], *, until_refused: bool = False
-    ) -> list[Result]:
-        """Calls once for each shard's arguments; all the calls end before the first error is raised. `until_refused`:
-        see `threads.outcomes`."""
-        outcomes = threads.outcomes(call, arguments, until_refused=until_refused)
+    def in_parallel(call: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """Calls once for each shard's arguments; all the calls end before the first error is raised."""
+        outcomes = threads.outcomes(call, arguments)
         raise_first(outcomes)
         return outcomes
 

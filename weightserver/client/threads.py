@@ -13,9 +13,7 @@ An interrupt of the caller leaves the other calls running. They make no further 
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
@@ -29,8 +27,6 @@ from weightserver.core.errors import ShardUnavailableError, WeightServerError
 Result = TypeVar("Result")
 Answers = SimpleQueue[tuple[int, Any]]
 """Numbers of calls, and what they returned or raised."""
-_MORE_SECONDS = 1.0
-"""For so long the calls of other shards go on after a refusal, so that their marks are remembered."""
 _WAIT_SECONDS = 0.2
 """The longest wait between two looks for signals, as in gRPC."""
 
@@ -45,13 +41,7 @@ class _Caller:
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
-def outcomes(
-    call: Callable[..., Any],
-    arguments: Iterable[tuple[Any, ...]],
-    *,
-    not_main: bool = False,
-    until_refused: bool = False,
-) -> list[Any]:
+def outcomes(call: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], *, not_main: bool = False) -> list[Any]:
     """Calls once for each of the arguments, all at the same time; returns what they returned, or the WeightServerErrors
     they raised. Any other error of a call is raised here.
 
@@ -59,16 +49,10 @@ def outcomes(
         not_main: whether the main thread makes no call itself, since it is the only one that signals interrupt. Needed
             for calls that other threads also wait for: gRPC reads a stream that is sent in a thread of its own, which
             ends the process if the call is interrupted, and who closes a channel takes locks that its calls need.
-        until_refused: whether the error of a shard that has answered is raised although others do not answer within
-            `_MORE_SECONDS`. The caller makes none of several calls itself then, as its own shard may be such a one.
     """
     caller, answers, every = _Caller(), Answers(), list(arguments)
     first = int(not not_main or threading.current_thread() is not threading.main_thread())
-    if until_refused and len(every) > 1:
-        first = 0
     found: dict[int, Any] = {}
-    refused: WeightServerError | None = None
-    deadline = math.inf
     try:
         for number in range(first, len(every)):
             try:
@@ -79,17 +63,12 @@ def outcomes(
             found[0] = _outcome(call, every[0])
         while len(found) < len(every):
             try:
-                number, outcome = answers.get(timeout=min(_WAIT_SECONDS, max(0.0, deadline - time.monotonic())))
+                number, outcome = answers.get(timeout=_WAIT_SECONDS)
             except Empty:
-                if refused is not None and time.monotonic() >= deadline:
-                    raise refused from None
                 continue
             if isinstance(outcome, BaseException) and not isinstance(outcome, WeightServerError):
                 raise outcome
             found[number] = outcome
-            is_refusal = isinstance(outcome, WeightServerError) and not isinstance(outcome, ShardUnavailableError)
-            if until_refused and is_refusal and refused is None:
-                refused, deadline = outcome, time.monotonic() + _MORE_SECONDS
     except BaseException:
         caller.has_left = True
         raise

@@ -36,11 +36,7 @@ def fetch_rows(
     rows: Int64Array,
     out: Output,
 ) -> None:
-    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n]).
-
-    A thread calls each of several shards, so that the time of its call ends when its answer is there. Where one refuses
-    the request, shards that do not answer are not waited for.
-    """
+    """Fetches each distinct row once, and fills the arrays in the order of `rows` (int64 [n])."""
     connections, started, distinct, fetched = shards.connections(), time.monotonic(), rows, out
     if not (in_order := is_strictly_increasing(rows)):
         distinct, inverse = np.unique(rows, return_inverse=True)
@@ -53,9 +49,7 @@ def fetch_rows(
             for shard, positions in Sharding(spec.rows_per_block, len(connections)).positions_by_shard(distinct).items()
         ]
         try:
-            shards.in_parallel(
-                lambda connection, part: connection.fetch(request, rates, part), parts, until_refused=True
-            )
+            shards.in_parallel(lambda connection, part: connection.fetch(request, rates, part), parts)
         except BaseException:
             WATCH.leave([part for _, part in parts])
             raise
