@@ -87,6 +87,13 @@ def test_imports_point_one_way(folder: str) -> None:
         assert "argparse" not in imports(path) or folder in ("common", "server", "operations"), path
 
 
+def test_row_stores_import_two_modules_of_the_head() -> None:
+    files = (ROOT / "weightserver/torch/rows").glob("*.py")
+    modules = [module.split(".") for path in files for module, _ in import_lines(path)]
+    of_the_head = {names[2] for names in modules if names[:2] == ["weightserver", "torch"]} - {"rows"}
+    assert of_the_head == documented_imports("weightserver", "torch/rows")
+
+
 def documented_imports(package: str, folder: str) -> set[str]:
     """The folders that an __init__ names after "It may import:"."""
     documented = ast.get_docstring(ast.parse((ROOT / package / folder / "__init__.py").read_text())) or ""

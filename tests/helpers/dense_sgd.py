@@ -10,6 +10,14 @@ from tests.helpers.row_model import assert_rows_close
 from weightserver import RowState, TableSpec
 from weightserver.core.arrays import Float64Array
 from weightserver.core.initial import initial_rows
+from weightserver.torch.rows import DenseRows
+
+
+def state_of(store: DenseRows) -> RowState:
+    """All rows of a store that holds them all."""
+    rows = store._rows
+    last_step = np.full(len(rows.weight), rows.num_updates)
+    return RowState(rows.weight.numpy(), rows.momentum_buffer.numpy(), last_step)
 
 
 class Oracle:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.wire import announced
+from tests.helpers.dense_sgd import state_of
 from tests.helpers.recent import recent_rows
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
@@ -56,12 +57,11 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
 
 def all_rows(store: RowStore, step: int) -> RowState:
     """After `step` updates."""
-    everything = np.arange(NUM_ROWS)
     if isinstance(store, DenseRows):
-        return store.read_state(everything, step=step)
+        return state_of(store)
     assert isinstance(store, RemoteRows | ResidentRows)
     store.flush()
-    return store._client.fetch_state(everything, step=step)
+    return store._client.fetch_state(np.arange(NUM_ROWS), step=step)
 
 
 def relative(actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:

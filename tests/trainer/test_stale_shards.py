@@ -13,6 +13,7 @@ import pytest
 
 import weightserver.torch.table
 from tests.helpers.comparing import rows_in, same
+from tests.helpers.dense_sgd import state_of
 from tests.helpers.small_run import EVERY, NUM_IMAGES, NUM_STEPS, ONLY_ROWS, PowerLoss, losses, small_run
 from trainer.config import TrainConfig
 from trainer.export.__main__ import main as export
@@ -44,7 +45,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> RowState:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(weightserver.torch.table, "DenseRows", make)
         train(run(tmp_path_factory.mktemp("dense") / "run", rows="dense"))
-    return stores[0].read_state(ROWS, step=NUM_STEPS)
+    return state_of(stores[0])
 
 
 @pytest.fixture(scope="module")

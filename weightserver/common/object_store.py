@@ -260,7 +260,7 @@ def _get_range(path: Path, start: int, stop: int) -> tuple[Found, dict[str, str]
 
 
 def _matches(content: memoryview, start: int, noted: str) -> bool:
-    """Whether bytes of an object, from `start` on, match the note of `_checksums` if they are one of its segments."""
+    """Whether bytes of an object, from `start` on, match what `upload` noted if they are one of its segments."""
     size, num_bytes, *checksums = noted.split() or ("1", "0")
     number, offset = divmod(start, int(size))
     is_segment = not offset and start + len(content) == min(start + int(size), int(num_bytes))

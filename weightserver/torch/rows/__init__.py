@@ -1,7 +1,7 @@
 """Row stores, which hold the classifier's rows. Training gives the same result with each of them, up to rounding.
 
-Import from it: the names below, by `run`, the loop and what builds it.
-It may import: no other folder.
+Import from it: the names below, by the modules of the folder above it.
+It may import: `rates` and `transfer` of that folder, and what that folder may.
 """
 
 from weightserver.torch.rows.dense import DenseRows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from weightserver import RowState, TableSpec
+from weightserver import TableSpec
 from weightserver.core.arrays import Int64Array
 from weightserver.core.initial import initial_rows
 from weightserver.core.sharding import Sharding
@@ -98,15 +98,6 @@ class DenseRows(RowStore):
             dampening=0.0,
             nesterov=False,
             maximize=False,
-        )
-
-    def read_state(self, rows: Int64Array, *, step: int) -> RowState:
-        """Any rows before update `step`, with their momentum: what other stores are compared with."""
-        chosen = to_device(self._sharding.local(rows), self._rows.weight.device)
-        return RowState(
-            weight=self._rows.weight[chosen].cpu().numpy(),
-            momentum_buffer=self._rows.momentum_buffer[chosen].cpu().numpy(),
-            last_step=np.full(len(rows), step, np.int64),
         )
 
     def peek(self, rows: Int64Array, *, step: int) -> Tensor:
