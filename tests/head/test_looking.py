@@ -277,6 +277,7 @@ def test_two_ranks_look_as_one(of_ranks: Path) -> None:
         for part in parts:
             np.testing.assert_allclose(part[rows]["found"], one["found"], rtol=1e-5)
         assert torch.equal(torch.cat([part[rows]["nearest"] for part in parts]), one["nearest"])
+        assert all(part[rows]["exchanged"].count(QUERIES.shape) == 1 for part in parts)
 
 
 def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
@@ -292,14 +293,22 @@ def looked_at(rows: Any, servers: list[str], mine: slice) -> dict[str, Any]:
                 if dist.is_initialized():  # the second rank has no image, and no place for a second class
                     images = (QUERIES, torch.stack([IDS, IDS], dim=1)) if dist.get_rank() == 0 else (QUERIES[:0], [])
                     found[-1] = tuple(head.evaluate(*images, classes="recent"))
-        nearest = head.predict(QUERIES[mine], 3)
+        exchanged, all_reduce = [], dist.all_reduce
+
+        def counted(tensor: Tensor, *arguments: Any, **options: Any) -> None:
+            exchanged.append(tensor.shape)
+            all_reduce(tensor, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(dist, "all_reduce", counted)
+            nearest = head.predict(QUERIES[mine], 3)
         if rows != "dense":
             head.checkpoint()
             with ClassifierHead(NUM_CLASSES, DIM, servers=servers, **SETTINGS) as other:
                 other.load_state_dict(head.state_dict())
                 assert torch.equal(other.predict(QUERIES[mine], 3), nearest)
                 dist.barrier()
-        return {"found": found, "nearest": nearest}
+        return {"found": found, "nearest": nearest, "exchanged": exchanged}
 
 
 def as_rank(directory: Path, servers: list[str]) -> None:

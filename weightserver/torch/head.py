@@ -627,10 +627,8 @@ class ClassifierHead(nn.Module):
                     f"k must lie in 1..{comparison.num_classes}, the number of classes to choose among, got {k}"
                 )
             agreement.same("k must be the same on every rank, got {} to {}", k)
-        lengths = [len(part) for part in gathered_parts(embeddings, table.ranks)]
-        own = np.zeros((sum(lengths), 0), np.int64)
-        nearest = comparison.compare(embeddings, own, k=k).nearest
-        mine = nearest[sum(lengths[: table.ranks.rank]) :][: len(embeddings)]
+        compared = comparison.compare(embeddings, k=k)
+        mine = compared.nearest[compared.mine]
         return torch.from_numpy(self.order.images(mine.reshape(-1)).reshape(mine.shape))
 
     def _among(self, classes: Any, ids: Int64Array, agreement: Agreement) -> Int64Array | None:

@@ -38,6 +38,8 @@ class Evaluation(NamedTuple):
 class Compared(NamedTuple):
     """Embeddings compared with classes; B images of all ranks."""
 
+    mine: slice
+    """Those of this rank among them."""
     nearest: Int64Array
     """Rows (B, k) with the largest logits, in descending order."""
     log_sum: Tensor
@@ -63,7 +65,7 @@ class Comparison:
         self._rows = rows
         self.num_classes = table.spec.num_rows if rows is None else len(rows)
 
-    def compare(self, embeddings: Tensor, own: Int64Array, *, k: int) -> Compared:
+    def compare(self, embeddings: Tensor, own: Int64Array | None = None, *, k: int) -> Compared:
         """Compares the embeddings, float (b, D), of all ranks; all ranks call it, each with any number of its own.
 
         Args:
@@ -74,7 +76,10 @@ class Comparison:
         with torch.autocast(device.type, enabled=False):
             features = embeddings.float()
             features = F.normalize(features) if self._loss.cosines else features
-            features = torch.cat(gathered_parts(features, ranks)) / self._loss.divisor  # (B, D)
+            parts = gathered_parts(features, ranks)
+            first = sum(map(len, parts[: ranks.rank]))
+            features = torch.cat(parts) / self._loss.divisor  # (B, D)
+            own = np.zeros((len(features), 0), np.int64) if own is None else own
             images = torch.arange(len(features), device=device)
             best = features.new_full((len(features), k), -math.inf)
             nearest = torch.zeros(best.shape, dtype=torch.int64, device=device)
@@ -98,7 +103,7 @@ class Comparison:
             of_ranks = [gathered_parts(found[None], ranks) for found in (best, nearest, log_sum, of_own)]
             _, nearest = _best(torch.cat(of_ranks[0], dim=2)[0], torch.cat(of_ranks[1], dim=2)[0], k)
             log_sum, of_own = torch.cat(of_ranks[2]).logsumexp(dim=0), torch.cat(of_ranks[3]).amax(dim=0)
-        return Compared(nearest.cpu().numpy(), log_sum, of_own)
+        return Compared(slice(first, first + len(embeddings)), nearest.cpu().numpy(), log_sum, of_own)
 
     def _shares(self) -> Iterator[tuple[Int64Array, Tensor]]:
         """This rank's rows, some at a time, with their values."""
