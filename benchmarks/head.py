@@ -25,7 +25,7 @@ import torch
 from benchmarks.measure import Timing, at_least, in_turn, timing, write_results
 from weightserver import TableSpec
 from weightserver.common.malloc import keep_large_buffers, return_free_memory
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.loss import Loss
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows.values import SlotValues
 
@@ -51,7 +51,7 @@ def measure(num_rows: int, rounds: int, device: torch.device) -> Timing:
     for _ in range(1 + rounds):
         started = time.perf_counter()
         optimizer.zero_grad()
-        loss = cosine_softmax_loss(features, weight, labels, temperature=0.2)
+        loss = Loss()(features, weight, labels)
         loss.backward()
         optimizer.step()
         loss.item()
@@ -75,7 +75,7 @@ class Step:
     def __call__(self) -> None:
         weight = self._values.weight.index_select(0, self._on_device).requires_grad_()
         self._features.grad = None
-        cosine_softmax_loss(self._features, weight, self._labels, temperature=0.2).backward()
+        Loss()(self._features, weight, self._labels).backward()
         assert weight.grad is not None
         self._values.update(self._slots, self._on_device, weight.grad, 0)
 

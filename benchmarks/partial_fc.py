@@ -45,8 +45,7 @@ from benchmarks.measure import Timing, at_least, save_results, timing
 from weightserver import TableSpec
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.torch import ClassifierHead
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch import ClassifierHead, Loss
 
 INPUT_DIM, HIDDEN_DIM, IMAGES_PER_CLASS, NOISE = 64, 256, 8, 0.7
 TEMPERATURE, RATE, MOMENTUM, WEIGHT_DECAY = 0.05, 0.02, 0.9, 1e-4
@@ -92,7 +91,7 @@ class PartialFC:
         self._momentum_buffer = torch.zeros_like(self.weight)
         self._spec = spec
         self._num_active = num_active
-        self._temperature = temperature
+        self._loss = Loss(temperature=temperature)
         self._generator = np.random.default_rng(seed)
         self._classes = torch.zeros(0, dtype=torch.int64)  # of the step in progress
         self._active = torch.zeros(0)  # their rows
@@ -103,7 +102,7 @@ class PartialFC:
         self._classes = torch.from_numpy(classes)
         self._active = self._rows()
         positions = torch.from_numpy(np.searchsorted(classes, labels.numpy()))
-        return cosine_softmax_loss(embeddings, self._active, positions, temperature=self._temperature)
+        return self._loss(embeddings, self._active, positions)
 
     def _rows(self) -> Tensor:
         """The rows of the step's classes, a leaf."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.settings import SettingError, Settings, check_positive, named_by_flags
+from trainer.settings import Settings, check_positive, named_by_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,6 @@ class LossConfig(Settings):
     adaface does either, by the norm of the embedding."""
     margin_size: float | None = None
     """The margin, in radians for arcface. Without it: 0.35 for cosface, 0.5 for arcface, 0.4 for adaface."""
-    label_smoothing: float = 0.0
-    """Share of an image's target that is spread evenly over all active classes, its own included, as in
-    torch.nn.functional.cross_entropy. 0 to below 1."""
 
     def check(self) -> None:
         check_positive(self, "temperature")
@@ -32,10 +29,6 @@ class LossConfig(Settings):
 
             with named_by_flags():
                 margin_of(self.margin, self.margin_size)
-        if not 0 <= self.label_smoothing < 1:
-            raise SettingError(
-                f"--label-smoothing must be at least 0 and below 1, got {self.label_smoothing:g}", "label_smoothing"
-            )
 
     def unused_settings(self) -> dict[str, str]:
         needed = {} if self.margin != "none" else {"margin_size": "--margin cosface, arcface or adaface"}

@@ -88,8 +88,8 @@ class Monitors:
 def is_own_class_first(embeddings: Tensor, classes: Tensor, labels: Tensor, num_rows: int, ranks: Ranks) -> Tensor:
     """Whether each image's own class has a higher logit than every other class on any rank: bool (B,).
 
-    Embeddings (B, D) are those of the whole batch; classes (K of this rank, D) and labels (B,) are as `softmax_loss`
-    takes them. Logits are inner products.
+    Embeddings (B, D) are those of the whole batch; classes (K of this rank, D) and labels (B,) are as `Loss` takes
+    them. Logits are inner products.
     """
     logits = embeddings @ padded(classes, 1).T  # (B, K of this rank)
     logits[:, num_rows:] = -math.inf

@@ -28,8 +28,7 @@ from trainer.model import build_model
 from trainer.run.prometheus import peak_gpu_bytes
 from trainer.run_dataset import dataset_of
 from trainer.schedule import visit_uniforms
-from weightserver.torch import Ranks
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch import Loss, Ranks
 
 
 class PlainClassifier(nn.Module):
@@ -44,10 +43,11 @@ class PlainClassifier(nn.Module):
         self.rows = nn.Parameter(
             torch.randn(config.rows.num_negatives, config.model.dim) * config.rows.init_std
         )  # (K, D)
-        self.temperature = config.loss.temperature
+        self.loss = Loss(temperature=config.loss.temperature)
 
     def forward(self, views: Tensor, labels: Tensor) -> Tensor:
-        return cosine_softmax_loss(self.model(views), self.rows, labels, temperature=self.temperature)
+        loss: Tensor = self.loss(self.model(views), self.rows, labels)
+        return loss
 
 
 def visits_of(config: TrainConfig, ranks: Ranks) -> list[Visits]:

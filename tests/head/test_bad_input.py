@@ -158,7 +158,6 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"rows": "sparse"}, "rows must be 'resident', 'remote' or 'dense', got 'sparse'"),
         ({"softmax": "arc"}, "softmax must be 'cosine' or 'plain', got 'arc'"),
         ({"temperature": 0}, "temperature must be positive, got 0"),
-        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1, got 1"),
         ({"num_negatives": 41}, "num_negatives is 41, but there are only 40 classes: choose fewer"),
         ({"rows": "dense", "servers": "ws0:1"}, "rows='dense' keeps the rows in this process: omit servers"),
         ({"rows": "dense", "correction": "paper"}, "rows='dense' leave no gap to correct: use correction=True"),
@@ -170,7 +169,6 @@ def test_a_capacity_that_is_too_small(make_head: MakeHead) -> None:
         ({"capacity": 0}, "capacity must be at least 1 row, got 0: omit it"),
         ({"temperature": "5"}, "temperature must be a number, got '5'"),
         ({"margin": "cosface", "margin_size": "a"}, "margin_size must be a number, got 'a'"),
-        ({"label_smoothing": "a"}, "label_smoothing must be a number, got 'a'"),
         ({"timeout_seconds": "a"}, "timeout_seconds must be a number, got 'a'"),
         ({"learning_rate_factor": 0.0}, "learning_rate_factor must be positive, got 0"),
         ({"learning_rate_factor": "a"}, "learning_rate_factor must be a number, got 'a'"),
@@ -239,11 +237,6 @@ def test_samplers(settings: dict[str, Any], match: str) -> None:
 def test_numbers_of_numpy_are_integers() -> None:
     sampler = WindowSampler(np.int64(NUM_CLASSES), batch_size=4, seed=np.int64(0))  # type: ignore[arg-type]
     assert list(sampler) == list(WindowSampler(NUM_CLASSES, batch_size=4))
-
-
-def test_the_temperature_of_a_step(make_head: MakeHead) -> None:
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        make_head("dense")(torch.zeros(4, DIM), range(4), temperature=0.0)
 
 
 def test_batches_without_a_first_element(make_head: MakeHead) -> None:

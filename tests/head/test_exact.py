@@ -99,17 +99,3 @@ def test_ids_of_many_types(make_head: MakeHead, embeddings: torch.Tensor) -> Non
         head(embeddings, ids, view=view).backward()
     head.step(0.1)
     assert head.num_steps == 1
-
-
-def test_a_view_that_updates_no_row_moves_the_encoder_alone(make_head: MakeHead, embeddings: torch.Tensor) -> None:
-    found = []
-    for is_given in (False, True):
-        head, crops = make_head("dense"), embeddings.detach().flip(0).requires_grad_()
-        head(embeddings, [1, 2, 3, 4]).backward()
-        if is_given:
-            head(crops, [1, 2, 3, 4], view=1, update_rows=False).backward()
-            assert crops.grad is not None
-            assert crops.grad.any()
-        head.step(0.1)
-        found.append(head.rows(range(NUM_CLASSES)))
-    assert torch.equal(*found)

@@ -92,7 +92,7 @@ def test_loss_and_accuracy_and_predictions(make_head: MakeHead, rows: str) -> No
 
 
 def test_several_classes_of_an_image(make_head: MakeHead) -> None:
-    head = make_head("dense", label_smoothing=0.1, margin="cosface")  # which the loss here leaves out
+    head = make_head("dense", margin="cosface")  # which the loss here leaves out
     several = torch.stack([IDS, (IDS + 7) % NUM_CLASSES], dim=1)
     several[::3, 1] = -1
     own = [[class_ for class_ in classes if class_ >= 0] for classes in several.tolist()]

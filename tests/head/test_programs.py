@@ -81,7 +81,6 @@ class Program:
         self.window: dict[str, Any] = {"batch_size": int(self.random.integers(1, 5)), "batches_per_step": self.parts}
         if self.chance(0.8):
             self.window |= {"window_size": int(self.random.integers(8, NUM_CLASSES)), "window_stride": 3}
-        self.temperature: float | None = None
         self.states: list[Any] = []
         self.loads = 3
         self.begin()
@@ -135,7 +134,7 @@ class Program:
         for ids in batches:
             with self.head.step_of(ids) if in_blocks else nullcontext():
                 for view, embeddings in enumerate(self.encoder.views(INPUTS[ids], self.views)):
-                    loss = self.head(embeddings, ids, view=view, temperature=self.temperature) / self.views
+                    loss = self.head(embeddings, ids, view=view) / self.views
                     self.look()
                     self.scaler.scale(loss).backward()
                     self.losses[-1] += loss.item()
@@ -179,8 +178,6 @@ class Program:
             at_the_end()
             return
         rate, max_norm = self.rate(), MAX_NORM if self.chance(0.3) else None
-        self.temperature = 0.4 if self.chance(0.3) else None
-        self.oracle.dense.temperature = self.temperature or self.head._loss.divisor
         needs_block = not is_announced and len(batches) > 1
         block: AbstractContextManager[object] = nullcontext()
         if needs_block or self.chance(0.3):
@@ -315,7 +312,7 @@ def maker(make_head: MakeHead, rows: str, seed: int) -> Callable[[], ClassifierH
     least = None if ahead == 8 else 12 + ahead * 8 + seed % 2
     settings: dict[str, Any] = {"capacity": least, "prefetch_steps": ahead} if rows == "resident" else {}
     others: tuple[dict[str, Any], ...] = (
-        {"label_smoothing": 0.2, "learning_rate_factor": 1.5},
+        {"learning_rate_factor": 1.5},
         {"correction": False},
         {"softmax": "plain", "momentum": 0.0},
     )

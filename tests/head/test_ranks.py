@@ -190,10 +190,6 @@ def other_rates(rank: int) -> None:
     passed(dense(), [rank]).step(0.1 * (1 + rank))
 
 
-def other_temperatures(rank: int) -> None:
-    passed(dense(), [rank], temperature=0.1 * (1 + rank))
-
-
 def other_batches(rank: int) -> None:
     """In the other order: each would compare its images with the classes of the other's."""
     head = dense()
@@ -281,7 +277,6 @@ DISAGREEMENTS: dict[Callable[[int], object], list[str]] = {
     ],
     other_classes: ["the classes 5, 6 are not those that were announced for step 0 (1, 2)"] * 2,
     other_rates: ["the learning rate of step 0 must be the same on every rank, got 0.1 to 0.2: a schedule that "] * 2,
-    other_temperatures: ["the temperature must be the same on every rank, got 0.1 to 0.2"] * 2,
     other_batches: ["the ranks give different batches in step 0, got 0 to 1: every rank gives the batches and "] * 2,
     one_clips: ["max_norm must be the same on every rank, got -1 to 1 (-1: none)"] * 2,
     one_gives_no_rate: [

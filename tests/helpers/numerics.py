@@ -124,7 +124,6 @@ def softmax_loss(
     *,
     temperature: float = 1.0,
     cosines: bool = True,
-    label_smoothing: float = 0.0,
 ) -> RoundedLoss:
     """The loss of Equation 1 and its gradients, of features (B, D), weight (K, D) and labels (B,) or (B, P).
 
@@ -148,11 +147,6 @@ def softmax_loss(
     positive, count = shifted.where(own, nothing).sum(axis=1) / num_own, Rounded.exact(float(len(own)), dtype)
     losses = total.apply(np.log, lambda x: 1 / x) - positive
     slope = exponentials / total - Rounded.exact(own, dtype) / num_own
-    if label_smoothing:
-        smoothing, num_all = _constant(label_smoothing, w.unit), Rounded.exact(float(own.shape[1]), dtype)
-        losses = losses + smoothing * (positive - shifted.sum(axis=1) / num_all)
-        one = Rounded.exact(np.ones(own.shape), dtype)
-        slope = slope + smoothing * (Rounded.exact(own, dtype) / num_own - one / num_all)
     loss = losses.sum(axis=0) / count
 
     slope = slope / count / tau  # dLoss/dproducts, (B, K)

@@ -129,7 +129,7 @@ class Dense:
             embeddings, weight = F.normalize(embeddings), F.normalize(weight)
         labels = torch.tensor([active.index(class_) for class_ in ids])
         logits = embeddings @ weight.T / self.temperature
-        return F.cross_entropy(logits, labels, label_smoothing=self.head_loss.label_smoothing)
+        return F.cross_entropy(logits, labels)
 
     def update(self, rate: float) -> None:
         """Every row moves: a class without a gradient has one of zero. Without correction, inactive rows rest."""

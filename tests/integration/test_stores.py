@@ -20,7 +20,7 @@ from tests.helpers.recent import recent_rows
 from trainer.schedule import learning_rates
 from weightserver import LocalCluster, RowState, TableSpec, WeightClient
 from weightserver.torch import VisitSchedule
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.loss import Loss
 from weightserver.torch.rates import LearningRates
 from weightserver.torch.rows import DenseRows, RemoteRows, ResidentRows, RowStore
 
@@ -45,7 +45,7 @@ def replay(store: RowStore, num_active: int, num_steps: int, schedule: VisitSche
         visited = torch.from_numpy(active.rows[active.labels])
         features = (centres[visited] + 0.5 * torch.randn(BATCH_SIZE, DIM, generator=noise)).requires_grad_()
         weight = store.weights(active.rows, step=step).requires_grad_()
-        loss = cosine_softmax_loss(features, weight, torch.from_numpy(active.labels), temperature=0.2)
+        loss = Loss()(features, weight, torch.from_numpy(active.labels))
         loss.backward()
         assert weight.grad is not None
         assert features.grad is not None

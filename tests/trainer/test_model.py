@@ -14,7 +14,7 @@ from trainer.compute import ComputeConfig
 from trainer.config import TrainConfig
 from trainer.model import EncoderConfig, build_encoder, build_model, encoder_metadata, load_encoder, save_encoder
 from trainer.small_resnet import BasicBlock, GridOfAverages, SmallResNet
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch.loss import Loss
 
 SMALL = EncoderConfig(width=8, blocks=(1, 2), stem_stride=2, pool_size=2)
 GROUP = dataclasses.replace(SMALL, norm="group")
@@ -103,11 +103,11 @@ def test_encoder_none_passes_on_pixels_and_still_learns() -> None:
     images = torch.randn(5, 3, 32, 32)
     rows = torch.randn(20, 8, requires_grad=True)
     labels = torch.arange(5)
-    cosine_softmax_loss(model(images), rows, labels, temperature=0.2).backward()
+    Loss()(model(images), rows, labels).backward()
     scale = torch.ones(1, requires_grad=True)
     pixels = torch.stack([images[:, 0, row, column] for row in (0, 8, 16, 24) for column in (0, 8, 16, 24)], dim=1)
     same_rows = rows.detach().clone().requires_grad_()
-    cosine_softmax_loss(model.head(pixels * scale), same_rows, labels, temperature=0.2).backward()
+    Loss()(model.head(pixels * scale), same_rows, labels).backward()
     assert rows.grad is not None
     assert rows.grad.abs().min() > 0
     torch.testing.assert_close(rows.grad, same_rows.grad)

@@ -294,8 +294,6 @@ def test_without_arguments_the_presets_are_named(capsys: pytest.CaptureFixture[s
         ({"view_size": 0}, "--view-size must be at least 1, got 0"),
         ({"optimizer": "adam"}, "--optimizer must be sgd, adamw, lars or lamb, got adam"),
         ({"head_layers": 3}, "--head-layers must be 1 or 2, got 3"),
-        ({"label_smoothing": 1.0}, "--label-smoothing must be at least 0 and below 1, got 1"),
-        ({"label_smoothing": -0.1}, "--label-smoothing must be at least 0 and below 1, got -0.1"),
         ({"row_momentum": 1.0}, "--row-momentum must be at least 0 and below 1, got 1"),
         ({"row_learning_rate": 0.0}, "--row-learning-rate must be positive and finite, got 0"),
         ({"softmax": "linear"}, "--softmax must be cosine or plain, got linear"),

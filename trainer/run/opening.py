@@ -64,9 +64,9 @@ def head_of(config: TrainConfig, classes: RunClasses, ranks: Ranks) -> Classifie
 def _loss(config: TrainConfig) -> Loss:
     """The loss of the settings, without those that have no effect with the others."""
     if config.loss.softmax == "plain":
-        return Loss("plain", label_smoothing=config.loss.label_smoothing)
+        return Loss("plain")
     margin_size = config.loss.margin_size if config.loss.margin != "none" else None
-    return Loss("cosine", config.loss.temperature, config.loss.margin, margin_size, config.loss.label_smoothing)
+    return Loss("cosine", config.loss.temperature, config.loss.margin, margin_size)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from weightserver.core.arrays import Int64Array
 from weightserver.torch.ranks import Ranks, gathered
 
-_MOST_VALUES = 4
+_MOST_VALUES = 3
 _NOTHING = (-float("inf"), -float("inf"))
 """The values of a rank that failed: those of any other one agree with them."""
 

@@ -33,7 +33,7 @@ from weightserver.torch.announced_batches import AnnouncedBatches, first_element
 from weightserver.torch.arguments import check_embeddings, check_finite, checked_ids, class_counts
 from weightserver.torch.class_order import ClassOrder
 from weightserver.torch.looking import Comparison, Evaluation, evaluation_of
-from weightserver.torch.loss import Loss, checked_temperature
+from weightserver.torch.loss import Loss
 from weightserver.torch.margins import distinct
 from weightserver.torch.negatives import Negatives, NegativeSampler, share_of_recent
 from weightserver.torch.ranks import gathered_parts
@@ -347,33 +347,21 @@ class ClassifierHead(nn.Module):
 
     # ---- a step
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        ids: Any,
-        *,
-        view: int = 0,
-        update_rows: bool = True,
-        temperature: float | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, ids: Any, *, view: int = 0) -> Tensor:
         """The mean loss of a batch over the active classes (Equation 1): a scalar, float32, also under autocast.
 
         Args:
             embeddings: float (b, D) of any precision, of this rank's images.
             ids: integers (b,), the class of each, or (b, P), up to P classes of each, -1 for fewer: the target
-                distribution is then uniform over an image's classes (see `softmax_loss`). Best on the CPU, since
+                distribution is then uniform over an image's classes (see `Loss`). Best on the CPU, since
                 reading them from a GPU waits for it.
             view: number of a further view of the batch, each of which may have a backward pass of its own.
-            update_rows: whether the loss's gradient updates the rows too.
-            temperature: τ of this pass, on every rank the same, for schedules; by default the head's.
 
         Raises:
-            ValueError: shapes, devices or classes that do not fit, not the classes that were announced, or an
-                impossible temperature.
+            ValueError: shapes, devices or classes that do not fit, or not the classes that were announced.
             WeightServerError: rows could not be fetched, or an earlier update could not be stored.
         """
         self._require_training()
-        temperature = None if temperature is None else checked_temperature(temperature)
         checked = checked_ids(ids, self.spec.num_rows)
         check_embeddings(embeddings, len(checked), self.spec.dim, self.device)
         if not torch.is_grad_enabled():
@@ -386,14 +374,13 @@ class ClassifierHead(nn.Module):
         part = step.part_of(checked, view)
         self._scaler_use.note_forward(self._steps.attempt)
         self._passed_at = moment()
-        weight = step.rows_for(part, view=view, update_rows=update_rows, temperature=temperature)
+        weight = step.rows_for(part, view=view)
         loss: Tensor = self._loss(
             embeddings.float(),
             weight,
             step.labels[part],
             ranks=self._table.ranks,
             num_rows=len(step.announced.rows),
-            temperature=temperature,
         )
         return loss
 

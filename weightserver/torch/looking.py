@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
     """What `ClassifierHead.evaluate` finds: means over the images of all ranks."""
 
     loss: float
-    """Cross-entropy of the softmax over the classes, without a margin and label smoothing."""
+    """Cross-entropy of the softmax over the classes, without a margin."""
     top1: float
     """Share of the images whose nearest class is their own, or one of their own."""
     top5: float

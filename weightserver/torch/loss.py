@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightserver.core.arrays import checked_number
-from weightserver.torch.margins import (
-    NO_MARGIN,
-    Margin,
-    MarginKind,
-    distinct,
-    margin_of,
-    own_values,
-    quality_of,
-    with_margin,
-)
+from weightserver.torch.margins import MarginKind, distinct, margin_of, own_values, quality_of, with_margin
 from weightserver.torch.ranks import Ranks, gathered
 
 DEFAULT_TEMPERATURE = 0.2
@@ -45,16 +36,12 @@ class Loss:
     """On the cosine of an image's own class: "none", "cosface", "arcface" or "adaface"; see `Margin`."""
     margin_size: float | None = None
     """m; by default the usual one."""
-    label_smoothing: float = 0.0
-    """Share of the target distribution that is spread evenly over all active classes, at least 0 and below 1; see
-    `softmax_loss`."""
 
     def __post_init__(self) -> None:
         if self.softmax not in ("cosine", "plain"):
             raise ValueError(f"softmax must be 'cosine' or 'plain', got {self.softmax!r}")
-        checked_temperature(self.temperature)
-        if not 0 <= checked_number(self.label_smoothing, "label_smoothing") < 1:
-            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing:g}")
+        if not 0 < checked_number(self.temperature, "temperature") < math.inf:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
         margin_of(self.margin, self.margin_size)
         if self.softmax == "plain" and self.margin != "none":
             raise ValueError(f"margin {self.margin!r} is for cosines: choose softmax='cosine', or no margin")
@@ -78,112 +65,47 @@ class Loss:
         *,
         ranks: Ranks | None = None,
         num_rows: int | None = None,
-        temperature: float | None = None,
     ) -> Tensor:
-        """The loss; with `temperature`, by that τ."""
-        return softmax_loss(
-            features,
-            weight,
-            labels,
-            temperature=self.divisor if temperature is None else temperature,
-            ranks=ranks,
-            num_rows=num_rows,
-            margin=margin_of(self.margin, self.margin_size),
-            label_smoothing=self.label_smoothing,
-            cosines=self.cosines,
-        )
+        """Mean cross-entropy of logits cos(w_j, z_i)/τ, or w_j·z_i, over the whole batch, a scalar.
 
+        Features (B, D) and weight (K, D) are float32; labels int64 (B,) index the rows of weight. Logits are float32
+        even under autocast. For cosines, features and weight are L2-normalised here. A margin changes the cosines of an
+        image's own classes before they are divided by τ; papers about margins call 1/τ the scale s. The margin adaface
+        depends on the norms of the features, which get no gradient through it.
 
-def checked_temperature(temperature: float) -> float:
-    """The temperature. Raises TypeError if it is no number, ValueError unless it is positive and finite."""
-    if not 0 < checked_number(temperature, "temperature") < math.inf:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    return temperature
+        Labels (B, P) give an image up to P own classes, -1 for fewer, at least one; a class given twice counts once.
+        The target distribution is uniform over an image's own classes C_i, as in Mahajan et al. (ECCV 2018):
+        −1/|C_i| · Σ_{c ∈ C_i} log softmax(l_i)_c = log Σ_j exp(l_ij) − mean of l_ic over c ∈ C_i.
 
+        With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's
+        share of the K rows, of any size; labels are those of the whole batch, -1 if another rank has the row. All ranks
+        call it, and its backward; each gets the same loss and exactly dLoss/dweight. Features get dLoss/dfeatures times
+        world_size, so that an encoder whose gradients are averaged over ranks (DistributedDataParallel) trains as on
+        one rank. Of products, or if the temperature is low, they exchange each image's largest logit.
 
-def cosine_softmax_loss(
-    features: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, **settings: Any
-) -> Tensor:
-    """`softmax_loss` of logits cos(w_j, z_i)/τ (Equation 1); features and weight are L2-normalised here, in float32.
+        If `num_rows` is given, only the first `num_rows` rows of weight are classes; the others, which `padded` added,
+        change neither the loss nor a gradient.
 
-    A margin changes the cosines of an image's own classes before they are divided by τ; papers about margins call
-    1/τ the scale s. The margin adaface depends on the norms of the features, which get no gradient through it.
-    """
-    return softmax_loss(features, weight, labels, temperature=temperature, cosines=True, **settings)
-
-
-def softmax_loss(
-    features: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    ranks: Ranks | None = None,
-    num_rows: int | None = None,
-    margin: Margin = NO_MARGIN,
-    label_smoothing: float = 0.0,
-    cosines: bool = False,
-) -> Tensor:
-    """Mean cross-entropy of logits w_j·z_i/τ over the whole batch, a scalar.
-
-    Features (B, D) and weight (K, D) are float32; labels int64 (B,) index the rows of weight. Logits are float32 even
-    under autocast.
-
-    Labels (B, P) give an image up to P own classes, -1 for fewer, at least one; a class given twice counts once. The
-    target distribution is uniform over an image's own classes C_i, as in Mahajan et al. (ECCV 2018):
-    −1/|C_i| · Σ_{c ∈ C_i} log softmax(l_i)_c = log Σ_j exp(l_ij) − mean of l_ic over c ∈ C_i.
-
-    With `label_smoothing` s, the target distribution is (1 − s) of that plus s spread evenly over all active classes of
-    all ranks, the own ones included: torch.nn.functional.cross_entropy(label_smoothing=s) over these classes.
-
-    With `ranks`, features are those of this rank's share of the batch (`Ranks.share`) and weight is this rank's share
-    of the K rows, of any size; labels are those of the whole batch, -1 if another rank has the row. All ranks call it,
-    and its backward; each gets the same loss and exactly dLoss/dweight. Features get dLoss/dfeatures times world_size,
-    so that an encoder whose gradients are averaged over ranks (DistributedDataParallel) trains as on one rank.
-
-    If `num_rows` is given, only the first `num_rows` rows of weight are classes; the others, which `padded` added,
-    change neither the loss nor a gradient. With `cosines`, features and weight are L2-normalised here; otherwise, or if
-    the temperature is low, the ranks exchange each image's largest logit.
-
-    Autograd keeps the log-probabilities, float32 (B, K of this rank), and both passes need three such matrices at their
-    peak: 384 MiB for 512 images and 65,536 rows.
-    """
-    with torch.autocast(features.device.type, enabled=False):
-        own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
-        on_one_rank = ranks is None or ranks.world_size == 1
-        quality = None
-        if margin.kind == "adaface":
-            norms = features.detach().norm(dim=1)
-            quality = quality_of(norms if ranks is None else gathered(norms, len(labels), ranks))
-        features = F.normalize(features) if cosines else features
-        if not on_one_rank:
-            features = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
-        products = _only_first(features @ (F.normalize(weight) if cosines else weight).T, num_rows)  # (B, K)
-        logits = with_margin(products, own, margin, quality) / temperature
-        if on_one_rank:
-            loss = _loss_of_logits(logits, own)
-        else:
-            is_bounded = cosines and (1 - margin.lowest_cosine) / temperature < _LARGEST_SPREAD
-            loss = _loss_over_ranks(logits, own, 1 / temperature if is_bounded else None)
-        if label_smoothing:
-            loss = loss + label_smoothing * _own_above_all(logits[:, :num_rows], own, on_one_rank=on_one_rank)
-        return loss
-
-
-def _own_above_all(logits: Tensor, own: Tensor, *, on_one_rank: bool) -> Tensor:
-    """The mean logit of an image's own classes less that of all classes, averaged over the batch: a scalar.
-
-    Args:
-        logits: (B, K of this rank), whose columns `own` (B, P) are each image's own classes.
-    """
-    values, is_own = own_values(logits, own)
-    num_all = torch.full(logits.shape[:1], logits.shape[1], device=logits.device)
-    parts = torch.stack([values.sum(dim=1), is_own.sum(dim=1), logits.sum(dim=1), num_all])  # (4, B)
-    if not on_one_rank:
-        parts = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-    of_own, num_own, of_all, num_all = parts
-    difference: Tensor = (of_own / num_own - of_all / num_all).mean()
-    return difference
+        Autograd keeps the log-probabilities, float32 (B, K of this rank), and both passes need three such matrices at
+        their peak: 384 MiB for 512 images and 65,536 rows.
+        """
+        margin = margin_of(self.margin, self.margin_size)
+        with torch.autocast(features.device.type, enabled=False):
+            own = distinct(labels) if labels.dim() == 2 else labels[:, None]  # (B, P)
+            quality = None
+            if margin.kind == "adaface":
+                norms = features.detach().norm(dim=1)
+                quality = quality_of(norms if ranks is None else gathered(norms, len(labels), ranks))
+            if self.cosines:
+                features, weight = F.normalize(features), F.normalize(weight)
+            if not (on_one_rank := ranks is None or ranks.world_size == 1):
+                features = _WholeBatch.apply(features, len(labels), ranks)  # type: ignore[no-untyped-call]
+            products = _only_first(features @ weight.T, num_rows)  # (B, K)
+            logits = with_margin(products, own, margin, quality) / self.divisor
+            if on_one_rank:
+                return _loss_of_logits(logits, own)
+            is_bounded = self.cosines and (1 - margin.lowest_cosine) / self.temperature < _LARGEST_SPREAD
+            return _loss_over_ranks(logits, own, 1 / self.temperature if is_bounded else None)
 
 
 def _loss_of_logits(logits: Tensor, own: Tensor) -> Tensor:

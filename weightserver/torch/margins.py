@@ -108,9 +108,6 @@ def quality_of(norms: Tensor) -> Tensor:
     return ((norms - norms.mean()) / deviation * _CONCENTRATION).clamp(-1, 1)
 
 
-NO_MARGIN = Margin("none", 0.0)
-
-
 def margin_of(kind: MarginKind, size: float | None) -> Margin:
     """The margin of a kind and a size; without a size, the kind's usual one."""
     return Margin(kind, DEFAULT_SIZES.get(kind, 0.0) if size is None else size)

@@ -175,7 +175,6 @@ class Settings(TypedDict, total=False):
     temperature: float
     margin: MarginKind
     margin_size: float | None
-    label_smoothing: float
 
 
 Group = TypeVar("Group", Servers, Rows, Loss)

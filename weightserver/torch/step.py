@@ -130,21 +130,16 @@ class Step:
             self.weight = padded(weight, self._num_padded).requires_grad_()
         return self.weight
 
-    def rows_for(self, part: int, *, view: int, update_rows: bool, temperature: float | None) -> Tensor:
+    def rows_for(self, part: int, *, view: int) -> Tensor:
         """`active_rows` for the forward pass of a batch. Raises ValueError if another rank does something else, or
-        gives another batch, view or temperature."""
+        gives another batch or view."""
         with Agreement(self._rows.ranks, Doing.PASSES, self.number, self.attempt) as agreement:
             alike = f"in step {self.number}, got {{}} to {{}}: every rank gives the batches and views in the same order"
             agreement.same(f"the ranks give different batches {alike}", part)
             agreement.same(f"the ranks give different views {alike}", view)
-            agreement.same("update_rows must be the same on every rank, got {} to {}", update_rows)
-            agreement.same("the temperature must be the same on every rank, got {} to {}", temperature or 0.0)
         weight = self.active_rows()
         self._forward.add((part, view))
         self.is_cleared = False
-        if not update_rows:
-            self._backward.setdefault((part, view), -1)
-            return weight.detach()
         of_pass = weight.view_as(weight)
         note = partial(self._note_backward, part, view, self.attempt)
         of_pass.register_hook(note)  # type: ignore[no-untyped-call]
@@ -156,7 +151,7 @@ class Step:
         if attempt < self._valid_from or self.is_over:
             raise ValueError(f"backward() of a loss of step {self.number}, which has ended: call head(...) again")
         this = torch._C._current_graph_task_id()
-        if self._backward.get((part, view), -1) not in (-1, this):
+        if self._backward.get((part, view), this) != this:
             raise ValueError(
                 "step() of the batch before was not called, or it is repeated: a second backward pass of the same "
                 f"batch would count twice in step {self.number}: call head.zero_grad() before you repeat a batch that "
@@ -180,8 +175,7 @@ class Step:
                 f"{self.number}: call it after the last one, or skip().{what}"
             )
         if self.weight.grad is None:
-            only = " of a pass that updates rows" if self._backward else ""
-            raise ValueError(f"step() without a backward pass{only}: call loss.backward() first, or skip()")
+            raise ValueError("step() without a backward pass: call loss.backward() first, or skip()")
         return self.weight.grad[: len(self.announced.rows)]
 
     def bad_class(self, gradients: Tensor) -> int | None:

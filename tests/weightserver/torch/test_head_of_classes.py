@@ -18,8 +18,8 @@ from tests.helpers import numerics
 from weightserver import LocalCluster, WeightClient
 from weightserver.core.arrays import Float32Array, Int64Array
 from weightserver.core.initial import initial_rows
-from weightserver.torch import ClassifierHead, ClassOrder, margin_of
-from weightserver.torch.loss import cosine_softmax_loss
+from weightserver.torch import ClassifierHead, ClassOrder
+from weightserver.torch.loss import Loss
 
 NUM_CLASSES, NUM_IMAGES, DIM, BATCH_SIZE, RATE = 41, 200, 8, 10, 0.5
 LABELS = np.random.default_rng(0).permutation(np.arange(NUM_IMAGES) % NUM_CLASSES)
@@ -72,7 +72,7 @@ def test_with_all_classes_each_step_is_that_of_a_dense_full_softmax(rows: str, a
             momentum_buffer.assert_near(after[1], f"momentum after {head.num_steps} steps")
 
             optimizer.zero_grad()
-            cosine_softmax_loss(features.detach(), dense, labels, temperature=0.2).backward()
+            Loss()(features.detach(), dense, labels).backward()
             optimizer.step()
         difference = (head.rows(every) - dense.detach()).norm(dim=1) / dense.detach().norm(dim=1)
         assert difference.max() <= 1e-5
@@ -99,7 +99,7 @@ def test_a_dense_sampled_softmax_of_all_classes_is_the_full_one() -> None:
         loss.backward()
         peer.step(learning_rate=RATE)
         optimizer.zero_grad()
-        expected = cosine_softmax_loss(features, dense, labels, temperature=0.2)
+        expected = Loss()(features, dense, labels)
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
@@ -140,9 +140,7 @@ def test_several_classes_of_an_image(addresses: list[str]) -> None:
         assert weight.shape[0] == 5  # no others were visited
         assert ((positions >= 0) == (several >= 0)).all()
         loss = head(features, several)
-        expected = cosine_softmax_loss(
-            features.detach(), weight.detach(), positions, temperature=0.2, margin=margin_of("arcface", None)
-        )
+        expected = Loss(margin="arcface")(features.detach(), weight.detach(), positions)
         assert loss.item() == expected.item()
         loss.backward()
         before = head.rows(torch.arange(NUM_CLASSES))

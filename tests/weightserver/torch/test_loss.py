@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import numerics
-from weightserver.torch import margin_of
-from weightserver.torch.loss import cosine_softmax_loss, softmax_loss
+from weightserver.torch.loss import Loss
 from weightserver.torch.margins import MARGINS, MarginKind
 
 SIZES = [(7, 30), (5, 4), (1, 9), (1, 1)]
@@ -36,7 +35,6 @@ def labels_of(batch_size: int, num_rows: int, num_own: int) -> Tensor:
 
 @pytest.mark.parametrize("cosines", [True, False])
 @pytest.mark.parametrize("num_own", [1, 3])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
 @pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.2), (torch.float64, 0.2), (torch.float32, 0.03)])
 @pytest.mark.parametrize(("batch_size", "num_rows"), SIZES)
 def test_the_loss_equals_the_formula(
@@ -44,31 +42,29 @@ def test_the_loss_equals_the_formula(
     num_rows: int,
     cosines: bool,
     num_own: int,
-    label_smoothing: float,
     dtype: torch.dtype,
     temperature: float,
 ) -> None:
     """The bounds are those of `numerics`, by running error analysis; test_margins.py has the losses with margins."""
     features, weight = inputs(batch_size, num_rows, dtype=dtype)
     labels = labels_of(batch_size, num_rows, num_own)
-    given: dict[str, Any] = {"temperature": temperature if cosines else 1.0, "label_smoothing": label_smoothing}
-    loss = softmax_loss(features, weight, labels, cosines=cosines, **given)
+    softmax = Loss(temperature=temperature) if cosines else Loss("plain")
+    loss = softmax(features, weight, labels)
     loss.backward()
-    expected = numerics.softmax_loss(features, weight, labels, cosines=cosines, **given)
+    expected = numerics.softmax_loss(features, weight, labels, temperature=softmax.divisor, cosines=cosines)
     expected.loss.assert_near(loss, "loss")
     expected.features.assert_near(features.grad, "features")
     expected.weight.assert_near(weight.grad, "weight")
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
-def test_the_formula_is_torchs_in_float64(label_smoothing: float) -> None:
+def test_the_formula_is_torchs_in_float64() -> None:
     """The oracle, written out with its gradients, equals autograd of torch's own cross_entropy."""
     features, weight = inputs(6, 9, dtype=torch.float64)
     labels = labels_of(6, 9, 1)
     cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2)
-    loss = torch.nn.functional.cross_entropy(cosines / 0.2, labels, label_smoothing=label_smoothing)
+    loss = torch.nn.functional.cross_entropy(cosines / 0.2, labels)
     loss.backward()
-    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2, label_smoothing=label_smoothing)
+    expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
     expected.loss.assert_near(loss)
     expected.features.assert_near(features.grad)
     expected.weight.assert_near(weight.grad)
@@ -80,9 +76,9 @@ def test_the_bounds_are_tight_enough_to_find_faults() -> None:
     (features, weight), labels = inputs(6, 9), labels_of(6, 9, 1)
     expected = numerics.softmax_loss(features, weight, labels, temperature=0.2)
     wrong_label = labels.clone().index_fill_(0, torch.tensor([2]), (int(labels[2]) + 1) % 9)
-    off = cosine_softmax_loss(features, weight, labels, temperature=0.2001)
-    of_others = cosine_softmax_loss(features, weight, wrong_label, temperature=0.2)
-    for wrong in (off, of_others, cosine_softmax_loss(features, weight, labels, temperature=0.2) + 1e-4):
+    off = Loss(temperature=0.2001)(features, weight, labels)
+    of_others = Loss()(features, weight, wrong_label)
+    for wrong in (off, of_others, Loss()(features, weight, labels) + 1e-4):
         with pytest.raises(AssertionError, match="of which rounding explains"):
             expected.loss.assert_near(wrong)
     off.backward()
@@ -103,7 +99,7 @@ def test_the_loss_is_exact_to_1e_6_and_gradients_to_1e_5() -> None:
         z, w = (values.detach().to(dtype).requires_grad_() for values in (features, weight))
         unit_z, unit_w = torch.nn.functional.normalize(z), torch.nn.functional.normalize(w)
         whole = torch.nn.functional.cross_entropy(unit_z @ unit_w.T / 0.2, labels)
-        loss = whole if dtype == torch.float64 else cosine_softmax_loss(z, w, labels, temperature=0.2)
+        loss = whole if dtype == torch.float64 else Loss()(z, w, labels)
         loss.backward()
         results += [loss.detach(), z.grad, w.grad]
     unit, error = 2.0**-24, (8 + 4) ** 0.5 * 2.0**-24 / 0.2
@@ -119,7 +115,7 @@ def test_autocast_changes_no_bit_and_neither_does_a_second_run() -> None:
     for enabled in (False, False, True):
         features, weight = inputs(6, 30, dim=16)
         with torch.autocast("cpu", enabled=enabled):
-            loss = cosine_softmax_loss(features, weight, labels_of(6, 30, 1), temperature=0.2)
+            loss = Loss()(features, weight, labels_of(6, 30, 1))
         loss.backward()
         assert loss.dtype == torch.float32
         assert features.grad is not None
@@ -135,7 +131,7 @@ def test_gradients_that_nobody_needs_are_left_out() -> None:
     gradients: list[Any] = []
     for wanted in ((True, True), (True, False), (False, True)):
         z, w = (values.detach().requires_grad_(need) for values, need in zip(inputs(6, 30), wanted, strict=True))
-        cosine_softmax_loss(z, w, labels, temperature=0.2).backward()
+        Loss()(z, w, labels).backward()
         assert (z.grad is not None, w.grad is not None) == wanted
         gradients.append((z.grad, w.grad))
     both, of_features, of_weight = gradients
@@ -144,15 +140,13 @@ def test_gradients_that_nobody_needs_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", MARGINS)
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_padding_is_no_class(kind: MarginKind, label_smoothing: float) -> None:
+def test_padding_is_no_class(kind: MarginKind) -> None:
     """A GPU has fewer than K active classes with sampled negatives, and before K classes were met."""
     features, weight = inputs(6, 9)
     padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, 5)).requires_grad_()
-    labels, margin = labels_of(6, 9, 3), margin_of(kind, None)
-    given: dict[str, Any] = {"temperature": 0.2, "margin": margin, "label_smoothing": label_smoothing}
-    expected = cosine_softmax_loss(features.detach(), weight, labels, **given)
-    loss = cosine_softmax_loss(features, padded, labels, num_rows=9, **given)
+    labels, softmax = labels_of(6, 9, 3), Loss(margin=kind)
+    expected = softmax(features.detach(), weight, labels)
+    loss = softmax(features, padded, labels, num_rows=9)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     expected.backward()
     loss.backward()
@@ -164,4 +158,4 @@ def test_padding_is_no_class(kind: MarginKind, label_smoothing: float) -> None:
 
 def test_labels_of_rows_that_do_not_exist_are_refused() -> None:
     with pytest.raises(IndexError, match="Target 9 is out of bounds"):
-        cosine_softmax_loss(*inputs(6, 9), torch.arange(4, 10), temperature=0.2)
+        Loss()(*inputs(6, 9), torch.arange(4, 10))

@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from weightserver.core.arrays import Float64Array
 from weightserver.torch import Margin, Ranks, margin_of
-from weightserver.torch.loss import cosine_softmax_loss, softmax_loss
+from weightserver.torch.loss import Loss
 from weightserver.torch.margins import DEFAULT_SIZES, MARGINS, MarginKind, quality_of
 
 SINGLE = torch.tensor([0, 8, 3, 3, 5, 1])
@@ -39,9 +38,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return features.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
 
-def formula(
-    features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, temperature: float, label_smoothing: float
-) -> float:
+def formula(features: Tensor, weight: Tensor, labels: Tensor, kind: MarginKind, *, temperature: float) -> float:
     """The loss by angles, image by image and class by class."""
     cosines = torch.nn.functional.cosine_similarity(features[:, None], weight[None], dim=2).tolist()
     size, losses = DEFAULT_SIZES[kind], []
@@ -64,24 +61,20 @@ def formula(
             else:
                 value = cosine - size * math.sin(size)
             logits.append(value / temperature)
-        of_own = (1 - label_smoothing) * statistics.fmean(logits[label] for label in classes)
-        expected_logit = of_own + label_smoothing * statistics.fmean(logits)
-        losses.append(math.log(math.fsum(map(math.exp, logits))) - expected_logit)
+        of_own = statistics.fmean(logits[label] for label in classes)
+        losses.append(math.log(math.fsum(map(math.exp, logits))) - of_own)
     return math.fsum(losses) / len(losses)
 
 
 @pytest.mark.parametrize(("kind", "labels"), CASES, ids=IDS)
-@pytest.mark.parametrize(("temperature", "label_smoothing"), [(0.2, 0.0), (0.2, 0.3), (1 / 30, 0.0)])
-def test_the_loss_equals_the_formula(
-    kind: MarginKind, labels: Tensor, temperature: float, label_smoothing: float
-) -> None:
+@pytest.mark.parametrize("temperature", [0.2, 1 / 30])
+def test_the_loss_equals_the_formula(kind: MarginKind, labels: Tensor, temperature: float) -> None:
     """At θ = 0 the sine is 3.2e-4 instead of 0: ArcFace's logit there differs by sin(0.5) · 3.2e-4 / τ, AdaFace's by
     less."""
-    given: dict[str, Any] = {"temperature": temperature, "label_smoothing": label_smoothing}
-    expected = formula(*inputs(), labels, kind, **given)
+    expected = formula(*inputs(), labels, kind, temperature=temperature)
     for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
         features, weight = inputs(dtype)
-        loss = softmax_loss(features, weight, labels, cosines=True, margin=margin_of(kind, None), **given)
+        loss = Loss(temperature=temperature, margin=kind)(features, weight, labels)
         clamped = 1.6e-4 / temperature / len(labels) if kind in ("arcface", "adaface") else 0
         assert abs(loss.item() - expected) <= relative * (expected + 1 / temperature) + clamped, dtype
 
@@ -92,7 +85,7 @@ def test_gradients_equal_finite_differences(kind: MarginKind, labels: Tensor) ->
     with torch.no_grad():  # θ = 0 and π have no derivative
         weight[8, 0] += 0.01
         weight[5, 0] += 0.01
-    loss = partial(cosine_softmax_loss, labels=labels, temperature=0.2, margin=margin_of(kind, None))
+    loss = partial(Loss(margin=kind), labels=labels)
     norms = features.detach().norm(dim=1, keepdim=True)  # held: AdaFace's quality is a constant to the gradient
 
     def of_directions(features: Tensor, weight: Tensor) -> Tensor:
@@ -116,7 +109,7 @@ def test_gradients_are_finite_at_the_ends(kind: MarginKind, dtype: torch.dtype) 
     assert ends.grad.isfinite().all()
     assert ends.grad.abs().max() < 2e3
     features, weight = inputs(dtype)
-    cosine_softmax_loss(features, weight, SINGLE, temperature=0.2, margin=margin_of(kind, None)).backward()
+    Loss(margin=kind)(features, weight, SINGLE).backward()
     for gradient in (features.grad, weight.grad):
         assert gradient is not None
         assert gradient.isfinite().all()
@@ -159,7 +152,7 @@ def test_an_image_s_quality_is_that_of_the_whole_batch() -> None:
     assert abs(quality.sum()) < 1e-6
     assert torch.equal(quality_of(norms[:1]), torch.zeros(1))
     features, weight = inputs()
-    cosine_softmax_loss(features, weight, SINGLE, temperature=0.2, margin=margin_of("adaface", None)).backward()
+    Loss(margin="adaface")(features, weight, SINGLE).backward()
     assert features.grad is not None
     along = (features.grad * features).sum(dim=1) / features.norm(dim=1)
     assert along.abs().max() < 1e-10, "the loss has no slope along an embedding's norm"
@@ -194,30 +187,20 @@ def compute(rank: int, world_size: int, port: int, out: str) -> None:
     local = torch.full((10,), -1)  # label to place among this rank's rows; the last is that of -1
     local[mine] = torch.arange(len(mine))
     for number, (kind, labels) in enumerate(CASES):
-        for num_padded, temperature, smoothing in product((0, 3), (0.2, 1 / 64), (0.0, 0.1)):
+        for num_padded, temperature in product((0, 3), (0.2, 1 / 64)):
             features, weight = inputs(torch.float32)
-            if smoothing:  # where an embedding is its own class, the slope of ArcFace magnifies a rounding 3,000 times
-                weight.data[5, 0] += 0.02
             part = features[ranks.share(len(labels))].detach().requires_grad_()
             rows = torch.nn.functional.pad(weight[mine], (0, 0, 0, num_padded)).detach().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=world_size > 1):  # changes nothing
-                loss = cosine_softmax_loss(
-                    part,
-                    rows,
-                    local[labels],
-                    temperature=temperature,
-                    margin=margin_of(kind, None),
-                    label_smoothing=smoothing,
-                    ranks=ranks,
-                    num_rows=len(mine),
-                )
+                softmax = Loss(temperature=temperature, margin=kind)
+                loss = softmax(part, rows, local[labels], ranks=ranks, num_rows=len(mine))
             loss.backward()
             assert part.grad is not None
             assert rows.grad is not None
             whole = np.zeros((9, 5))
             whole[mine] = rows.grad[: len(mine)].numpy()
             assert not rows.grad[len(mine) :].any()
-            name = f"{number}-{num_padded}-{temperature:.3f}-{smoothing}"
+            name = f"{number}-{num_padded}-{temperature:.3f}"
             found[name] = np.concatenate([[loss.item()], whole.ravel()])
             found[f"{name}-features"] = part.grad.numpy() / world_size
     np.savez(f"{out}-{rank}.npz", **found)  # type: ignore[arg-type]
@@ -253,9 +236,9 @@ def test_several_ranks_compute_what_one_does(world_size: int, tmp_path: Path) ->
     assert one.keys() == several.keys()
     for name, expected in one.items():
         # A rounding of logits near 1/τ changes their exponentials by 2⁻²⁴/τ of themselves, 4e-6 at τ = 1/64.
-        number, _, temperature, smoothing, *_ = name.split("-")
+        number, _, temperature, *_ = name.split("-")
         bounds = np.full(expected.shape, 1e-5 if temperature == "0.200" else 5e-5)
-        if CASES[int(number)][0] == "arcface" and smoothing == "0.0":
+        if CASES[int(number)][0] == "arcface":
             # Image 4 is its own class 5: what is left of their difference, up to 4 · 2⁻²⁴, is multiplied by the slope
             # of ArcFace's logit, sin(0.5) over the least sine of 3.2e-4.
             alone = slice(4, 5) if name.endswith("-features") else slice(1 + 5 * 5, 1 + 6 * 5)
