@@ -11,6 +11,7 @@ from typing import Any
 from experiments.baselines.methods import METHODS
 from experiments.cells import PIC
 from trainer.config import RESUMABLE
+from trainer.data.config import usual
 from trainer.presets import PRESETS
 from weightserver.common.atomic_files import atomic_write
 
@@ -44,7 +45,8 @@ def check_defaults(folder: Path) -> None:
     file, today = folder / DEFAULTS_FILE, _flat(defaults())
     made = _flat(json.loads(file.read_text())) if file.exists() else {}
     for name, value in made.items():
-        if (now := today.get(name, value)) != value:
+        now, option = today.get(name, value), name.partition(".")[2]
+        if usual(option, now) != usual(option, value):
             raise ValueError(
                 f"{folder} was made with the default {name} {value}, which is {now} now: give another folder, or "
                 "remove its runs or results"

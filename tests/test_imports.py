@@ -43,6 +43,7 @@ for name in json.loads(sys.stdin.read()):
     with contextlib.suppress(ImportError):  # some parts of a library come into being by its import alone
         importlib.import_module(name)
 import torch
+from PIL import Image
 def state():
     return {
         "sys.meta_path": list(sys.meta_path),
@@ -58,6 +59,7 @@ def state():
         "threads": threading.enumerate(),
         "log": (list(logging.getLogger().handlers), logging.getLogger().level),
         "atexit": atexit._ncallbacks(),
+        "Pillow": (Image.MAX_IMAGE_PIXELS, sorted(Image.OPEN)),
         "standard streams": (sys.stdin, sys.stdout, sys.stderr),
     }
 for name in [name for name in sys.modules if is_ours(name)]:

@@ -194,14 +194,14 @@ def samples_in(
             continue
         _, image = min(images, key=lambda one: one[0].count("."))
         beside = {suffix: member for suffix, member in sample if member != image}
-        label, used = _label(path, beside, label_key)
+        label, used = _label(path, shown, beside, label_key)
         for suffix, member in beside.items():
             left_out.add(Reason.LABEL if suffix == used else Reason.SIDECAR, f"{shown}:{member.name}")
         left_out.suffixes |= beside.keys()
         yield image, label
 
 
-def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> tuple[str, str]:
+def _label(path: Path, shown: str, beside: Mapping[str, Member], label_key: str | None) -> tuple[str, str]:
     """The label of a sample, and the suffix of the member that has it; empty without one."""
     key = label_key or "cls"
     if key in beside:
@@ -211,7 +211,7 @@ def _label(path: Path, beside: Mapping[str, Member], label_key: str | None) -> t
         with suppress(ValueError):
             fields = json.loads(read_member(path, beside["json"]))
         if isinstance(fields, dict) and fields.get(label_key) is not None:
-            return label_text(fields[label_key], f"{path}:{beside['json'].name}"), "json"
+            return label_text(fields[label_key], f"{shown}:{beside['json'].name}"), "json"
     return "", ""
 
 

@@ -22,6 +22,7 @@ from trainer.settings import (
     resumable,
     settings_of,
 )
+from weightserver.common.object_store import shown
 
 if TYPE_CHECKING:
     from trainer.data.augment import Augmentation
@@ -89,7 +90,8 @@ class SourceOptions(Settings):
     """For images in a bucket (s3://…): folder on a local disk that keeps what was read of them. The ranks of a machine
     share it; it has room for a window of images at least."""
     cache_gib: float | None = resumable(None)
-    """Most that --cache-dir holds (100 without this option): what was used longest ago leaves first."""
+    """Most that --cache-dir keeps of packs (100 without this option): what was used longest ago leaves first. Also the
+    size of the largest source that is copied to its folder sources, which you remove yourself."""
 
     @property
     def of_pixels(self) -> SourceOptions:
@@ -98,7 +100,7 @@ class SourceOptions(Settings):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that are said, by name, apart from those about broken images."""
+        """The options that are said, by name, without those about broken images and the cache."""
         return {
             one.name: value
             for one in fields(SourceOptions)
@@ -123,13 +125,15 @@ class SourceOptions(Settings):
             ValueError: options are given by which the pack's source was not read.
         """
         if differing := packed.differing(replace(packed, **self.given), apart_from=_OF_PIXELS):
-            raise ValueError(f"{directory} was packed with {differing}: omit that, or pack its source again with it")
+            raise ValueError(
+                f"{shown(directory)} was packed with {differing}: omit that, or pack its source again with it"
+            )
         return replace(self, **packed.of_pixels.given | self.of_pixels.given)
 
     def rendering(self) -> Rendering:
         """How pixels become colours. Raises ValueError for a background that is no colour."""
-        shown = None if self.alpha == "ignore" else background_colour(usual("background", self.background))
-        return Rendering(shown, self.pixel_range, usual("max_megapixels", self.max_megapixels))
+        colour = None if self.alpha == "ignore" else background_colour(usual("background", self.background))
+        return Rendering(colour, self.pixel_range, usual("max_megapixels", self.max_megapixels))
 
     def limit_of_broken(self, num_images: int) -> int:
         """Number of broken images, of `num_images`, beyond which a run or a pack ends."""
@@ -137,7 +141,7 @@ class SourceOptions(Settings):
 
     @property
     def cache_bytes(self) -> int:
-        """Most that --cache-dir holds."""
+        """--cache-gib, in bytes."""
         return int(usual("cache_gib", self.cache_gib) * 2**30)
 
     def in_cache(self, *below: str) -> Path:
@@ -183,7 +187,6 @@ class DataConfig(SourceOptions):
     data_dir: Path | None = resumable(None)
     """Folder with the data set's files; of a pack also in a bucket, s3://BUCKET/PACK. Without it the usual places are
     searched, then the files are downloaded."""
-    background: str | None = "white"
     decode_threads: int | None = resumable(None)
     """Threads of each rank that decode images. Without it: the rank's share of the cores that the machine, the
     process's affinity and its cgroup allow, at most 16."""

@@ -62,7 +62,7 @@ def load_dataset(
         if directory is None:
             raise ValueError(f"data set {name!r} needs a folder: give --data-dir with the images")
         if name == FOLDER and is_packed(directory):
-            raise ValueError(f"{directory} holds packed images, not a folder of images: give --dataset packed")
+            raise ValueError(f"{shown(directory)} holds packed images, not a folder of images: give --dataset packed")
         options = options or SourceOptions()
         source = _packed(directory, options) if name == PACKED else _unpacked(directory, options)
         return _decoded(source, image_size, decode_threads)

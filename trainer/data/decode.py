@@ -6,12 +6,13 @@ Unlike torchvision's resized_crop, resizing also uses the pixels around a box, l
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,11 @@ _SUFFIX_OF_FORMAT = {
     "SUN": "ras",
     "PCX": "pcx",
     "TGA": "tga",
+    "HEIF": "heic",  # with the extra `heic`
 }
 """The supported formats, with the suffixes by which webdataset's decoders know them; no other format is opened."""
-with suppress(ImportError):  # the extra `heic`
-    import pillow_heif
-
-    pillow_heif.register_heif_opener()
-    _SUFFIX_OF_FORMAT["HEIF"] = "heic"
 _EXTRA_SAMPLES = 338
 """TIFF's tag that says what further bands are: 1 or 2 for alpha. Source: TIFF 6.0, page 31."""
-_OPENED = [name for name in _SUFFIX_OF_FORMAT if name != "MPO"]
-_MARKED = [name for name in _OPENED if name != "TGA"]
-"""Formats whose files begin with a mark."""
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".tga")
 )
@@ -56,9 +50,6 @@ IMAGE_SUFFIXES = frozenset(
 Colour = tuple[int, int, int]
 """Red, green and blue, 0..255 each."""
 DEFAULT_BACKGROUND: Colour = (255, 255, 255)
-Image.MAX_IMAGE_PIXELS = (
-    None  # `Rendering.max_megapixels` takes its place, and reads larger JPEGs at part of their size
-)
 
 
 class Rendering(NamedTuple):
@@ -167,10 +158,23 @@ def decode(content: bytes, crops: Sequence[Crop], rendering: Rendering = DEFAULT
         return [_cut(pixels, box, crop.side, reduction) for crop, box in zip(crops, boxes, strict=True)]
 
 
+@functools.cache
+def _formats() -> dict[str, Callable[[bytes], Any] | None]:
+    """Readies Pillow in this process. Returns the formats that it can open, each with the test of a file's first bytes;
+    None where files have no mark."""
+    Image.MAX_IMAGE_PIXELS = None  # `Rendering.reduction` limits them, and has larger JPEGs read at part of their size
+    with suppress(ImportError):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    Image.init()
+    return {name: Image.OPEN[name][1] for name in _SUFFIX_OF_FORMAT if name in Image.OPEN}
+
+
 def is_picture(file: BinaryIO) -> bool:
     """Whether a file begins as an image of a supported format, whatever its name."""
     try:
-        with Image.open(file, formats=_MARKED):
+        with Image.open(file, formats=[name for name, accepts in _formats().items() if accepts]):
             return True
     except Exception:  # noqa: BLE001 - foreign bytes can make a decoder raise anything
         return False
@@ -178,8 +182,7 @@ def is_picture(file: BinaryIO) -> bool:
 
 def may_begin_picture(start: bytes) -> bool:
     """Whether the first 16 bytes of a file, or all of a shorter one, have the mark of a supported format."""
-    Image.init()
-    return any(accepts(start.ljust(16, b"\0")) for name in _MARKED if (accepts := Image.OPEN[name][1]))
+    return any(accepts(start.ljust(16, b"\0")) for accepts in _formats().values() if accepts)
 
 
 SHALLOW, GREY, COLOUR = "8 bits", "16 bits or more", "16 bits of colour"
@@ -210,7 +213,7 @@ def suffix_of(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> str:
     cannot."""
     with _foreign():
         image = _open(content, rendering)
-        _load(image, rendering, 1)
+        _load(image, 1)
         return _SUFFIX_OF_FORMAT[image.format or ""]
 
 
@@ -219,7 +222,7 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
     with _foreign():
         image = _open(content, rendering)
         only_8_bits, size = _only_8_bits(image), _upright_size(image)  # which loads a PNG
-        _load(image, rendering, 256)
+        _load(image, 256)
         depth = COLOUR if only_8_bits else GREY if image.mode.startswith("I") else SHALLOW
         depth = "floats" if image.mode == "F" else depth
         if only_8_bits:  # whose transparent pixels have as many bits, other than the background
@@ -232,9 +235,8 @@ def facts(content: bytes, rendering: Rendering = DEFAULT_RENDERING) -> ImageFact
         return ImageFacts(image.format or "", image.mode, *size, len(content), depth, values, fourth_band)
 
 
-def _load(image: Image.Image, rendering: Rendering, least_side: int) -> None:
+def _load(image: Image.Image, least_side: int) -> None:
     """Decodes an opened image to upright pixels; a JPEG as small as can be with sides of at least `least_side`."""
-    rendering.reduction(image)
     image.draft(None, (least_side, least_side))  # reads all of the file
     ImageOps.exif_transpose(image, in_place=True)
 
@@ -246,10 +248,11 @@ def _cut(image: Image.Image, box: Box, side: int, reduction: int) -> NDArray[np.
 
 
 def _open(content: bytes, rendering: Rendering) -> Image.Image:
-    """Opens an image; refuses pixels that the rendering has no range for."""
+    """Opens an image without its pixels; refuses too many of them, and those that the rendering has no range for."""
     if not content:
         raise BrokenImageError("the file is empty")
-    image = Image.open(io.BytesIO(content), formats=_OPENED)
+    image = Image.open(io.BytesIO(content), formats=list(_formats()))
+    rendering.reduction(image)
     if not rendering.pixel_range and _unknown_range(image):
         raise BrokenImageError(
             f"pixels of mode {image.mode} have an unknown range: store 8 or 16 bits per channel, or give --pixel-range"

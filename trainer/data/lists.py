@@ -181,7 +181,7 @@ def _csv_rows(source: Path, file: TextIO, options: SourceOptions) -> tuple[list[
         ) from None
     names = [name.strip() for name in rows[0][1]] if rows else []
     has_header = bool(options.image_column) or not any(
-        is_image(cell) or (source.parent / cell).is_file() for cell in names if cell
+        is_image(cell) or os.path.isfile(source.parent / cell) for cell in names if cell
     )
     if has_header:
         del rows[:1]
@@ -277,6 +277,6 @@ def _split(line: str, root: Path) -> tuple[str, str | None]:
     path = path.strip() if label.removeprefix("-").isdecimal() else ""
     if not is_image(line) and after_name is not None:
         name, rest = line[:after_name].rstrip(), line[after_name:].strip(' "')
-        if "/" not in rest or not any((root / one).is_file() for one in (path, line)):  # of a folder with such a name
+        if "/" not in rest or not any(os.path.isfile(root / one) for one in (path, line)):  # of a folder with such a name
             return name, rest
     return (path, label) if path else (line, None)

@@ -172,7 +172,7 @@ class Manifest:
             content = json.loads(_read(path))
             if content.pop("format") != FORMAT:
                 raise ValueError(
-                    f"{path} is of another version of this program: pack the images again, into a new directory"
+                    f"{shown(path)} is of another version of this program: pack the images again, into a new directory"
                 )
             ranges = [Range(**part, shards=()) for part in content.pop("ranges")]
             ranges = [
@@ -180,14 +180,16 @@ class Manifest:
             ]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
-                    f"{path} names an incomplete range before its last: pack the images again, into a new directory"
+                    f"{shown(path)} names an incomplete range before its last: pack the images again, into a new directory"
                 )
             options = settings_of(SourceOptions, content.pop("options"))
             return cls(classes=tuple(content.pop("classes")), options=options, ranges=tuple(ranges), **content)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{directory} holds no packed images: pack them by pic pack") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
         except (TypeError, KeyError, AttributeError, ArithmeticError, UnicodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): pack the images again, into a new directory") from None
+            raise ValueError(f"{shown(path)} is damaged ({error}): pack the images again, into a new directory") from None
 
 
 def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
@@ -257,7 +259,7 @@ def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
             if number == len(lines) and not rest:
                 break
             raise ValueError(
-                f"{path} is damaged in line {number} ({error}): pack the images again, into a new directory"
+                f"{shown(path)} is damaged in line {number} ({error}): pack the images again, into a new directory"
             ) from None
         shards.append(shard)
         row += shard.count

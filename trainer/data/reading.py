@@ -111,6 +111,8 @@ def read_source(source: Path, options: SourceOptions | None = None) -> Reading:
         ValueError: no such source, one that cannot be read, or one without images.
     """
     options, left_out, notes = options or SourceOptions(), LeftOut(), list[str]()
+    if options.tars == "classes" and numbered(source):
+        raise ValueError(f"--tars classes: {shown(source)} is read as shards of samples: give the folder of the tars")
     given, source = source, local_source(source, options)
     top, kind, used = _found(source, options, left_out, notes)
     for name, what in _NEEDS.items():

@@ -408,6 +408,13 @@ def test_bad_arguments_and_disks_are_one_line(
         assert "@images/packed has credentials, which files and messages would repeat: give s3://BUCKET/KEY" in line
         assert "a-key" not in line
         assert "a-secret" not in line
+    put(Path("s3://images/damaged/manifest.json"), b"{}")
+    with pytest.raises(ValueError, match=r"^s3://images/damaged/manifest\.json is damaged"):
+        Manifest.load(Path("s3://images/damaged"))
+    with pytest.raises(ValueError, match=r"^s3://images/packed was packed with no --stray"):
+        load_dataset("packed", PACK, options=replace(options(tmp_path), stray="use"))
+    with pytest.raises(ValueError, match=r"^s3://images/packed holds packed images"):
+        load_dataset("folder", PACK)
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -563,6 +570,13 @@ def test_a_tar_that_cannot_be_listed_is_one_line(
     """By its name in the bucket, from another process too."""
     monkeypatch.setattr(numbered_shards, "SHARDS_A_PROCESS", 1)
     source = SourceOptions(cache_dir=tmp_path / "cache", cache_gib=1e-6)
+    (tmp_path / "1.json").write_text('{"boxes": [1, 2]}')
+    with tarfile.open(tmp_path / "boxes.tar", "w") as tar:
+        tar.add(tmp_path / "1.json", "1.jpg")
+        tar.add(tmp_path / "1.json", "1.json")
+    upload(tmp_path / "boxes.tar", SOURCE.with_name("00001.tar"))
+    with pytest.raises(ValueError, match=r"^00001\.tar:1\.json: \[1, 2\] is no label.* another column or key$"):
+        read_source(SOURCE, replace(source, label_key="boxes"))
     put(SOURCE.with_name("00001.tar"), (shards / "00001.tar").read_bytes()[: tarfile.BLOCKSIZE + 10])
     with pytest.raises(ValueError, match=r"^s3://images/source/00001\.tar is not a complete tar"):
         read_source(SOURCE, source)

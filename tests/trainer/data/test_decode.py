@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from tests.helpers.image_tree import BROKEN, ORIENTATION, deep_png, encoded, odd_tree, piece
+from trainer.data import decode as decoding
 from trainer.data.config import SourceOptions
 from trainer.data.decode import (
     Box,
@@ -153,6 +154,7 @@ def test_a_pgm_of_16_bits_is_grey() -> None:
 
 def test_a_large_image_gives_no_warning_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     content = encoded(piece(1), "PNG")
+    decoding._formats.cache_clear()  # as in a new process
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60 * 48 - 1)
     with pytest.warns(Image.DecompressionBombWarning):
         Image.open(io.BytesIO(content))
@@ -297,3 +299,6 @@ def test_images_of_many_megapixels() -> None:
     for content, most in ((encoded(large), 0.0025), (encoded(large, "PNG"), 0.25)):
         with pytest.raises(BrokenImageError, match=f"0.48 megapixels, more than --max-megapixels {most}"):
             decode(content, [Crop(150, centre)], Rendering(max_megapixels=most))
+    for read in (facts, suffix_of, lambda content, how: decode(content, [Crop(150, centre)], how)):
+        with pytest.raises(BrokenImageError, match="0.48 megapixels"):  # told by the head alone
+            read(encoded(large, "PNG")[:100], Rendering(max_megapixels=0.25))

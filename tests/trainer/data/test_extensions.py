@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.image_tree import plain_tree
 from trainer.data import load_dataset
-from trainer.data.config import SourceOptions
+from trainer.data.config import DataConfig, SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest
@@ -93,17 +93,19 @@ def test_options_that_contradict_a_pack_are_refused(tree: Path, given: dict[str,
 
 
 def test_an_option_that_is_said_counts_more_than_a_packs(tree: Path) -> None:
-    """Also if it is the usual one; and an option that is not said does not."""
+    """Also if it is the usual one; and an option that is not said does not, in a run either."""
     packed = tree.parent / "packed"
-    pack(tree, packed, PackOptions(source=SourceOptions(alpha="ignore", max_megapixels=50)))
-    for options, alpha, megapixels in (
-        (SourceOptions(), "ignore", 50),
-        (SourceOptions(alpha="show"), "show", 50),
-        (SourceOptions(max_megapixels=179), "ignore", 179),
+    pack(tree, packed, PackOptions(source=SourceOptions(alpha="ignore", max_megapixels=50, background="black")))
+    for options, alpha, megapixels, background in (
+        (DataConfig(), "ignore", 50, "black"),
+        (SourceOptions(alpha="show"), "show", 50, "black"),
+        (SourceOptions(max_megapixels=179), "ignore", 179, "black"),
+        (DataConfig(background="white"), "ignore", 50, "white"),
     ):
         images = load_dataset("packed", packed, options=options).train_images
         assert isinstance(images, DecodedImages)
-        assert (images.options.alpha, images.options.max_megapixels) == (alpha, megapixels)
+        found = images.options
+        assert (found.alpha, found.max_megapixels, found.background) == (alpha, megapixels, background)
     pack(tree, tree.parent / "usual", PackOptions())
     pack(tree, tree.parent / "usual", PackOptions(source=SourceOptions(alpha="show")))
 

@@ -361,3 +361,9 @@ def test_wrong_places_are_refused(name: str, place: str | None, message: str, di
     places = {None: None, "nothing": tmp_path, "packed": directory}
     with pytest.raises(ValueError, match=message):
         load_dataset(name, places[place])
+
+
+def test_a_manifest_that_cannot_be_read_is_not_told_as_none(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read \(Is a directory\): check its rights"):
+        Manifest.load(tmp_path)

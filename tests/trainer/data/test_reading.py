@@ -171,6 +171,8 @@ def test_shards_of_samples_are_no_classes(tmp_path: Path) -> None:
     assert sorted(listed(tmp_path, label_key="kind")[1].classes) == sorted(f"k{key}" for key in range(12))
     assert len(listed(tmp_path, tars="classes")[1].classes) == 3
     assert listed(tmp_path / "train-{000001..000002}.tar")[0].labels().tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match=r"--tars classes: .*2}.tar is read as shards of samples: give the folder"):
+        listed(tmp_path / "train-{000001..000002}.tar", tars="classes")
     with pytest.raises(ValueError, match=r"1 of its 3 files are missing, first .*train-000003.tar"):
         listed(tmp_path / "train-{000001..000003}.tar")
     assert read_source(tmp_path).left_out.counts == {Reason.LABEL: 12, Reason.SIDECAR: 12}
@@ -501,6 +503,7 @@ LISTS = [
     ("list.txt", "my.png files/img\na.jpg", "my.png files/img=-1 | a.jpg=-1"),
     ("list.txt", "a.jpg cats/big\nb.jpg cats/3 4", "a.jpg=cats/big | b.jpg=cats/3 4"),
     ("list.txt", "a b.jpg my cat.png dog\na.jpg\tmy cat", "a b.jpg my cat.png=dog | a.jpg=my cat"),
+    ("list.txt", f"a.jpg {'x' * 300}/y", f"a.jpg={'x' * 300}/y"),
     ("list.txt", "{root}/a.jpg\t0\nb.jpg 4", "{root}/a.jpg=0 | b.jpg=4"),
     ("list.txt", "\ufeffa.jpg 3\nb.jpg 4\n./a.jpg 3\na.jpg 3", "a.jpg=3 | b.jpg=4"),
     ("breaks.csv", 'path,caption,label\na.jpg,x\u2028y,1\nb.jpg,"two\nlines",2', "a.jpg=1 | b.jpg=2"),
@@ -532,6 +535,7 @@ def test_no_line_of_a_list_is_lost(name: str, content: str, found: str, tmp_path
         ("inner.csv", 'path,caption,label\na.jpg,"to be" or not,1\nb.jpg,x,2\n', "line 2: not CSV"),
         ("large.csv", f"path,caption\na.jpg,{'x' * 140_000}\n", "line 2: not CSV"),
         ("comma.csv", "path,caption,label\na.jpg,x,1\nb.jpg,a dog, in snow,2\n", "line 3: 4 cells for 3 columns"),
+        ("caption.csv", f"{'x' * 300},b.jpg\n", "none of the 1 paths that were looked for exists, first xx"),
         ("own.csv", "a,b\nx.jpg,1\n", "has the columns a, b: name that of the images by --image-column"),
         ("utf16.csv", "path,label\na.jpg,1\n", "is text in UTF-16: save it in UTF-8"),
     ],
