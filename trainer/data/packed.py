@@ -25,8 +25,7 @@ _OPEN_LISTINGS = 4
 class PackedImages:
     """The images of a packed directory, encoded, by id or by row. Thread-safe.
 
-    The window moves over contiguous rows, so whole segments of tars are read ahead of the visits to them. Images that
-    are still being added are not included.
+    Images that are still being added are not included.
 
     Args:
         directory: of the pack, on a disk or in a bucket.
@@ -73,8 +72,8 @@ class PackedImages:
         return self._files.read(self._tar(row), *self._place(row))
 
     def read_ahead(self, images: Int64Array) -> float:
-        """Begins to read the segments of images that will be read, int64 [n]; returns how much of what may be read
-        ahead that is, 0 … 1."""
+        """Begins to read images that will be read, int64 [n]; returns how much of what may be read ahead that is,
+        0 … 1."""
         rows = self.order.rows(images).tolist()
         return sum(self._files.read_ahead(self._tar(row), *self._place(row)) for row in rows)
 

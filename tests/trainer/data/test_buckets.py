@@ -16,7 +16,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,6 @@ def test_a_cache_keeps_its_limit_and_what_was_used_last(bucket: Proxy, directory
     for row in range(len(images)):
         assert images.read_row(row) == near.read_row(row)
         assert cached_bytes(tmp_path) <= limit
-        images._files._open.cache_clear()
         assert images.read_row(0) == first
     fetched = [one for one in bucket.ranges() if one.path.endswith("rows-000000000000.tar")]
     assert sum(one.range.startswith("0-") for one in fetched) == 1
@@ -222,23 +220,6 @@ def test_a_piece_waits_for_the_room_of_others_that_are_being_fetched(
     monkeypatch.setattr("trainer.data.cache.time.sleep", wait)
     assert images.read_row(0) == PackedImages(directory).read_row(0)
     assert len(waited) == 1
-
-
-def test_few_files_that_have_left_the_cache_stay_open(
-    bucket: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take space beyond its limit."""
-    monkeypatch.setattr(pack_files, "_OPEN_PIECES", 3)
-    images = PackedImages(PACK, options(tmp_path, 6 * SEGMENT_BYTES / 2**20))
-    for row in range(len(images)):
-        images.read_row(row)
-    assert 0 < sum(name.startswith(str(tmp_path)) and name.endswith("(deleted)") for name in open_files()) <= 3
-
-
-def open_files() -> Iterator[str]:
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            yield os.readlink(path)
 
 
 def test_what_is_coming_is_fetched_before_it_is_read(bucket: Proxy, directory: Path, tmp_path: Path) -> None:
@@ -425,7 +406,6 @@ def test_bad_arguments_and_disks_are_one_line(
     for call_of_disk, message in (("os.utime", "cannot be written"), ("os.pread", "cannot be read")):
         read = PackedImages(PACK, options(tmp_path / "read"))
         read.read_row(0)
-        read._files._open.cache_clear()
         with monkeypatch.context() as failing:
             failing.setattr(call_of_disk, fail)
             with pytest.raises(ValueError, match=message):

@@ -57,7 +57,7 @@ def few_files() -> Iterator[int]:
 
 @pytest.mark.guard
 def test_more_tars_than_files_may_be_open(few_files: int, tmp_path: Path) -> None:
-    """More threads read than tars stay open, and successive rows are in different tars."""
+    """Successive rows are in different tars."""
     directory = make_pack(tmp_path / "made", num_images=2_200, num_tars=1_100)
     images = PackedImages(directory)
     rows = np.random.default_rng(0).permutation(2_200).tolist()
