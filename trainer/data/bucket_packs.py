@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,8 +10,8 @@ from pathlib import Path
 from trainer.data.manifest import Manifest, Range, index_path, is_packed, manifests_in, tar_path
 from trainer.data.pack import damage_of_index
 from trainer.data.pack_files import SEGMENT_BYTES
-from trainer.data.pack_parts import LOCK, locked
-from weightserver.common.atomic_files import sha256
+from trainer.data.pack_parts import LOCK
+from weightserver.common.atomic_files import locked, sha256
 from weightserver.common.object_store import (
     ObjectStoreError,
     Reason,
@@ -64,7 +63,7 @@ def upload_pack(directory: Path, target: Path) -> None:
             pack, or has something else than was sent; another command that packs there.
         OSError: another process packs into the directory.
     """
-    with locked(directory / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with locked(directory / LOCK, wait=False):
         manifests = manifests_in(directory)
         if unfinished := [here for here, manifest in manifests.items() if not manifest.complete]:
             raise ValueError(

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from zlib import crc32
 
-from trainer.data.cache import locked, writing
+from trainer.data.cache import writing
 from trainer.data.config import SourceOptions
-from weightserver.common.atomic_files import atomic_write, make_directory
+from weightserver.common.atomic_files import atomic_write, locked, make_directory
 from weightserver.common.object_store import (
     Found,
     ObjectStoreError,

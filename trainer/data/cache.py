@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import threading
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from trainer.data.config import SourceOptions
+from weightserver.common.atomic_files import locked
 from weightserver.common.object_store import ObjectStoreError, Reason, copy_range
 
 _THREADS = 16
@@ -197,15 +197,4 @@ def writing(directory: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free space, or give a lower --cache-gib" if full else "give another --cache-dir"
-        raise ValueError(f"--cache-dir {directory} cannot be written ({error.strerror}): {advice}") from None
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[int]:
-    """A descriptor of a file that no other thread of any process has meanwhile."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        raise ValueError(f"--cache-dir {directory} cannot be written ({error.strerror or error}): {advice}") from None

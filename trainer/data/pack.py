@@ -9,7 +9,6 @@ was killed and continued has the same bytes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import logging
@@ -38,14 +37,14 @@ from trainer.data.manifest import (
     listing_path,
     tar_path,
 )
-from trainer.data.pack_parts import LOCK, PLANNING, TarsOnDisk, locked, parts_begun
+from trainer.data.pack_parts import LOCK, PLANNING, TarsOnDisk, parts_begun
 from trainer.data.pack_plan import PackOptions as PackOptions
 from trainer.data.pack_plan import begun, planned
 from trainer.data.packed import PackedImages
 from trainer.data.parts import WHOLE
 from trainer.data.reading import Reading, read_source
 from trainer.display import Counting, counting, stage
-from weightserver.common.atomic_files import atomic_write, sha256
+from weightserver.common.atomic_files import atomic_write, locked, sha256
 from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import absolute, is_remote, shown
 from weightserver.torch import RangesOrder
@@ -111,11 +110,11 @@ def planned_pack(source: Path, output: Path, options: PackOptions) -> Iterator[P
         raise ValueError(f"{output} is the source itself: give another directory")
     reading = None if options.part else read_source(source, options.source)
     output.mkdir(parents=True, exist_ok=True)
-    with locked(output / LOCK, fcntl.LOCK_SH if options.part else fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with locked(output / LOCK, shared=bool(options.part), wait=bool(options.part)):
         if reading:
             yield _plan(reading, output, options)
             return
-        with locked(output / PLANNING, fcntl.LOCK_EX):
+        with locked(output / PLANNING):
             manifests = begun(source, output, options)
             plan = None if manifests else _plan(read_source(source, options.source), output, options)
         yield plan or Plan(manifests, local_source(source, options.source))
@@ -149,7 +148,7 @@ def _pack_split(directory: Path, manifest: Manifest, place: Path, options: PackO
         if others and not part:
             raise ValueError(f"{directory} is being packed in parts: pack them, then 'pic pack merge {directory}'")
         tars = TarsOnDisk(directory, manifest, part)
-        with locked(tars.list, fcntl.LOCK_EX):
+        with locked(tars.list):
             Packer(manifest, listing_path(directory, range_.first), place, options, tars, progress).run()
         if part:
             return manifest

@@ -6,15 +6,12 @@ the listing) and the part: shards-FIRST.PLAN.2-of-4.jsonl. Its tars are those of
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from trainer.data.index import check_index, cut_index, read_records
 from trainer.data.manifest import (
@@ -29,7 +26,7 @@ from trainer.data.manifest import (
 )
 from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
-from weightserver.common.atomic_files import append_synced, atomic_write
+from weightserver.common.atomic_files import append_synced, atomic_write, locked
 
 LOCK = ".packing"
 """File in a packed directory that those who pack into it lock: parts together, others alone."""
@@ -98,7 +95,7 @@ def merge(output: Path) -> Manifest:
         ValueError: parts that are missing, not finished, or do not belong together; nothing is changed.
     """
     Manifest.load(output)  # which says that there is none, before a lock is made there
-    with locked(output / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with locked(output / LOCK, wait=False):
         joined = {each: _joined(each, output) for each in packs_in(output)}
         for directory, manifest in joined.items():
             range_ = manifest.ranges[-1]
@@ -110,17 +107,6 @@ def merge(output: Path) -> Manifest:
                 for path in directory.glob(f"{kind}-{range_.first:012d}.*.*"):
                     path.unlink()
     return joined[output]
-
-
-@contextmanager
-def locked(path: Path, kind: int) -> Iterator[BinaryIO]:
-    """Locks a file of a packed directory, which is made if it is missing; `kind` is one of flock's."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, kind)
-        except BlockingIOError:
-            raise BlockingIOError(f"another process is packing into {path.parent}: wait for it, or end it") from None
-        yield file
 
 
 def _joined(directory: Path, output: Path) -> Manifest:

@@ -144,16 +144,37 @@ def require_empty(directory: Path, *, but: frozenset[str] = frozenset()) -> None
         raise ValueError(f"{directory} is not empty: give another directory")
 
 
-def lock_file(descriptor: int, path: Path) -> bool:
+def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool = False) -> bool:
     """Locks an open file until it is closed; returns False if another process has locked it. Raises OSError if the file
     system has no locks."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise OSError(f"the file system of {path} has no locks ({error.strerror}): use a local disk") from None
     return True
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = True, mode: int = 0o666) -> Iterator[int]:
+    """A descriptor of a file that no other thread of any process has meanwhile; shared, of one that others share.
+
+    Creates the file if it is missing; the umask restricts `mode`.
+
+    Raises:
+        OSError: another process holds the lock, unless `wait`; the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    try:
+        if not lock_file(descriptor, path, shared=shared, wait=wait):
+            raise BlockingIOError(
+                f"{path.parent} is being written by another process: wait for it to end, or give another directory"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -169,12 +190,7 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     make_directory(directory, mode=mode)
     lock = directory / LOCK
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)  # a file, because NFS cannot lock directories
-    try:
-        if not lock_file(descriptor, lock):
-            raise OSError(
-                f"{directory} is being written by another process: wait for it to end, or give another directory"
-            )
+    with locked(lock, wait=False, mode=PRIVATE_FILE):  # a file, because NFS cannot lock directories
         try:
             yield
         finally:
@@ -182,8 +198,6 @@ def directory_lock(directory: Path, *, mode: int = 0o777) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 for path in made:
                     path.rmdir()
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import shutil
@@ -20,10 +19,11 @@ from trainer.data.config import SourceOptions
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.pack_parts import LOCK, locked
+from trainer.data.pack_parts import LOCK
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
 from trainer.display import Counting
+from weightserver.common.atomic_files import locked
 from weightserver.torch import RangesOrder
 from weightserver.torch.windows import RowOrder
 
@@ -298,7 +298,7 @@ def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
 
 
 def test_two_packers_do_not_mix(tree: Path, tmp_path: Path) -> None:
-    with locked(tmp_path / LOCK, fcntl.LOCK_SH), pytest.raises(OSError, match="another process is packing into"):
+    with locked(tmp_path / LOCK, shared=True), pytest.raises(OSError, match="is being written by another process"):
         pack(tree, tmp_path, options())
 
 

@@ -26,9 +26,10 @@ from tests.helpers.watching import wait_until
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import Manifest
 from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.pack_parts import LOCK, PLANNING, locked, merge
+from trainer.data.pack_parts import LOCK, PLANNING, merge
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
+from weightserver.common.atomic_files import locked
 
 ROOT = Path(__file__).parents[3]
 PACK = """
@@ -90,8 +91,8 @@ def test_parts_packed_at_the_same_time_are_the_pack_of_one_process(tree: Path, p
     output = tmp_path / "packed"
     output.mkdir()
     with (
-        locked(output / LOCK, fcntl.LOCK_SH),
-        locked(output / PLANNING, fcntl.LOCK_EX) as lock,
+        locked(output / LOCK, shared=True),
+        locked(output / PLANNING) as lock,
         processes(*(part_command(tree, output, f"{number}/2") for number in range(2))) as started,
     ):
         wait_until(lambda: all(waits_for_a_lock(process.pid) for process in started), seconds=200)
@@ -300,16 +301,16 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
     for number in range(2):
         pack(tree, output, options(Part(number, 2)))
     before = contents(output)
-    with locked(output / LOCK, fcntl.LOCK_SH), pytest.raises(BlockingIOError, match="another process is packing into"):
+    with locked(output / LOCK, shared=True), pytest.raises(BlockingIOError, match="is being written by another process"):
         merge(output)
     assert contents(output) == before
-    with locked(output / LOCK, fcntl.LOCK_EX) as lock, ThreadPoolExecutor(1) as thread:
+    with locked(output / LOCK) as lock, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pack, tree, output, options(Part(0, 2)))
         wait_until(lambda: waits_for_a_lock(os.getpid()) or waiting.done())
         assert not waiting.done()
         for path in output.rglob("shards-*-of-*"):
             path.unlink()  # as another merge, which has joined the parts, removes them
-        with pytest.raises(BlockingIOError, match="another process is packing into"):
+        with pytest.raises(BlockingIOError, match="is being written by another process"):
             merge(output)
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert not waiting.result(60).complete
