@@ -16,7 +16,9 @@ def label_text(value: Any, where: str) -> str:
     if value is None or value != value:  # NaN
         return ""
     if isinstance(value, list | dict):
-        raise ValueError(f"{where}: {str(value)[:30]} is no label: give one for each image, or name another column or key")
+        raise ValueError(
+            f"{where}: {str(value)[:30]} is no label: give one for each image, or name another column or key"
+        )
     return " ".join((os.fsdecode(value) if isinstance(value, bytes) else str(value)).split())
 
 

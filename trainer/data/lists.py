@@ -277,6 +277,7 @@ def _split(line: str, root: Path) -> tuple[str, str | None]:
     path = path.strip() if label.removeprefix("-").isdecimal() else ""
     if not is_image(line) and after_name is not None:
         name, rest = line[:after_name].rstrip(), line[after_name:].strip(' "')
-        if "/" not in rest or not any(os.path.isfile(root / one) for one in (path, line)):  # of a folder with such a name
+        in_folder = "/" in rest and any(os.path.isfile(root / one) for one in (path, line))  # of such a name
+        if not in_folder:
             return name, rest
     return (path, label) if path else (line, None)

@@ -180,7 +180,8 @@ class Manifest:
             ]
             if any(part.rows_packed < part.count for part in ranges[:-1]):
                 raise ValueError(
-                    f"{shown(path)} names an incomplete range before its last: pack the images again, into a new directory"
+                    f"{shown(path)} names an incomplete range before its last: pack the images again, into a new "
+                    "directory"
                 )
             options = settings_of(SourceOptions, content.pop("options"))
             return cls(classes=tuple(content.pop("classes")), options=options, ranges=tuple(ranges), **content)
@@ -189,7 +190,9 @@ class Manifest:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
         except (TypeError, KeyError, AttributeError, ArithmeticError, UnicodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{shown(path)} is damaged ({error}): pack the images again, into a new directory") from None
+            raise ValueError(
+                f"{shown(path)} is damaged ({error}): pack the images again, into a new directory"
+            ) from None
 
 
 def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
