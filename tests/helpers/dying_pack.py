@@ -1,15 +1,15 @@
-"""Packing that ends where a file is written or appended to, as if it was killed there."""
+"""Packing that ends where a file is renamed into place, as if it was killed there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 
 import pytest
 
-from trainer.data import pack_parts
-from trainer.data.pack_parts import LOCK, PLANNING
-from weightserver.common.atomic_files import append_synced, sha256
+from trainer.data.manifest import LOCK
+from trainer.data.planning import PLANNING
+from weightserver.common.atomic_files import sha256
 
 
 class Killed(BaseException):
@@ -17,28 +17,19 @@ class Killed(BaseException):
 
 
 def die_at(number: int, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the packing inside before, in the middle of, or after the `number`-th file that it writes or appends to.
+    """Ends the packing before or after the `number`-th file that it renames into place."""
+    replace, calls = Path.replace, itertools.count(1)
 
-    In the middle ("half"), half of the added data is there. A file is renamed as a whole, so "half" is before that.
-    """
-    replace, calls = Path.replace, 0
-
-    def dying(act: Callable[[], object], half: Callable[[], object]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number and moment != "after":
-            if moment == "half":
-                half()
+    def dying(path: Path, target: Path) -> Path:
+        call = next(calls)
+        if call == number and moment == "before":
             raise Killed
-        act()
-        if calls == number:
+        found = replace(path, target)
+        if call == number:
             raise Killed
+        return found
 
-    def add(path: Path, content: bytes) -> None:
-        dying(lambda: append_synced(path, content), lambda: append_synced(path, content[: len(content) // 2]))
-
-    monkeypatch.setattr(Path, "replace", lambda path, target: dying(lambda: replace(path, target), lambda: None))
-    monkeypatch.setattr(pack_parts, "append_synced", add)
+    monkeypatch.setattr(Path, "replace", dying)
 
 
 def contents(directory: Path) -> dict[str, str]:

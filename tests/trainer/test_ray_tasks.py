@@ -23,9 +23,10 @@ from tests.helpers.object_store import credentials, s3_server
 from tests.helpers.watching import wait_until
 from tests.trainer.test_embed import CONFIG, run_with
 from trainer.data.manifest import Manifest
-from trainer.data.pack import PackOptions, pack, planned_pack
+from trainer.data.pack import PackOptions, pack
 from trainer.data.packed import PackedImages
 from trainer.data.parts import WHOLE
+from trainer.data.planning import planned_pack
 from weightserver.common.atomic_files import sha256
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'pic-weightserver[ray]'")
@@ -142,7 +143,7 @@ def stuck(tmp_path: Path) -> Path:
 
 
 def lines(output: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in output.glob("shards-*-of-*.jsonl"))
+    return len(list(output.glob("parts/[!.]*")))
 
 
 def busy(head: psutil.Process) -> list[psutil.Process]:

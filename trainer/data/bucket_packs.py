@@ -7,10 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.manifest import Manifest, Range, index_path, is_packed, manifests_in, tar_path
-from trainer.data.pack import damage_of_index
+from trainer.data.index import damage_of_index
+from trainer.data.manifest import LOCK, Manifest, Range, index_path, is_packed, manifests_in, tar_path
 from trainer.data.pack_files import SEGMENT_BYTES
-from trainer.data.pack_parts import LOCK
 from weightserver.common.atomic_files import locked, sha256
 from weightserver.common.object_store import (
     ObjectStoreError,

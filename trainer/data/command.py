@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.data.bucket_packs import upload_pack, verify_in_bucket
-from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket
 from trainer.data.config import SourceOptions
 from trainer.data.inspection import inspect_source
 from trainer.data.manifest import Manifest, is_packed, packs_in
-from trainer.data.pack import PackOptions, pack, verify
+from trainer.data.pack import PackOptions, merge, pack, verify
 from trainer.data.pack_on_ray import pack_on_ray
-from trainer.data.pack_parts import merge
 from trainer.data.parts import check_part_arguments
 from trainer.data.reading import check_source, counted
 from trainer.data.source_arguments import source_options
@@ -57,10 +55,7 @@ def _pack(options: argparse.Namespace) -> list[str]:
         source=of_source,
         part=options.part,
     )
-    if options.engine:
-        manifest = pack_on_ray(source, output, how, options.address)
-    else:
-        manifest = (pack_in_bucket if is_remote(output) else pack)(source, output, how)
+    manifest = pack_on_ray(source, output, how, options.address) if options.engine else pack(source, output, how)
     if manifest.complete:
         return [_packed(output, manifest)]
     images = counted(manifest.ranges[-1].count, "image")
@@ -92,11 +87,9 @@ def _packed(output: Path, manifest: Manifest) -> str:
 def _merge(options: argparse.Namespace) -> list[str]:
     directory = options.directory
     with stage("joining the parts"):
-        if is_remote(directory):
-            return [_packed(directory, merge_in_bucket(directory, SourceOptions(cache_dir=options.cache_dir)))]
-        if options.cache_dir:
+        if options.cache_dir and not is_remote(directory):
             raise ValueError("--cache-dir is for a pack in a bucket: omit it")
-        return [_packed(directory, merge(directory))]
+        return [_packed(directory, merge(directory, SourceOptions(cache_dir=options.cache_dir)))]
 
 
 def _verify(options: argparse.Namespace) -> list[str]:

@@ -1,23 +1,18 @@
 """The manifest of a packed directory, and the names of its files.
 
-    manifest.json                   order_seed, classes, how the source was read, and the ranges
-    shards-FIRST.jsonl              a range's tars with their checksums, one per line, added when the tar is finished
-    index-FIRST.bin                 a range's index, one record per row (`index.py`), appended tar by tar
-    images-FIRST.tsv                a range's images by id: label, offset and length in a tar, path, member
-    shards-FIRST.PLAN.I-of-N.jsonl  the same two of a part that is not joined yet (`pack_parts.py`)
-    index-FIRST.PLAN.I-of-N.bin
-    rows-FIRST.tar                  a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
+    manifest.json       order_seed, classes, how the source was read, and the ranges
+    images-FIRST.tsv    a range's images by id: label, offset and length in a tar, path, member
+    rows-FIRST.tar      a shard: rows FIRST ... in webdataset's form, KEY.jpg (or png, ...) and KEY.cls
+    index-FIRST.bin     a range's index, one record per row (`index.py`)
+    shards-FIRST.jsonl  a range's tars with their checksums, one per line: written last, when all are there
 
-Only files that the manifest names count: they are written and synced first, then named. A process that dies while it
-adds a line leaves an incomplete line, which is ignored.
+A range that is not complete has notes of its finished tars (`finished_tars.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +21,12 @@ from trainer.data.bucket_sources import numbered
 from trainer.data.config import SourceOptions
 from trainer.data.parts import WHOLE, Part
 from trainer.settings import settings_of
-from weightserver.common.atomic_files import atomic_write, sync
+from weightserver.common.atomic_files import atomic_write
 from weightserver.common.object_store import absolute, find, is_remote, read, shown, unless_missing
 
 FORMAT = 5
+LOCK = ".packing"
+"""File in a pack on a disk that those who pack into it lock: parts together, others alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +58,7 @@ class Range:
     rows_per_tar: int
     """Number of rows of each tar but the last."""
     shards: tuple[Shard, ...]
-    """Tars of these rows, from the first on; a complete range has all of them."""
-
-    @property
-    def rows_packed(self) -> int:
-        return self.shards[-1].first + self.shards[-1].count - self.first if self.shards else 0
+    """All tars of these rows, in order; none of a range that is not complete."""
 
     @property
     def index_digest(self) -> str:
@@ -140,7 +133,7 @@ class Manifest:
     @property
     def finished(self) -> Manifest:
         """The manifest without the range that is still being added, if any."""
-        return replace(self, ranges=tuple(part for part in self.ranges if part.rows_packed == part.count))
+        return replace(self, ranges=tuple(part for part in self.ranges if part.shards))
 
     @property
     def content(self) -> bytes:
@@ -155,14 +148,14 @@ class Manifest:
         return hashlib.sha256(self.content).hexdigest()[:12]
 
     def save(self, directory: Path) -> None:
-        """Writes each file atomically: the lists of tars first, then manifest.json."""
-        for part in self.ranges:
+        """Writes each file atomically: the lists of tars of complete ranges first, then manifest.json."""
+        for part in self.finished.ranges:
             atomic_write(shards_path(directory, part.first), partial(Path.write_bytes, data=part.list_of_tars))
         atomic_write(directory / "manifest.json", partial(Path.write_bytes, data=self.content))
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Reads the files of `save`; parts that are not joined do not count.
+        """Reads the files of `save`; notes of finished tars do not count.
 
         Raises:
             ValueError: no manifest, or one of an unknown format; a bucket that refuses or does not answer.
@@ -178,7 +171,7 @@ class Manifest:
             ranges = [
                 replace(part, shards=shards_in(shards_path(directory, part.first), part.tars(WHOLE))) for part in ranges
             ]
-            if any(part.rows_packed < part.count for part in ranges[:-1]):
+            if not all(part.shards for part in ranges[:-1]):
                 raise ValueError(
                     f"{shown(path)} names an incomplete range before its last: pack the images again, into a new "
                     "directory"
@@ -193,12 +186,6 @@ class Manifest:
             raise ValueError(
                 f"{shown(path)} is damaged ({error}): pack the images again, into a new directory"
             ) from None
-
-
-def cut_shards(path: Path, shards: Sequence[Shard]) -> None:
-    """Truncates a list to its first tars, before others are added: a killed process may have left half a line."""
-    os.truncate(path, sum(len(line_of(shard)) for shard in shards))
-    sync(path)
 
 
 def is_packed(directory: Path) -> bool:
@@ -230,12 +217,12 @@ def tar_path(directory: Path, first: int) -> Path:
     return directory / f"rows-{first:012d}.tar"
 
 
-def index_path(directory: Path, first: int, part: str = "") -> Path:
-    return directory / f"index-{first:012d}{part}.bin"
+def index_path(directory: Path, first: int) -> Path:
+    return directory / f"index-{first:012d}.bin"
 
 
-def shards_path(directory: Path, first: int, part: str = "") -> Path:
-    return directory / f"shards-{first:012d}{part}.jsonl"
+def shards_path(directory: Path, first: int) -> Path:
+    return directory / f"shards-{first:012d}.jsonl"
 
 
 def line_of(shard: Shard) -> bytes:
@@ -244,26 +231,23 @@ def line_of(shard: Shard) -> bytes:
 
 
 def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
-    """The tars named in a list, which are the first ones of `tars`. An incomplete last line is ignored. A bucket has no
-    list before it has all tars."""
+    """The tars of a list, which are all of `tars`; none if there is no list yet."""
     try:
-        content = unless_missing(lambda: read(path)) or b"" if is_remote(path) else path.read_bytes()
-        *lines, rest = content.split(b"\n")
+        content = unless_missing(lambda: read(path)) if is_remote(path) else path.read_bytes()
+    except FileNotFoundError:
+        content = None
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error}): pack the images again, into a new directory") from None
-    shards: list[Shard] = []
-    row = tars.start
-    for number, line in enumerate(lines, 1):
-        try:
-            shard = Shard(**json.loads(line))
-            if shard.first != row or not row < row + shard.count <= tars.stop:
-                raise ValueError(f"rows from {shard.first} on")
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and not rest:
-                break
-            raise ValueError(
-                f"{shown(path)} is damaged in line {number} ({error}): pack the images again, into a new directory"
-            ) from None
-        shards.append(shard)
-        row += shard.count
-    return tuple(shards)
+        raise ValueError(f"{path} cannot be read ({error.strerror}): check its rights and its disk") from None
+    if content is None:
+        return ()
+    try:
+        shards = tuple(Shard(**json.loads(line)) for line in content.splitlines())
+    except (ValueError, TypeError):
+        shards = ()
+    rows = [row for shard in shards for row in (shard.first, shard.first + shard.count)]
+    if rows != [tars.start, *(row for row in tars[1:] for _ in range(2)), tars.stop]:
+        raise ValueError(
+            f"{shown(path)} is damaged, or an earlier version of this program began it: pack the images again, into a "
+            "new directory"
+        )
+    return shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -18,7 +18,7 @@ from trainer.cores import usable_cores
 from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
-from trainer.data.manifest import Manifest, Range, is_packed, listing_path, manifests_in
+from trainer.data.manifest import Manifest, Range, listing_path, manifests_in
 from trainer.data.parts import Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
@@ -28,6 +28,8 @@ from weightserver.common.logs import Remark, say
 from weightserver.common.object_store import is_remote, shown
 
 _MEASURED = 1_000
+Listings = Callable[[Range], Path]
+"""The file with the listing of a range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,47 +54,37 @@ class PackOptions:
             raise ValueError("the size of tars and the number of threads must be at least 1")
 
 
-class AnotherPackError(ValueError):
-    """A directory does not hold the pack that is asked for, or what can become it.
-
-    Attributes:
-        directory: of the pack.
-        wrong, remedy: what is wrong with it, and what to do.
-    """
-
-    def __init__(self, directory: Path, wrong: str, remedy: str) -> None:
-        super().__init__(f"{shown(directory)} {wrong}: {remedy}, or give another directory")
-        self.directory, self.wrong, self.remedy = directory, wrong, remedy
-
-
-def planned(split: Split, output: Path, options: PackOptions, known: tuple[str, ...] = ()) -> Manifest:
-    """The manifest to pack a split by: the existing one, with a new range if images are added, which is not saved.
+def planned(
+    split: Split,
+    before: Manifest | None,
+    place: Path,
+    listings: Listings,
+    output: Path,
+    options: PackOptions,
+    known: tuple[str, ...] = (),
+) -> Manifest:
+    """The manifest to pack a split by, which is not saved: the existing one, with a new range if images are added.
 
     Args:
+        before: the existing one; if a range of it is not complete, that is packed first.
+        place: of the pack, for messages.
+        listings: the existing ones.
+        output: folder for a new listing.
         known: classes of the training images, whose numbers those of test images are.
 
     Raises:
-        ValueError: a source without images, or a directory whose content contradicts `options`.
+        ValueError: a source without images, or a pack that contradicts `options`.
     """
-    if is_packed(output):
-        manifest = Manifest.load(output)
-        for wrong, remedy in _contradictions(manifest, split, options):
-            raise AnotherPackError(output, wrong, remedy)
-        if not (manifest.complete and options.extend):
-            if options.extend:
-                source = manifest.ranges[-1].source
-                line = f"{source}: packing what was listed before; repeat --extend to add newer images"
-                say(Remark(line, source=source))
-            return manifest
-        added = _added(split, output, manifest)
-        return _with_range(manifest, split, added, output, options, known) if added else manifest
-    if options.extend:
-        raise AnotherPackError(output, "holds no packed images to extend", "omit --extend")
-    if any(path.name.endswith((".tar", ".bin", ".json")) for path in output.iterdir()):
-        raise ValueError(f"{output} holds other files: give an empty or new directory")
-    seed = options.order_seed or 0
-    manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
-    return _with_range(manifest, split, split.listing, output, options, known)
+    if before is None:
+        if options.extend:
+            raise _another(place, "holds no packed images to extend", "omit --extend")
+        seed = options.order_seed or 0
+        manifest = Manifest(order_seed=seed, labelled=split.labelled, classes=(), options=options.source, ranges=())
+        return _with_range(manifest, split, split.listing, output, options, known)
+    for wrong, remedy in _contradictions(before, split, options):
+        raise _another(place, wrong, remedy)
+    added = _added(split, before, listings) if before.complete else None
+    return _with_range(before, split, added, output, options, known) if added else before
 
 
 def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manifest]:
@@ -103,13 +95,22 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
         ValueError: the pack is another one.
     """
     manifests = manifests_in(output)
-    if not manifests or (options.extend and all(manifest.complete for manifest in manifests.values())):
+    if not manifests or (options.extend and manifests[output].complete):  # which is planned last, and joined last
         return {}
     for wrong, remedy in _contradictions_of_options(manifests[output], options):
-        raise AnotherPackError(output, wrong, remedy)
-    if not manifests[output].ranges[-1].is_of(source):
-        raise AnotherPackError(output, *_of_other_images(manifests[output]))
+        raise _another(output, wrong, remedy)
+    last = manifests[output].ranges[-1]
+    if not last.is_of(source):
+        raise _another(output, *_of_other_images(manifests[output]))
+    if options.extend and not options.part:
+        line = f"{last.source}: packing what was listed before; repeat --extend to add newer images"
+        say(Remark(line, source=last.source))
     return manifests
+
+
+def _another(place: Path, wrong: str, remedy: str) -> ValueError:
+    """A place does not hold the pack that is asked for, or what can become it."""
+    return ValueError(f"{shown(place)} {wrong}: {remedy}, or give another directory")
 
 
 def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> Iterator[tuple[str, str]]:
@@ -121,8 +122,6 @@ def _contradictions(manifest: Manifest, split: Split, options: PackOptions) -> I
         if copy:
             remedy = f"replace {cache}/sources/ by s3:// in its manifest.json if it does"
             yield f"may hold images of {shown(root)} already, by the name of their copy {part.root}", remedy
-    if manifest.ranges[-1].source != split.source and (not manifest.complete or not options.extend):
-        yield _of_other_images(manifest)
     kind = kind_of_labels(manifest.labelled, manifest.classes)
     if split.kind_of_labels != kind:
         yield f"has {kind}, {split.source} {split.kind_of_labels}", "add images of the same kind"
@@ -182,7 +181,7 @@ def _with_range(
     return replace(manifest, classes=names, ranges=(*manifest.ranges, part))
 
 
-def _added(split: Split, output: Path, manifest: Manifest) -> Listing | None:
+def _added(split: Split, manifest: Manifest, listings: Listings) -> Listing | None:
     """The images of a split that are not packed yet, by their paths; None if all are.
 
     Raises:
@@ -192,7 +191,7 @@ def _added(split: Split, output: Path, manifest: Manifest) -> Listing | None:
 
     def places() -> Iterator[bytes]:
         for part in manifest.ranges:
-            listing = Listing.open(listing_path(output, part.first), Path(part.root))
+            listing = Listing.open(listings(part), Path(part.root))
             for entry in listing:
                 if entry.length == IN_TABLE:
                     marks[listing.root / entry.path] = entry.offset

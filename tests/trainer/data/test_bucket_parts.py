@@ -23,13 +23,15 @@ from tests.helpers.dying_pack import Killed, contents
 from tests.helpers.image_tree import plain_tree, split_tree
 from tests.helpers.object_store import KEY, SECRET, Proxy, object_store, stored
 from tests.helpers.watching import wait_until
-from trainer.data import bucket_packs, bucket_parts, load_dataset
-from trainer.data.bucket_parts import merge_in_bucket, pack_in_bucket, plan_in_bucket
+from trainer.data import bucket_packs, finished_tars, load_dataset, planning
 from trainer.data.config import SourceOptions
+from trainer.data.finished_tars import FinishedTars
 from trainer.data.manifest import Manifest
-from trainer.data.pack import Packer, PackOptions, pack, planned_pack
+from trainer.data.pack import PackOptions, merge, pack
 from trainer.data.packed import PackedImages
+from trainer.data.packer import Packer
 from trainer.data.parts import Part
+from trainer.data.planning import plan_in_bucket
 from weightserver.common import object_store as objects
 from weightserver.common.object_store import ObjectStoreError, Reason
 
@@ -37,17 +39,17 @@ ROOT = Path(__file__).parents[3]
 PART = """
 import sys
 from pathlib import Path
-from trainer.data import bucket_parts
+from trainer.data import planning
 from trainer.data.config import SourceOptions
-from trainer.data.pack import PackOptions
+from trainer.data.pack import PackOptions, pack
 from trainer.data.parts import to_part
 from trainer.stopping import exit_on_error
 
-bucket_parts._LOOK_SECONDS = 0.2
+planning._LOOK_SECONDS = 0.2
 source, target, part, cache = sys.argv[1:]
 with exit_on_error("part"):
     options = PackOptions(tar_bytes=40_000, threads=2, part=to_part(part), source=SourceOptions(cache_dir=Path(cache)))
-    bucket_parts.pack_in_bucket(Path(source), Path(target), options)
+    pack(Path(source), Path(target), options)
 """
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.guard]
@@ -142,7 +144,7 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
     )
     for number in (1, 2, 0):
         bucket.requests.clear()
-        assert not pack_in_bucket(tree, target, options(tmp_path / "three", Part(number, 3))).complete
+        assert not pack(tree, target, options(tmp_path / "three", Part(number, 3))).complete
         read = [one.path for one in bucket.requests if one.method == "GET" and one.path.endswith("manifest.json")]
         assert read == [f"{place}/manifest.json", f"{place}/test/manifest.json"], "once"
         assert not [path for path in (tmp_path / "three").rglob("*") if path.suffix in (".tar", ".bin")]
@@ -159,7 +161,7 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
     assert np.array_equal(far.test_images[:], near.test_images[:])
     bucket.heal()
     again = options(tmp_path / "six", Part(0, 2))
-    assert pack_in_bucket(tree, target, again) == merge_in_bucket(target, again.source) == Manifest.load(whole)
+    assert pack(tree, target, again) == merge(target, again.source) == Manifest.load(whole)
     assert not bucket.writes()
 
 
@@ -167,7 +169,7 @@ def test_parts_on_several_machines_are_the_pack_of_one_process(
 def packed(tree: Path, target: Path, tmp_path: Path) -> Path:
     """Both parts of a pack, not joined yet."""
     for number in range(2):
-        pack_in_bucket(tree, target, options(tmp_path / "cache", Part(number, 2)))
+        pack(tree, target, options(tmp_path / "cache", Part(number, 2)))
     return target
 
 
@@ -185,34 +187,34 @@ def test_nothing_is_joined_before_all_tars_are_there(
         return line
 
     assert f"{shown}/manifest.json: {Reason.MISSING.value}" in refused()
-    pack_in_bucket(tree, target, options(cache, Part(0, 2)))
+    pack(tree, target, options(cache, Part(0, 2)))
     capsys.readouterr()
     assert refused() == (
         f"pic pack merge: 1 of 2 tars of {shown}/test missing, first that of row 11 of 20: repeat 'pic pack SOURCE "
         f"{shown}', with --part I/N for the parts that did not end"
     )
-    pack_in_bucket(tree, target, options(cache, Part(1, 2)))
+    pack(tree, target, options(cache, Part(1, 2)))
     tar = target / "rows-000000000000.tar"
     content = objects.read(tar)
     for damaged in (content[:-1], content[:-1] + b"x"):
         objects.write(tar, damaged)
         capsys.readouterr()
-        assert f"{objects.shown(tar)}: {Reason.DAMAGED.value}" in refused()
+        assert f"{objects.shown(tar)} does not match its checksum: remove it, and repeat" in refused()
     objects.remove([tar])
     assert (
         f"1 of {Manifest.load(target).ranges[-1].num_tars} tars of {shown} missing, first that of row 0 of 53"
         in refused()
     )
     for of in (2, 3):
-        pack_in_bucket(tree, target, options(cache, Part(0, of)))
+        pack(tree, target, options(cache, Part(0, of)))
     note = min(objects.below(target / "parts"))
     noted = objects.read(note)
     capsys.readouterr()
     for damage in (b"", noted[:-1], b"[]" + noted):
         objects.write(note, damage)
-        assert f"{objects.shown(note)}: {Reason.DAMAGED.value}" in refused()
+        assert f"{objects.shown(note)} does not match its checksum: remove it, and repeat" in refused()
     objects.write(note, noted)
-    merge_in_bucket(target, source_options(cache))
+    merge(target, source_options(cache))
     assert stored(target) == contents(whole)
 
 
@@ -221,30 +223,30 @@ def test_a_merge_that_is_interrupted_at_its_end_is_repeated(
 ) -> None:
     """On another machine: when the pack is complete, what parts noted is removed."""
     with monkeypatch.context() as patched:
-        patched.setattr(bucket_parts, "remove", die)
+        patched.setattr(finished_tars, "remove", die)
         with pytest.raises(Killed):
-            merge_in_bucket(packed, source_options(tmp_path / "one"))
+            merge(packed, source_options(tmp_path / "one"))
     assert Manifest.load(packed).complete
-    assert merge_in_bucket(packed, source_options(tmp_path / "two")) == Manifest.load(whole)
+    assert merge(packed, source_options(tmp_path / "two")) == Manifest.load(whole)
     assert stored(packed) == contents(whole)
 
 
-@pytest.mark.parametrize("then", ["_TarsInBucket", "writing"])
+@pytest.mark.parametrize("then", ["__init__", "joined"])
 def test_of_two_merges_at_the_same_time_one_says_to_repeat_it(
     then: str, packed: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the other one joins before its tars are listed, or before what parts noted is read."""
-    own = getattr(bucket_parts, then)
+    own = getattr(FinishedTars, then)
 
     def after_another(*arguments: Any) -> Any:
         monkeypatch.undo()
-        merge_in_bucket(packed, source_options(tmp_path / "two"))
+        merge(packed, source_options(tmp_path / "two"))
         return own(*arguments)
 
-    monkeypatch.setattr(bucket_parts, then, after_another)
+    monkeypatch.setattr(FinishedTars, then, after_another)
     with pytest.raises(ValueError, match=r"^another command has joined the tars of s3://\S+ meanwhile: repeat"):
-        merge_in_bucket(packed, source_options(tmp_path / "one"))
-    assert merge_in_bucket(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
+        merge(packed, source_options(tmp_path / "one"))
+    assert merge(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
     assert stored(packed) == contents(whole)
 
 
@@ -256,14 +258,14 @@ def test_a_merge_that_was_given_up_leaves_what_an_extension_has_packed(
 
     def after_an_extension(*arguments: Any) -> None:
         monkeypatch.undo()
-        merge_in_bucket(packed, source_options(cache))
+        merge(packed, source_options(cache))
         plan_in_bucket(more, packed, options(cache, extend=True))
-        pack_in_bucket(more, packed, options(cache, Part(0, 1)))
+        pack(more, packed, options(cache, Part(0, 1)))
         send(*arguments)
 
-    monkeypatch.setattr(bucket_parts, "send", after_an_extension)
-    assert merge_in_bucket(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
-    assert merge_in_bucket(packed, source_options(cache)).sizes == (*Manifest.load(whole).sizes, 9)
+    monkeypatch.setattr(finished_tars, "send", after_an_extension)
+    assert merge(packed, source_options(tmp_path / "one")) == Manifest.load(whole)
+    assert merge(packed, source_options(cache)).sizes == (*Manifest.load(whole).sizes, 9)
 
 
 @pytest.mark.parametrize(("joined", "changed"), [(False, True), (True, False)])
@@ -282,7 +284,7 @@ def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
 
     def after_others(packer: Packer) -> None:
         monkeypatch.undo()
-        pack_in_bucket(images, target, options(tmp_path / "two", None if joined else whole_part))
+        pack(images, target, options(tmp_path / "two", None if joined else whole_part))
         for path in images.rglob("*.jpg") if changed else ():
             path.write_bytes(other)
         bucket.requests.clear()
@@ -292,7 +294,7 @@ def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
     monkeypatch.setattr(Packer, "run", after_others)
     refused = pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content")
     with refused if changed else nullcontext():
-        pack_in_bucket(images, target, late)
+        pack(images, target, late)
     assert not bucket.writes()
 
 
@@ -300,7 +302,7 @@ def test_tars_that_a_finished_pack_has_lost_are_named(
     bucket: Proxy, tree: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache, shown = tmp_path / "cache", objects.shown(packed)
-    merge_in_bucket(packed, source_options(cache))
+    merge(packed, source_options(cache))
     tars = sorted(path for path in objects.below(packed / "test") if path.suffix == ".tar")
     objects.write(tars[0], b"cut off")
     objects.remove(tars[1:])
@@ -333,11 +335,11 @@ def test_a_write_that_is_refused_is_one_line_and_repeated(
 
     def pack_all() -> None:
         for number in range(num_parts):
-            pack_in_bucket(tree, target, options(tmp_path / "cache", Part(number, num_parts)))
+            pack(tree, target, options(tmp_path / "cache", Part(number, num_parts)))
         if num_parts:
-            merge_in_bucket(target, source_options(tmp_path / "cache"))
+            merge(target, source_options(tmp_path / "cache"))
         else:
-            pack_in_bucket(tree, target, options(tmp_path / "cache"))
+            pack(tree, target, options(tmp_path / "cache"))
 
     last = f"test/rows-{Manifest.load(whole / 'test').shards[-1].first:012d}"
     for place in places:
@@ -462,16 +464,16 @@ def test_a_pack_that_another_command_planned_meanwhile_is_not_lost(
     claimed = bucket_packs.claimed
 
     def others_first(*arguments: Any) -> Any:
-        monkeypatch.setattr(bucket_parts, "claimed", claimed)
-        pack_in_bucket(other, target, options(tmp_path / "two", extend=bool(objects.below(target))))
+        monkeypatch.setattr(planning, "claimed", claimed)
+        pack(other, target, options(tmp_path / "two", extend=bool(objects.below(target))))
         return claimed(*arguments)
 
-    monkeypatch.setattr(bucket_parts, "claimed", others_first)
+    monkeypatch.setattr(planning, "claimed", others_first)
     with pytest.raises(ValueError, match="holds images of "):
-        pack_in_bucket(images, target, options(tmp_path / "one"))
+        pack(images, target, options(tmp_path / "one"))
     plain_tree(other, 3, first=9)
-    monkeypatch.setattr(bucket_parts, "claimed", others_first)
-    assert pack_in_bucket(images, target, options(tmp_path / "one", extend=True)).num_images == 18
+    monkeypatch.setattr(planning, "claimed", others_first)
+    assert pack(images, target, options(tmp_path / "one", extend=True)).num_images == 18
 
 
 def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_path: Path) -> None:
@@ -485,8 +487,8 @@ def test_neither_source_nor_pack_needs_a_disk(bucket: Proxy, target: Path, tmp_p
     small = SourceOptions(cache_dir=cache, cache_gib=8 / 2**20)
     pack(source, tmp_path / "whole", options(tmp_path / "other"))
     for number in range(3):
-        pack_in_bucket(source, target / "packed", options(cache, Part(number, 3), source=small))
-    merge_in_bucket(target / "packed", small)
+        pack(source, target / "packed", options(cache, Part(number, 3), source=small))
+    merge(target / "packed", small)
     assert stored(target / "packed") == contents(tmp_path / "whole")
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 8_192
 
@@ -502,7 +504,7 @@ def test_a_table_in_a_bucket_that_is_rewritten_ends_the_pack(bucket: Proxy, targ
         objects.upload(tmp_path / "table", source)
 
     def pack_part(number: int) -> None:
-        pack_in_bucket(source, packed, options(tmp_path / "cache", Part(number, 2), tar_bytes=5_000))
+        pack(source, packed, options(tmp_path / "cache", Part(number, 2), tar_bytes=5_000))
 
     write(1)
     pack_part(0)
@@ -513,7 +515,7 @@ def test_a_table_in_a_bucket_that_is_rewritten_ends_the_pack(bucket: Proxy, targ
     assert stored(packed) == before
     write(1)
     pack_part(1)
-    merge_in_bucket(packed, source_options(tmp_path / "cache"))
+    merge(packed, source_options(tmp_path / "cache"))
     pack(source, tmp_path / "whole", options(tmp_path / "other", tar_bytes=5_000))
     assert stored(packed) == contents(tmp_path / "whole")
 
@@ -527,7 +529,7 @@ def test_a_tar_that_the_store_does_not_keep_is_not_finished(
 
     monkeypatch.setattr(bucket_packs, "upload", lose)
     with pytest.raises(ObjectStoreError, match=r"rows-000000000000\.tar: it does not match its checksum"):
-        pack_in_bucket(tree, target, options(tmp_path / "cache", Part(0, 1)))
+        pack(tree, target, options(tmp_path / "cache", Part(0, 1)))
     assert not objects.below(target / "parts")
 
 
@@ -578,7 +580,7 @@ def test_one_command_lists_the_images(
                 in (capsys.readouterr().err)
             )
     bucket.heal()
-    pack_in_bucket(tree, target, options(tmp_path / "three"))
+    pack(tree, target, options(tmp_path / "three"))
     assert stored(target) == contents(whole)
 
 
@@ -586,17 +588,17 @@ def test_a_claim_that_extending_left_is_removed_by_packing(
     bucket: Proxy, tree: Path, whole: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of another command stays."""
-    pack_in_bucket(tree, target, options(tmp_path / "one"))
+    pack(tree, target, options(tmp_path / "one"))
     with monkeypatch.context() as patched:
-        patched.setattr(bucket_parts, "manifests_in", die)
+        patched.setattr(planning, "manifests_in", die)
         patched.setattr(bucket_packs, "remove", die)  # as if it was killed
         with pytest.raises(Killed):
-            pack_in_bucket(tree, target, options(tmp_path / "one", extend=True))
+            pack(tree, target, options(tmp_path / "one", extend=True))
     assert objects.find(target / ".claim")
-    pack_in_bucket(tree, target, options(tmp_path / "two"))
+    pack(tree, target, options(tmp_path / "two"))
     assert stored(target) == contents(whole)
     objects.write(target / ".claim", b"another")
-    pack_in_bucket(tree, target, options(tmp_path / "two"))
+    pack(tree, target, options(tmp_path / "two"))
     assert objects.read(target / ".claim") == b"another"
 
 
@@ -608,19 +610,20 @@ def test_the_first_list_of_images_stays(
     other = tmp_path / "tree"
     shutil.copytree(tree, other)
     if extend:
-        pack_in_bucket(other, target, options(tmp_path / "one"))
+        pack(other, target, options(tmp_path / "one"))
         plain_tree(other / "test", 1, first=998)
 
-    @contextmanager
-    def slow(*arguments: Any) -> Iterator[Any]:
-        with planned_pack(*arguments) as plan:
-            monkeypatch.undo()
-            plain_tree(other / "test", 1, first=999)
-            pack_in_bucket(other, target, options(tmp_path / "two", extend=extend))
-            yield plan
+    own = planning._planned
 
-    monkeypatch.setattr(bucket_parts, "planned_pack", slow)
-    pack_in_bucket(other, target, options(tmp_path / "one", extend=extend))
+    def slow(*arguments: Any) -> dict[Path, Manifest]:
+        plans = own(*arguments)
+        monkeypatch.undo()
+        plain_tree(other / "test", 1, first=999)
+        pack(other, target, options(tmp_path / "two", extend=extend))
+        return plans
+
+    monkeypatch.setattr(planning, "_planned", slow)
+    pack(other, target, options(tmp_path / "one", extend=extend))
     assert call("verify", objects.shown(target)) == 0
     assert Manifest.load(target / "test").num_images == 21 + extend
 
@@ -630,35 +633,36 @@ def test_images_that_are_not_added_since_others_were_are_not_passed_over(
 ) -> None:
     """By a command that has lost its claim to a plain one for the same images."""
     images, more = shutil.copytree(tree, tmp_path / "tree"), plain_tree(tmp_path / "more", 9)
-    size = pack_in_bucket(images, target, options(tmp_path / "one")).num_images
+    size = pack(images, target, options(tmp_path / "one")).num_images
     plain_tree(images / "train", 1, first=999)
 
-    @contextmanager
-    def slow(*arguments: Any) -> Iterator[Any]:
-        with planned_pack(*arguments) as plan:
-            monkeypatch.undo()
-            pack_in_bucket(images, target, options(tmp_path / "two"))
-            pack_in_bucket(more, target, options(tmp_path / "two", extend=True))
-            yield plan
+    own = planning._planned
 
-    monkeypatch.setattr(bucket_parts, "planned_pack", slow)
+    def slow(*arguments: Any) -> dict[Path, Manifest]:
+        plans = own(*arguments)
+        monkeypatch.undo()
+        pack(images, target, options(tmp_path / "two"))
+        pack(more, target, options(tmp_path / "two", extend=True))
+        return plans
+
+    monkeypatch.setattr(planning, "_planned", slow)
     with pytest.raises(ValueError, match=r"^another command has packed other images to s3://\S+ meanwhile: repeat"):
-        pack_in_bucket(images, target, options(tmp_path / "one", extend=True))
-    assert pack_in_bucket(images, target, options(tmp_path / "one", extend=True)).sizes == (size, 9, 1)
+        pack(images, target, options(tmp_path / "one", extend=True))
+    assert pack(images, target, options(tmp_path / "one", extend=True)).sizes == (size, 9, 1)
 
 
 def test_records_of_another_plan_do_not_count(bucket: Proxy, tree: Path, target: Path, tmp_path: Path) -> None:
     """Which a user has left when the rest was removed, also beside a tar whose own records are not there yet."""
     cache, other = tmp_path / "cache", tmp_path / "other"
-    pack_in_bucket(tree, target, options(cache, Part(0, 1)))
+    pack(tree, target, options(cache, Part(0, 1)))
     objects.remove([path for path in objects.below(target) if path.parent.name != "parts"])
     changed = options(cache, Part(0, 1), order_seed=5)
     bucket.refused = f"/images/{target.name}/parts/"
     with pytest.raises(ObjectStoreError):
-        pack_in_bucket(tree, target, changed)
+        pack(tree, target, changed)
     bucket.heal()
-    pack_in_bucket(tree, target, changed)
-    merge_in_bucket(target, changed.source)
+    pack(tree, target, changed)
+    merge(target, changed.source)
     pack(tree, other, replace(changed, part=None))
     assert stored(target) == contents(other)
 

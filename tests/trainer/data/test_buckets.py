@@ -34,10 +34,10 @@ from trainer.data import bucket_packs, cache, load_dataset, numbered_shards, pac
 from trainer.data.config import SourceOptions
 from trainer.data.listing import Listing
 from trainer.data.manifest import Manifest, is_packed
-from trainer.data.pack import PackOptions, pack, planned_pack
-from trainer.data.pack_parts import merge
+from trainer.data.pack import PackOptions, merge, pack
 from trainer.data.packed import PackedImages
 from trainer.data.parts import Part
+from trainer.data.planning import planned_pack
 from trainer.data.reading import read_source
 from trainer.embed import main as embed
 from trainer.evaluate.__main__ import main as evaluate

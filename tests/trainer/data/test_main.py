@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -251,13 +250,10 @@ def test_a_path_is_no_url_and_not_empty(
 def test_verify_says_that_a_pack_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree, packed = plain_tree(tmp_path / "tree", 9), tmp_path / "packed"
     pack(tree, packed, PackOptions(tar_bytes=5_000))
-    lines = next(packed.glob("shards-*.jsonl"))
-    kept = lines.read_bytes().splitlines(keepends=True)[:2]
-    lines.write_bytes(b"".join(kept))  # as when the command was killed
+    next(packed.glob("shards-*.jsonl")).unlink()  # as when the command was killed
     capsys.readouterr()
     assert call("verify", packed) == 1
-    rows = sum(json.loads(line)["count"] for line in kept)
-    assert f"{packed} is not finished: {rows} of 9 images of {tree} are packed" in capsys.readouterr().err
+    assert f"{packed} is not finished: repeat the command that packs it" in capsys.readouterr().err
     assert call("pack", tree, packed) == 0
     assert call("verify", packed) == 0
 

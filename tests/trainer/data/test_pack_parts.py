@@ -12,7 +12,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import plain_tree, split_tree
 from tests.helpers.watching import wait_until
 from trainer.data.config import SourceOptions
-from trainer.data.manifest import Manifest
-from trainer.data.pack import PackOptions, pack, verify
-from trainer.data.pack_parts import LOCK, PLANNING, merge
+from trainer.data.manifest import LOCK, Manifest
+from trainer.data.pack import PackOptions, merge, pack, verify
 from trainer.data.packed import PackedImages
+from trainer.data.packer import Packer
 from trainer.data.parts import Part
+from trainer.data.planning import PLANNING
 from weightserver.common.atomic_files import locked
 
 ROOT = Path(__file__).parents[3]
@@ -113,6 +114,7 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
     shutil.copytree(tree, images)
     pack(images, tmp_path / "whole", options())
     pack(images, output, options(Part(1, 2)))
+    finished = list(output.glob("parts/[!.]*"))
     last = PackedImages(tmp_path / "whole").order.images(np.array(Manifest.load(output).ranges[-1].tars(Part(0, 2))))[
         -1
     ]
@@ -121,13 +123,13 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
     stuck.unlink()
     os.mkfifo(stuck)  # whoever opens it waits
     with processes(part_command(images, output, "0/2")) as (process,):
-        wait_until(lambda: any(path.stat().st_size for path in output.glob("shards-*.0-of-2.jsonl")))
+        wait_until(lambda: len(list(output.glob("parts/[!.]*"))) > len(finished))
         process.send_signal(signal.SIGKILL)
         process.wait()
     stuck.unlink()
     stuck.write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"1 part of .* not finished, 0/2: repeat 'pic pack SOURCE .*packed --part 0/2'"
+        ValueError, match=r"^\d of \d tars of .*packed/test missing, first that of row 0 of 20: repeat 'pic pack SOURCE"
     ):
         merge(output)
     pack(images, output, options(Part(0, 2)))
@@ -151,11 +153,11 @@ def test_any_number_of_parts_in_any_order(of: int, tree: Path, packed: Path, tmp
     assert contents(output) == contents(packed)
 
 
-@pytest.mark.parametrize(("fatal", "moment"), [*((fatal, "before") for fatal in range(1, 7)), (6, "after")])
+@pytest.mark.parametrize(("fatal", "moment"), [*((fatal, "before") for fatal in range(1, 5)), (4, "after")])
 def test_an_interrupted_merge_is_repeated(
     fatal: int, moment: str, tree: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Index, list of tars and manifest, of the training images and of the test images."""
+    """Index and list of tars, of the test images and of the training images."""
     output = tmp_path / "packed"
     for number in range(2):
         pack(tree, output, options(Part(number, 2)))
@@ -245,55 +247,75 @@ def test_a_table_that_is_rewritten_after_it_was_listed_ends_the_pack(
 
 
 def test_what_does_not_belong_together_is_not_joined(tree: Path, tmp_path: Path) -> None:
-    """Parts that were packed elsewhere and copied: some are missing, overlap, or are of another pack."""
-    halves, thirds, seeds = (tmp_path / name for name in ("halves", "thirds", "seeds"))
-    for directory, of, seed in ((halves, 2, 5), (thirds, 3, 5), (seeds, 2, 6)):
-        for number in range(of - 1):
-            pack(tree, directory, options(Part(number, of), order_seed=seed))
-    shutil.copy(tree / "train/a/0000.jpg", tmp_path / "more.jpg")
-    (tmp_path / "more").mkdir()
+    """Parts that were packed elsewhere and copied: some are missing, or are of another pack."""
+    halves, seeds = tmp_path / "halves", tmp_path / "seeds"
+    pack(tree, halves, options(Part(0, 2)))
+    pack(tree, seeds, options(Part(0, 2), order_seed=6))
     others = shutil.copytree(tree, tmp_path / "more/tree")
     (others / "train/b/more.jpg").write_bytes((tree / "train/a/0000.jpg").read_bytes())
     changed = tmp_path / "changed"
     pack(others, changed, options(Part(1, 2)))
     for other, message in (
-        (None, r"1 part of .*halves missing or .*, 1/2: repeat 'pic pack SOURCE .*/halves --part 1/2' for each"),
-        (thirds, "halves has parts of 2 and of 3, which overlap: remove the shards- and index- files of one"),
-        (seeds, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
-        (changed, r"is a part of other images, or in another order, than .*halves has: remove it, or pack all"),
+        (
+            None,
+            r"\d of \d tars of .*halves/test missing, first that of row \d+ of 20: repeat 'pic pack SOURCE",
+        ),
+        (seeds, r"parts/\w+-\d+ is of other images, or of another order, than .*halves has: remove it, or pack all"),
+        (changed, r"parts/\w+-\d+ is of other images, or of another order, than .*halves has: remove it, or pack all"),
     ):
         gathered = shutil.copytree(halves, tmp_path / f"gathered {other and other.name}" / "halves")
-        for path in other.glob("*-of-*") if other else ():
-            shutil.copy(path, gathered)
+        for path in (other / "parts").iterdir() if other else ():
+            shutil.copy(path, gathered / "parts")
         before = contents(gathered)
-        with pytest.raises(ValueError, match=message) as caught:
-            merge(gathered)
-        assert "\n" not in str(caught.value)
-        assert contents(gathered) == before
+        for act in (merge, lambda place: pack(tree, place, options())) if other else (merge,):
+            with pytest.raises(ValueError, match=message) as caught:
+                act(gathered)
+            assert "\n" not in str(caught.value)
+            assert contents(gathered) == before
 
 
-def test_a_pack_is_made_in_one_way(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one process or in so many parts, of one source by the same options."""
-    output, whole = tmp_path / "packed", tmp_path / "whole"
+def test_a_pack_is_of_one_source_by_the_same_options(tree: Path, packed: Path, tmp_path: Path) -> None:
+    """By so many parts, and by one process, which packs what is left and joins all."""
+    output = tmp_path / "packed"
     pack(tree, output, options(Part(0, 4)))
-    die_at(10, "after", monkeypatch)
-    with pytest.raises(Killed):
-        pack(tree, whole, options())
-    monkeypatch.undo()
-    for directory, source, changes, message in (
-        (output, tree, {}, "is being packed in parts: pack them, then 'pic pack merge"),
-        (output, tree, {"part": Part(0, 5)}, "is being packed in 4 parts: give --part I/4"),
-        (output, tree, {"part": Part(1, 4), "order_seed": 6}, "is packed in the order of seed 5, not 6"),
-        (output, tree, {"part": Part(1, 4), "source": SourceOptions(alpha="ignore")}, "was packed with"),
-        (output, tree / "test", {"part": Part(1, 4)}, f"holds images of {tree}/train: finish packing those first"),
-        (whole, tree, {"part": Part(0, 4)}, "is being packed by one process: repeat its command, without --part"),
+    for source, changes, message in (
+        (tree, {"part": Part(1, 4), "order_seed": 6}, "is packed in the order of seed 5, not 6"),
+        (tree, {"part": Part(1, 4), "source": SourceOptions(alpha="ignore")}, "was packed with"),
+        (tree / "test", {"part": Part(1, 4)}, f"holds images of {tree}/train: finish packing those first"),
     ):
-        before = contents(directory)
+        before = contents(output)
         with pytest.raises(ValueError, match=message):
-            pack(source, directory, options(**changes))
-        assert contents(directory) == before
-    with pytest.raises(ValueError, match="whole has no parts to join"):
-        merge(whole)
+            pack(source, output, options(**changes))
+        assert contents(output) == before
+    pack(tree, output, options(Part(2, 3)))
+    assert pack(tree, output, options()).complete
+    assert contents(output) == contents(packed)
+
+
+def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
+    tree: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on after others have packed its tars: quietly, or in one line if it has other images."""
+    images, run = shutil.copytree(tree, tmp_path / "tree"), Packer.run
+    other = next(images.rglob("*.jpg")).read_bytes()
+    for changed in (False, True):
+        output = tmp_path / f"packed {changed}"
+
+        def after_others(packer: Packer, changed: bool = changed, output: Path = output) -> None:
+            monkeypatch.undo()
+            pack(images, output, options(Part(0, 1)))
+            for path in images.rglob("*.jpg") if changed else ():
+                path.write_bytes(other)
+            run(packer)
+
+        monkeypatch.setattr(Packer, "run", after_others)
+        refused = pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content")
+        with refused if changed else nullcontext():
+            pack(images, output, options(Part(0, 2)))
+        merge(output)
+        assert {one: digest for one, digest in contents(output).items() if one.endswith(".tar")} == {
+            one: digest for one, digest in contents(packed).items() if one.endswith(".tar")
+        }
 
 
 def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Path, tmp_path: Path) -> None:
@@ -301,16 +323,17 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
     for number in range(2):
         pack(tree, output, options(Part(number, 2)))
     before = contents(output)
-    with locked(output / LOCK, shared=True), pytest.raises(BlockingIOError, match="written by another process"):
+    with (
+        locked(output / LOCK, shared=True),
+        pytest.raises(BlockingIOError, match="is being written by another process"),
+    ):
         merge(output)
     assert contents(output) == before
     with locked(output / LOCK) as lock, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pack, tree, output, options(Part(0, 2)))
         wait_until(lambda: waits_for_a_lock(os.getpid()) or waiting.done())
         assert not waiting.done()
-        for path in output.rglob("shards-*-of-*"):
-            path.unlink()  # as another merge, which has joined the parts, removes them
-        with pytest.raises(BlockingIOError, match="is being written by another process"):
+        with pytest.raises(BlockingIOError, match="written by another process"):
             merge(output)
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert not waiting.result(60).complete
