@@ -21,7 +21,9 @@ from weightserver import (
     TableSpec,
     WeightClient,
 )
+from weightserver.operations import verify
 from weightserver.operations.verify import verify_directory
+from weightserver.storage.interface import Transaction
 from weightserver.storage.lmdb_storage import LmdbStorage
 
 SPEC = TableSpec(num_rows=40, dim=8, rows_per_block=10)
@@ -69,6 +71,20 @@ def test_verify_makes_no_owner_lock(weightserver: Weightserver, data: Path) -> N
     before = sorted(data.iterdir())
     assert weightserver("verify", data)[:2] == (0, "4 blocks, 8 versions, 0 problems\n")
     assert sorted(data.iterdir()) == before
+
+
+def test_verify_says_that_a_shard_began_meanwhile(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without owner.lock nothing keeps it from starting, and from using pages again that are read."""
+    (data / "owner.lock").unlink()
+    check = verify._verify
+
+    def beside_a_shard(txn: Transaction, verdict: verify.Verdict) -> None:
+        with LocalCluster(1, data.parent):
+            check(txn, verdict)
+
+    monkeypatch.setattr(verify, "_verify", beside_a_shard)
+    with pytest.raises(StorageError, match="began to be served while it was read: stop that shard"):
+        verify_directory(data)
 
 
 def start(data: Path, message: str, *options: str) -> None:

@@ -15,6 +15,8 @@ from weightserver.common.object_store import ObjectStoreError, Reason, find, is_
 SEGMENT_BYTES = 1 << 21
 """Unit of what is fetched of a bucket's files and kept: large beside an image, small beside a machine's part of a
 window."""
+_ADVICE_BYTES = 1 << 17
+"""Linux reads at most a device's read-ahead for one piece of advice."""
 _AHEAD_BYTES = 1 << 30
 """Most that is read ahead of its use from a disk."""
 
@@ -48,7 +50,9 @@ class LocalFiles:
         with suppress(OSError):  # it is advice only, and some file systems refuse it
             descriptor = os.open(file.path, os.O_RDONLY)
             try:
-                os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+                for start in range(offset, offset + length, _ADVICE_BYTES):
+                    size = min(_ADVICE_BYTES, offset + length - start)
+                    os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(descriptor)
         return length / _AHEAD_BYTES

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.data import DECODED, SYNTHETIC
-from trainer.data.config import FOLDER, DataConfig, SourceOptions
+from trainer.data.config import FOLDER, DataConfig, SourceOptions, usual
 from trainer.data.manifest import Manifest, is_packed
 from trainer.data.pixels import PixelScale
 from trainer.evaluate.features import RAW, RawPixels
@@ -106,7 +106,8 @@ class Subject:
         """How images are read: the run's own, also those of which its pack was made, as in the run; others with its
         pixels and its cache."""
         own = self.images
-        pixels = replace(own.of_pixels, cache_dir=own.cache_dir, cache_gib=own.cache_gib)
+        background = usual("background", own.background)  # not that of another pack
+        pixels = replace(own.of_pixels, background=background, cache_dir=own.cache_dir, cache_gib=own.cache_gib)
         if source is None or own.data_dir is None:
             return pixels
         if source.resolve() == own.data_dir.resolve():

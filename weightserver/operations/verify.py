@@ -45,6 +45,7 @@ def verify_directory(directory: Path) -> Verdict:
         StorageError: another process serves the directory, or it holds no data.
     """
     verdict = Verdict()
+    had_lock = (directory / "owner.lock").exists()
     try:
         with closing(LmdbStorage(directory, readonly=True)) as storage, storage.read() as txn:
             try:
@@ -53,6 +54,8 @@ def verify_directory(directory: Path) -> Verdict:
                 verdict.problems.append(str(error))
     except DamagedFileError as error:
         verdict.problems += [f"data.mdb: {problem}" for problem in error.problems]
+    if not had_lock and (directory / "owner.lock").exists():
+        raise StorageError(f"{directory} began to be served while it was read: stop that shard, and verify again")
     return verdict
 
 

@@ -106,7 +106,7 @@ def test_results_on_a_pack_say_how_its_pixels_were_read(given: dict[str, str], t
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
     command = parse(["knn", "--pixels", "--dataset", "packed", "--data-dir", str(tmp_path / "packed"), *words])
     images, _ = _images(command, Subject(name="a", encoder=None, config=None))
-    assert images["pixels"] == {"alpha": "ignore"} | given
+    assert images["pixels"] == {"alpha": "ignore", "background": "white"} | given
 
 
 @pytest.mark.parametrize("protocol", SHORT)

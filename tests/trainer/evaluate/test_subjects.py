@@ -142,6 +142,12 @@ def test_images_of_a_runs_pack_are_read_as_the_pack_and_the_run_say(tmp_path: Pa
         assert (reading.split, reading.alpha) == (split, "ignore"), source
 
 
+def test_an_encoder_that_saw_white_sees_no_other_packs_background(tmp_path: Path) -> None:
+    found = Subject(name="a", encoder=None, config=None, images=DataConfig.of_metadata(DataConfig().metadata()))
+    reading = found.reading_of(tmp_path).of_pack(tmp_path, SourceOptions(background="black"))
+    assert reading.rendering() == SourceOptions(background="white").rendering()
+
+
 def test_an_encoder_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "moco.safetensors")
     found = load_subject(SubjectOptions(encoder=path))
