@@ -90,11 +90,13 @@ class Range:
         return range(first, stop, self.rows_per_tar)
 
     def is_of(self, source: Path) -> bool:
-        """Whether images of a source are packed: of a folder all of it, not of one in it."""
-        is_folder = not numbered(source) and find(source) is None if is_remote(source) else source.is_dir()
-        source = absolute(source)
-        root = source if is_folder else source.parent
-        return self.root == shown(root) and Path(self.source).is_relative_to(source)
+        """Whether images of a source are packed: of a folder all of it, not a folder or file in it."""
+        source, own = absolute(source), Path(self.source)
+        if _is_file(source):
+            return self.root == shown(source.parent) and own.is_relative_to(source)
+        if self.root != shown(source) or not own.is_relative_to(source):
+            return False
+        return own == source or not _is_file(source / own.relative_to(source).parts[0])  # but a split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class Manifest:
         return self.finished == self
 
     def is_of(self, source: Path) -> bool:
-        """Whether images of a source are packed: of a folder all of it, not of one in it."""
+        """Whether images of a source are packed: of a folder all of it, not a folder or file in it."""
         return any(part.is_of(source) for part in self.ranges)
 
     @property
@@ -192,6 +194,11 @@ def is_packed(directory: Path) -> bool:
     """Whether the directory holds packed images, complete or not."""
     path = directory / "manifest.json"
     return find(path) is not None if is_remote(path) else path.is_file()
+
+
+def _is_file(source: Path) -> bool:
+    """Whether a source is a list, an archive or numbered archives, rather than a folder."""
+    return bool(numbered(source)) or (find(source) is not None if is_remote(source) else source.is_file())
 
 
 def packs_in(directory: Path) -> list[Path]:

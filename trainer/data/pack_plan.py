@@ -25,7 +25,7 @@ from trainer.data.survey import checked_sample
 from trainer.data.tables import IN_TABLE
 from weightserver.common.atomic_files import atomic_write, sha256
 from weightserver.common.logs import Remark, say
-from weightserver.common.object_store import is_remote, shown
+from weightserver.common.object_store import absolute, is_remote, shown
 
 _MEASURED = 1_000
 Listings = Callable[[Range], Path]
@@ -100,7 +100,8 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
     for wrong, remedy in _contradictions_of_options(manifests[output], options):
         raise _another(output, wrong, remedy)
     last = manifests[output].ranges[-1]
-    if not last.is_of(source):
+    is_split = not is_remote(source) and last.source == str(absolute(source))
+    if not is_split and not last.is_of(source):
         raise _another(output, *_of_other_images(manifests[output]))
     if options.extend and not options.part:
         line = f"{last.source}: packing what was listed before; repeat --extend to add newer images"

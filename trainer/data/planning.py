@@ -47,14 +47,14 @@ def planned_pack(source: Path, target: Path, options: PackOptions) -> Iterator[P
     Raises:
         ValueError, OSError: as `pack`.
     """
+    source = absolute(source)
+    if is_packed(source):
+        raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if is_remote(target):
         yield plan_in_bucket(source, target, options)
         return
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a directory: give another")
-    source = absolute(source)
-    if is_packed(source):
-        raise ValueError(f"{shown(source)} holds packed images: give the folder or list of images that they came from")
     if target.resolve() == source:
         raise ValueError(f"{target} is the source itself: give another directory")
     reading = None if options.part or is_packed(target) else read_source(source, options.source)

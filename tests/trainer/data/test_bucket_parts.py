@@ -403,6 +403,12 @@ def test_one_command_packs_and_extends_on_any_machine(
     assert f"{objects.shown(listing)}: {Reason.DAMAGED.value}" in refused(*command, tmp_path / "five", "--extend")
 
 
+def test_a_pack_is_no_source_of_one_in_a_bucket(bucket: Proxy, packed: Path, whole: Path, tmp_path: Path) -> None:
+    for source in (packed, whole):
+        with pytest.raises(ValueError, match=rf"^{objects.shown(source)} holds packed images: give the folder or list"):
+            pack(source, packed.with_name(f"{packed.name}-2"), options(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [

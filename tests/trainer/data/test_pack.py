@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tarfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,38 @@ def test_bad_input(tree: Path, packed: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             pack(source, output, options(**changes))
         assert contents(packed) == before
+
+
+@pytest.mark.parametrize("name", ["00000.tar", "{00000..00001}.tar", "list", "data.zip"])
+def test_a_pack_of_a_file_is_not_one_of_its_folder(name: str, tmp_path: Path) -> None:
+    """Whose other images would be missing. One of splits, in a folder or in its class folders, is."""
+    images, folder, packed = plain_tree(tmp_path / "tree", 6), tmp_path / "data", tmp_path / "packed"
+    folder.mkdir()
+    for number in range(2):
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as tar:
+            for path in images.rglob("*.jpg"):
+                tar.add(path, f"{number}{path.name}")
+    with zipfile.ZipFile(folder / "data.zip", "w") as archive:
+        for path in images.rglob("*.jpg"):
+            archive.write(path, f"train/{path.parent.name}/{path.name}")
+            archive.write(path, f"test/{path.parent.name}/{path.name}")
+    (folder / "list").write_text("".join(f"{path}\n" for path in images.rglob("*.jpg")))
+    first = pack(folder / name, packed, options())
+    with pytest.raises(ValueError, match=re.escape(f"holds images of {folder / name}") + ".*give --extend to add"):
+        pack(folder, packed, options())
+    assert pack(folder / name, packed, options()) == first
+
+
+@pytest.mark.parametrize("pattern", ["train/{}", "{}/train"])
+def test_a_pack_of_splits_is_continued_by_the_folder_that_has_them(pattern: str, tmp_path: Path) -> None:
+    for letter in "ab":
+        for split in ("train", "test"):
+            plain_tree(tmp_path / "x", 3)
+            shutil.copytree(tmp_path / "x/a", tmp_path / "data" / pattern.replace("train", split).format(letter))
+    first = pack(tmp_path / "data", tmp_path / "packed", options())
+    assert pack(tmp_path / "data", tmp_path / "packed", options()) == first
+    if pattern == "train/{}":
+        assert pack(tmp_path / "data/train", tmp_path / "packed", options()) == first
 
 
 def test_extended_images_have_the_same_kind_of_labels(tmp_path: Path) -> None:
