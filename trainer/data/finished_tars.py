@@ -12,10 +12,9 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from trainer.data.manifest import (
 from trainer.data.pack_files import pack_files
 from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import counted
-from weightserver.common.atomic_files import atomic_write, directory_lock, make_directory, sha256, sync
+from weightserver.common.atomic_files import atomic_write, directory_lock, locked, make_directory, sha256, sync
 from weightserver.common.object_store import (
     ObjectStoreError,
     Reason,
@@ -55,6 +54,8 @@ _READERS = 16
 """Notes that are read at the same time."""
 _NOTE = re.compile(r"[0-9a-f]{12}-\d{12}")
 _FILES_OF_A_PACK = (".tar", ".bin", ".jsonl")
+_ADDING = ".adding"
+"""File in a pack's parts/ on a disk that a process locks while it puts a tar in its place."""
 _WORK = ".packing-"
 """Beginning of the names of work folders in a pack's parts/ on a disk."""
 
@@ -94,11 +95,19 @@ class Disk:
     def exists(self, path: Path) -> bool:
         return path.exists()
 
+    @contextmanager
+    def adding(self, there: Path) -> Iterator[None]:
+        """Lets one process at a time put a tar in its place and note it."""
+        make_directory(there / "parts")
+        with locked(there / "parts" / _ADDING):
+            yield
+
     def clear(self, there: Path) -> None:
-        """Removes the notes of a pack whose ranges are complete, and what killed processes have left."""
+        """Removes the notes of a pack whose ranges are complete, and what killed processes have left; no other process
+        packs there."""
         parts = there / "parts"
         for path in self.found(parts):
-            if _NOTE.fullmatch(path.name):
+            if _NOTE.fullmatch(path.name) or path.name == _ADDING:
                 path.unlink()
             elif path.name.startswith(_WORK):
                 shutil.rmtree(path)
@@ -110,20 +119,14 @@ class Disk:
         for part in manifest.finished.ranges:
             check_index(index_path(there, part.first), part.count)
 
-    @contextmanager
-    def work_folder(self, target: Path, name: str, options: SourceOptions) -> Iterator[Path]:
+    def work_folder(self, target: Path, name: str, options: SourceOptions) -> AbstractContextManager[Path]:
         """An empty folder for the files of one process, which is removed afterwards.
 
         Raises:
             ValueError: no --cache-dir for a pack in a bucket.
-            OSError: the disk cannot be written, or another process does the same with this --cache-dir.
+            OSError: the disk cannot be written, or another process does the same there or with this --cache-dir.
         """
-        parts = target / "parts"
-        make_directory(parts)
-        with tempfile.TemporaryDirectory(dir=parts, prefix=_WORK) as folder:
-            yield Path(folder)
-        with suppress(OSError):
-            parts.rmdir()
+        return _emptied(target / "parts" / f"{_WORK}{name}")
 
 
 class Bucket:
@@ -149,8 +152,11 @@ class Bucket:
     def exists(self, path: Path) -> bool:
         return find(path) is not None
 
+    def adding(self, there: Path) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def clear(self, there: Path) -> None:
-        if notes := [path for path in self.found(there / "parts") if _NOTE.fullmatch(path.name)]:
+        if notes := notes_in(there):
             remove(notes)
 
     def check(self, there: Path, manifest: Manifest) -> None:
@@ -160,20 +166,28 @@ class Bucket:
                 "images on a disk, and upload that"
             )
 
-    @contextmanager
-    def work_folder(self, target: Path, name: str, options: SourceOptions) -> Iterator[Path]:
-        folder = options.in_cache("parts", *target.parts[1:], name)
-        with directory_lock(folder):
-            shutil.rmtree(folder / "files", ignore_errors=True)  # of a process that was killed
-            (folder / "files").mkdir()
-            try:
-                yield folder / "files"
-            finally:
-                shutil.rmtree(folder / "files", ignore_errors=True)
+    def work_folder(self, target: Path, name: str, options: SourceOptions) -> AbstractContextManager[Path]:
+        return _emptied(options.in_cache("parts", *target.parts[1:], name))
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[Path]:
+    with directory_lock(folder):
+        shutil.rmtree(folder / "files", ignore_errors=True)  # of a process that was killed
+        (folder / "files").mkdir()
+        try:
+            yield folder / "files"
+        finally:
+            shutil.rmtree(folder / "files", ignore_errors=True)
 
 
 def place_of(target: Path) -> Disk | Bucket:
     return Bucket() if is_remote(target) else Disk()
+
+
+def notes_in(there: Path) -> list[Path]:
+    """Notes of finished tars, of any plan."""
+    return sorted(path for path in place_of(there).found(there / "parts") if _NOTE.fullmatch(path.name))
 
 
 def listing_of(there: Path, range_: Range, options: SourceOptions) -> Path:
@@ -206,14 +220,14 @@ class FinishedTars:
     def __init__(self, there: Path, manifest: Manifest, part: Part = WHOLE) -> None:
         self.there, self.range, self._plan = there, manifest.ranges[-1], manifest.plan
         self.place = place_of(there)
-        notes = self.place.found(there / "parts")
-        strangers = sorted(path for path in notes if _NOTE.fullmatch(path.name) and path.name[:12] != self._plan)
+        notes = notes_in(there)
+        strangers = [path for path in notes if path.name[:12] != self._plan]
         if strangers and not is_remote(there):
             raise ValueError(
                 f"{strangers[0]} is of other images, or of another order, than {there} has: remove it, or pack all "
                 "parts again, into a new directory"
             )
-        found = self.place.found(there) | notes
+        found = self.place.found(there).union(notes)
         tars = self.range.tars(part)
         self._finished = [first for first in tars if {tar_path(there, first), self._note(first)} <= found]
         self.missing = sorted(set(tars).difference(self._finished))
@@ -251,16 +265,17 @@ class FinishedTars:
             ValueError: another command has finished it with other content.
         """
         target = tar_path(self.there, shard.first)
-        if self._is_finished(shard):
-            if self.place.digest(target) != shard.sha256:
-                raise ValueError(
-                    f"{shown(target)} was packed by another command meanwhile, with other content, and stays: see "
-                    "whether the images have changed since they were listed"
-                )
-            tar.unlink()
-            return
-        self.place.keep(tar, target, shard.sha256)
-        self.place.note(self._note(shard.first), line_of(shard) + records)
+        with self.place.adding(self.there):
+            if not self._is_finished(shard):
+                self.place.keep(tar, target, shard.sha256)
+                self.place.note(self._note(shard.first), line_of(shard) + records)
+                return
+        if self.place.digest(target) != shard.sha256:
+            raise ValueError(
+                f"{shown(target)} was packed by another command meanwhile, with other content, and stays: see "
+                "whether the images have changed since they were listed"
+            )
+        tar.unlink()
 
     def _is_finished(self, shard: Shard) -> bool:
         """Whether another command has packed a tar meanwhile, too, as of a part that was given up."""

@@ -19,7 +19,7 @@ from trainer.data.config import SourceOptions
 from trainer.data.decoded_images import DecodedImages
 from trainer.data.listing import NO_LABEL, Entry, Listing
 from trainer.data.manifest import Manifest, Range, listing_path, manifests_in
-from trainer.data.parts import Part
+from trainer.data.parts import WHOLE, Part
 from trainer.data.reading import Split, kind_of_labels
 from trainer.data.survey import checked_sample
 from trainer.data.tables import IN_TABLE
@@ -95,7 +95,10 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
         ValueError: the pack is another one.
     """
     manifests = manifests_in(output)
-    if not manifests or (options.extend and manifests[output].complete):  # which is planned last, and joined last
+    if not manifests:
+        return {}
+    joined = manifests.values() if options.part else (manifests[output],)  # which is planned last, and joined last
+    if options.extend and all(manifest.complete for manifest in joined):
         return {}
     for wrong, remedy in _contradictions_of_options(manifests[output], options):
         raise _another(output, wrong, remedy)
@@ -103,7 +106,7 @@ def begun(source: Path, output: Path, options: PackOptions) -> dict[Path, Manife
     is_split = not is_remote(source) and last.source == str(absolute(source))
     if not is_split and not last.is_of(source):
         raise _another(output, *_of_other_images(manifests[output]))
-    if options.extend and not options.part:
+    if options.extend and options.part in (None, WHOLE):  # by which a plan for Ray is made
         line = f"{last.source}: packing what was listed before; repeat --extend to add newer images"
         say(Remark(line, source=last.source))
     return manifests

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainer.data.bucket_packs import claimed, send, unclaim
 from trainer.data.bucket_sources import local_source
-from trainer.data.finished_tars import check_unused, listing_of, place_of
+from trainer.data.finished_tars import check_unused, listing_of, notes_in, place_of
 from trainer.data.manifest import LOCK, Manifest, is_packed, listing_path, manifests_in
 from trainer.data.pack_plan import PackOptions, begun, planned
 from trainer.data.reading import Reading, read_source
@@ -79,7 +79,8 @@ def _planned_on_disk(reading: Reading, target: Path, options: PackOptions) -> Pl
     plans = _planned(reading, target, target, before, options)
     for there, manifest in reversed(plans.items()):  # that of `target` last, because it says that all are planned
         if manifest != before.get(there):
-            place_of(there).clear(there)
+            for note in notes_in(there):  # of a plan before
+                note.unlink()
             manifest.save(there)
     return Plan(plans, reading.train.listing.place)
 

@@ -30,7 +30,7 @@ from trainer.data.packed import PackedImages
 from trainer.data.packer import Packer
 from trainer.data.parts import Part
 from trainer.data.planning import PLANNING
-from weightserver.common.atomic_files import locked
+from weightserver.common.atomic_files import directory_lock, locked
 
 ROOT = Path(__file__).parents[3]
 PACK = """
@@ -126,6 +126,7 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
         wait_until(lambda: len(list(output.glob("parts/[!.]*"))) > len(finished))
         process.send_signal(signal.SIGKILL)
         process.wait()
+    assert list(output.glob("parts/.packing-*/*")), "what it was packing"
     stuck.unlink()
     stuck.write_bytes(content)
     with pytest.raises(
@@ -133,8 +134,10 @@ def test_a_part_that_was_killed_is_repeated_to_the_same_bytes(tree: Path, packed
     ):
         merge(output)
     pack(images, output, options(Part(0, 2)))
+    assert not list(output.glob("parts/.packing-*/*"))
     merge(output)
     assert contents(output) == contents(tmp_path / "whole")
+    assert not (output / "parts").exists()
 
 
 @pytest.mark.parametrize("of", [1, 3, 15])
@@ -182,6 +185,26 @@ def test_images_are_added_in_parts(tmp_path: Path) -> None:
     assert contents(output) == contents(whole)
     pack(tree, output, options(Part(0, 3), extend=True))
     assert contents(output) == contents(whole), "nothing is new any more"
+
+
+def test_only_test_images_are_added_in_parts(tmp_path: Path) -> None:
+    """The first part lists them, and no other lists them anew, or removes what others are packing."""
+    tree, output = split_tree(tmp_path / "tree"), tmp_path / "packed"
+    pack(tree, output, options())
+    plain_tree(tree / "test", 9, first=20)
+    pack(tree, output, options(Part(0, 2), extend=True))
+    packing = output / "parts/.packing-2-of-3/files"
+    packing.mkdir(parents=True)
+    plain_tree(tree / "train", 3, first=200)
+    pack(tree, output, options(Part(1, 2), extend=True))
+    assert packing.is_dir()
+    assert merge(output).sizes == (53,)
+    assert Manifest.load(output / "test").sizes == (20, 9)
+    packing.mkdir(parents=True)
+    pack(tree, output, options(Part(0, 2), extend=True))
+    assert packing.is_dir()
+    assert pack(tree, output, options()).sizes == (53, 3)
+    assert not packing.exists()
 
 
 def test_parts_that_were_packed_in_places_of_their_own_are_copied_together(
@@ -318,6 +341,25 @@ def test_a_part_that_was_given_up_changes_no_tar_that_was_packed_meanwhile(
         }
 
 
+def test_a_tar_that_two_parts_pack_at_the_same_time_is_that_of_one(tree: Path, tmp_path: Path) -> None:
+    """With its own note: the other part waits until both are in place."""
+    first, output, whole = tmp_path / "first", tmp_path / "packed", Part(0, 1)
+    pack(tree, first, options(whole))
+    shutil.copytree(first, output)
+    tar, note = min(output.glob("*.tar")), min(output.glob("parts/[!.]*"))
+    for path in (tar, note):
+        path.unlink()
+    with locked(output / "parts/.adding") as lock, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pack, tree, output, options(whole))
+        wait_until(lambda: waits_for_a_lock(os.getpid()) or waiting.done())
+        assert not tar.exists()
+        tar.write_bytes((first / tar.name).read_bytes()[::-1])
+        shutil.copy(first / "parts" / note.name, note)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        with pytest.raises(ValueError, match=r"\.tar was packed by another command meanwhile, with other content"):
+            waiting.result(60)
+
+
 def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Path, tmp_path: Path) -> None:
     output = tmp_path / "packed"
     for number in range(2):
@@ -328,6 +370,11 @@ def test_nobody_joins_while_a_part_is_packed_and_parts_wait_for_others(tree: Pat
         pytest.raises(BlockingIOError, match="is being written by another process"),
     ):
         merge(output)
+    with (
+        directory_lock(output / "parts/.packing-0-of-1"),
+        pytest.raises(BlockingIOError, match="is being written by another process"),
+    ):
+        pack(tree, output, options(Part(0, 1)))
     assert contents(output) == before
     with locked(output / LOCK) as lock, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(pack, tree, output, options(Part(0, 2)))
