@@ -171,7 +171,8 @@ class Manifest:
                 )
             ranges = [Range(**part, shards=()) for part in content.pop("ranges")]
             ranges = [
-                replace(part, shards=shards_in(shards_path(directory, part.first), part.tars(WHOLE))) for part in ranges
+                replace(part, shards=_shards_in(shards_path(directory, part.first), part.tars(WHOLE), part == ranges[-1]))
+                for part in ranges
             ]
             if not all(part.shards for part in ranges[:-1]):
                 raise ValueError(
@@ -237,7 +238,7 @@ def line_of(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 
-def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
+def _shards_in(path: Path, tars: range, is_last: bool) -> tuple[Shard, ...]:
     """The tars of a list, which are all of `tars`; none if there is no list yet."""
     try:
         content = unless_missing(lambda: read(path)) if is_remote(path) else path.read_bytes()
@@ -253,8 +254,7 @@ def shards_in(path: Path, tars: range) -> tuple[Shard, ...]:
         shards = ()
     rows = [row for shard in shards for row in (shard.first, shard.first + shard.count)]
     if rows != [tars.start, *(row for row in tars[1:] for _ in range(2)), tars.stop]:
-        raise ValueError(
-            f"{shown(path)} is damaged, or an earlier version of this program began it: pack the images again, into a "
-            "new directory"
-        )
+        again = "remove it, and repeat the command that packs these images"
+        remedy = again if is_last else "pack the images again, into a new directory"
+        raise ValueError(f"{shown(path)} is damaged, or an earlier version of this program began it: {remedy}")
     return shards

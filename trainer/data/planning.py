@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trainer.data.bucket_packs import claimed, send, unclaim
 from trainer.data.bucket_sources import local_source
 from trainer.data.finished_tars import check_unused, listing_of, notes_in, place_of
-from trainer.data.manifest import LOCK, Manifest, is_packed, listing_path, manifests_in
+from trainer.data.manifest import LOCK, Manifest, is_packed, listing_path, manifests_in, shards_path
 from trainer.data.pack_plan import PackOptions, begun, planned
 from trainer.data.reading import Reading, read_source
 from trainer.display import stage
@@ -81,6 +81,7 @@ def _planned_on_disk(reading: Reading, target: Path, options: PackOptions) -> Pl
         if manifest != before.get(there):
             for note in notes_in(there):  # of a plan before
                 note.unlink()
+            shards_path(there, manifest.ranges[-1].first).unlink(missing_ok=True)  # of an earlier version
             manifest.save(there)
     return Plan(plans, reading.train.listing.place)
 

@@ -19,7 +19,7 @@ from tests.helpers.image_tree import BROKEN, odd_tree, plain_tree
 from trainer.data.config import SourceOptions
 from trainer.data.finished_tars import FinishedTars
 from trainer.data.listing import Listing
-from trainer.data.manifest import LOCK, Manifest, shards_path
+from trainer.data.manifest import LOCK, Manifest, index_path, shards_path
 from trainer.data.pack import PackOptions, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.data.reading import read_source
@@ -128,13 +128,40 @@ def test_a_pack_is_complete_by_a_whole_list_of_its_tars(packed: Path, tree: Path
     for damaged in ([], lines[:-1], [*lines[:-1], lines[-1][:50]], [lines[1], *lines[1:]], [*lines, lines[-1]]):
         path.write_bytes(b"".join(damaged))
         for read in (PackedImages, lambda one: pack(tree, one, options())):
-            with pytest.raises(ValueError, match=r"shards-0+\.jsonl is damaged, or an earlier version .* began"):
+            with pytest.raises(
+                ValueError, match=r"shards-0+\.jsonl is damaged, or an earlier version .* began it: remove it, and rep"
+            ):
                 read(directory)
     path.unlink()
     with pytest.raises(ValueError, match="is not completely packed: repeat the command"):
         PackedImages(directory)
     pack(tree, directory, options())
     assert contents(directory) == contents(packed)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_extension_that_an_earlier_version_began_is_packed_again(planned: bool, tmp_path: Path) -> None:
+    """It left a list and an index of the first tars; or, if it was killed while it planned, an empty list alone."""
+    tree, whole, directory = plain_tree(tmp_path / "tree", 20), tmp_path / "whole", tmp_path / "packed"
+    pack(tree, directory, options())
+    shutil.copytree(directory, whole)
+    plain_tree(tree, 30, first=20)
+    pack(tree, whole, options(extend=True))
+    if planned:
+        shutil.copytree(whole, directory, dirs_exist_ok=True)
+        for path in (shards_path(directory, 20), index_path(directory, 20), max(directory.glob("*.tar"))):
+            os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ValueError, match=rf"^{shards_path(directory, 20)} is damaged, .*: remove it, and repeat"):
+            PackedImages(directory)
+        shards_path(directory, 20).unlink()
+        assert len(PackedImages(directory)) == 20
+    else:
+        shards_path(directory, 20).touch()
+    pack(tree, directory, options(extend=True))
+    assert contents(directory) == contents(whole)
+    os.truncate(shards_path(directory, 0), 0)
+    with pytest.raises(ValueError, match="began it: pack the images again, into a new directory$"):
+        PackedImages(directory)
 
 
 def test_extending_adds_a_range_and_changes_no_old_byte(tmp_path: Path) -> None:
