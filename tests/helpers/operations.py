@@ -92,10 +92,10 @@ def flipped(content: bytes, at: float = 0.5) -> bytes:
 
 
 @contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """Limits files to 24 KiB."""
+def no_room(limit: int = 24 << 10) -> Iterator[None]:
+    """Limits files to this number of bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (24 << 10, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         yield
     finally:

@@ -286,12 +286,16 @@ class FinishedTars:
         """The range with its tars, whose index and list are written into a folder."""
         make_directory(folder)
         shards = list[Shard]()
-        with index_path(folder, self.range.first).open("wb") as index:
-            for shard, records in self.finished():
-                index.write(records)
-                shards.append(shard)
+
+        def write(path: Path) -> None:
+            with path.open("wb") as index:
+                for shard, records in self.finished():
+                    index.write(records)
+                    shards.append(shard)
+
+        atomic_write(index_path(folder, self.range.first), write)
         joined = replace(self.range, shards=tuple(shards))
-        shards_path(folder, self.range.first).write_bytes(joined.list_of_tars)
+        atomic_write(shards_path(folder, self.range.first), partial(Path.write_bytes, data=joined.list_of_tars))
         return joined
 
 

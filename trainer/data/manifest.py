@@ -171,8 +171,7 @@ class Manifest:
                 )
             ranges = [Range(**part, shards=()) for part in content.pop("ranges")]
             ranges = [
-                replace(part, shards=_shards_in(shards_path(directory, part.first), part.tars(WHOLE), part == ranges[-1]))
-                for part in ranges
+                replace(part, shards=_shards_in(directory, part, is_last=part == ranges[-1])) for part in ranges
             ]
             if not all(part.shards for part in ranges[:-1]):
                 raise ValueError(
@@ -238,8 +237,9 @@ def line_of(shard: Shard) -> bytes:
     return json.dumps(asdict(shard), ensure_ascii=True).encode() + b"\n"
 
 
-def _shards_in(path: Path, tars: range, is_last: bool) -> tuple[Shard, ...]:
-    """The tars of a list, which are all of `tars`; none if there is no list yet."""
+def _shards_in(directory: Path, part: Range, *, is_last: bool) -> tuple[Shard, ...]:
+    """The tars in the list of a range; none if there is no list yet."""
+    path, tars = shards_path(directory, part.first), part.tars(WHOLE)
     try:
         content = unless_missing(lambda: read(path)) if is_remote(path) else path.read_bytes()
     except FileNotFoundError:

@@ -110,6 +110,7 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
         ValueError, OSError: as `pack`.
     """
     if options.part and options.part.number:
+        options.source.in_cache()  # which may be missing: refused before the wait
         _wait_for_the_plan(target, f"0/{options.part.of}")
     claim = repr((shown(absolute(source)), options.order_seed or 0, options.source.given)).encode()
     if not options.extend and (plan := _begun(source, target, options)):

@@ -104,21 +104,6 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
-def append_synced(path: Path, content: bytes) -> None:
-    """Appends `content` to a file and syncs it; a process that dies meanwhile leaves a prefix of `content`.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full.
-    """
-    try:
-        with path.open("ab") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error})") from None
-
-
 def sync(path: Path) -> None:
     """Makes a file's contents, or a directory's entries, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)

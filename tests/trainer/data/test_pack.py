@@ -160,7 +160,7 @@ def test_an_extension_that_an_earlier_version_began_is_packed_again(planned: boo
     pack(tree, directory, options(extend=True))
     assert contents(directory) == contents(whole)
     os.truncate(shards_path(directory, 0), 0)
-    with pytest.raises(ValueError, match="began it: pack the images again, into a new directory$"):
+    with pytest.raises(ValueError, match=r"began it: pack the images again, into a new directory$"):
         PackedImages(directory)
 
 

@@ -22,14 +22,15 @@ import pytest
 from tests.helpers.commands import data_command as call
 from tests.helpers.dying_pack import Killed, contents, die_at
 from tests.helpers.image_tree import plain_tree, split_tree
+from tests.helpers.operations import no_room
 from tests.helpers.watching import wait_until
 from trainer.data.config import SourceOptions
 from trainer.data.manifest import LOCK, Manifest
 from trainer.data.pack import PackOptions, merge, pack, verify
 from trainer.data.packed import PackedImages
 from trainer.data.packer import Packer
-from trainer.data.parts import Part
-from trainer.data.planning import PLANNING
+from trainer.data.parts import WHOLE, Part
+from trainer.data.planning import PLANNING, planned_pack
 from weightserver.common.atomic_files import directory_lock, locked
 
 ROOT = Path(__file__).parents[3]
@@ -156,14 +157,16 @@ def test_any_number_of_parts_in_any_order(of: int, tree: Path, packed: Path, tmp
     assert contents(output) == contents(packed)
 
 
-@pytest.mark.parametrize(("fatal", "moment"), [*((fatal, "before") for fatal in range(1, 5)), (4, "after")])
+@pytest.mark.parametrize(("fatal", "moment"), [*((fatal, "before") for fatal in range(1, 9)), (8, "after")])
 def test_an_interrupted_merge_is_repeated(
     fatal: int, moment: str, tree: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Index and list of tars, of the test images and of the training images."""
+    """Index and list of tars, of the test images and of the training images: each written, then moved to its place."""
     output = tmp_path / "packed"
     for number in range(2):
         pack(tree, output, options(Part(number, 2)))
+    with no_room(100), pytest.raises(OSError, match=r"test/index-0+\.bin cannot be written \(.*File too large"):
+        merge(output)
     die_at(fatal, moment, monkeypatch)
     with pytest.raises(Killed):
         merge(output)
@@ -187,12 +190,14 @@ def test_images_are_added_in_parts(tmp_path: Path) -> None:
     assert contents(output) == contents(whole), "nothing is new any more"
 
 
-def test_only_test_images_are_added_in_parts(tmp_path: Path) -> None:
+def test_only_test_images_are_added_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first part lists them, and no other lists them anew, or removes what others are packing."""
     tree, output = split_tree(tmp_path / "tree"), tmp_path / "packed"
     pack(tree, output, options())
     plain_tree(tree / "test", 9, first=20)
     pack(tree, output, options(Part(0, 2), extend=True))
+    with planned_pack(tree, output, options(WHOLE, extend=True)):  # as for Ray
+        assert "packing what was listed before; repeat --extend to add newer images" in capsys.readouterr().err
     packing = output / "parts/.packing-2-of-3/files"
     packing.mkdir(parents=True)
     plain_tree(tree / "train", 3, first=200)
