@@ -170,9 +170,7 @@ class Manifest:
                     f"{shown(path)} is of another version of this program: pack the images again, into a new directory"
                 )
             ranges = [Range(**part, shards=()) for part in content.pop("ranges")]
-            ranges = [
-                replace(part, shards=_shards_in(directory, part, is_last=part == ranges[-1])) for part in ranges
-            ]
+            ranges = [replace(part, shards=_shards_in(directory, part, is_last=part == ranges[-1])) for part in ranges]
             if not all(part.shards for part in ranges[:-1]):
                 raise ValueError(
                     f"{shown(path)} names an incomplete range before its last: pack the images again, into a new "
