@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.watching import frozen, wait_until
-from weightserver import LocalCluster, StepError, TableSpec, WeightClient, WeightServerError
-from weightserver.client import channels
+from weightserver import LocalCluster, TableSpec, WeightClient, WeightServerError
 from weightserver.client.calls import WATCH
 
 SPEC = TableSpec(num_rows=100, dim=8)
@@ -123,20 +122,6 @@ def test_a_process_forked_while_others_call_makes_no_channel(cluster: LocalClust
             _, line = in_fork(lambda: WeightClient(cluster.addresses, connect_seconds=1).describe())
         assert line.startswith("ValueError: this process was forked while other threads called weight servers"), line
         assert fetched.result(60).shape == (100, 8)
-
-
-def test_a_refused_fetch_calls_until_its_other_answers_are_there(cluster: LocalCluster, client: WeightClient) -> None:
-    """A process that is forked meanwhile makes no channel either, although no shard is waited for any more."""
-    client.create_table(SPEC)
-    client.extend_schedule(0, [0.1])
-    client.open_session("fork")
-    client.push_gradients(ROWS, ONES, step=0)
-    with frozen(cluster, 1):
-        with pytest.raises(StepError):
-            client.fetch(ROWS, step=0)
-        assert not any(call.method == "Fetch" for call in list(WATCH.waiting))
-        called = channels._called.copy()
-    wait_until(lambda: bool(called - channels._called))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
