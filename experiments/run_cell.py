@@ -6,7 +6,6 @@ process at the other end of stdin, stops it after a checkpoint.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -39,7 +38,7 @@ from trainer.model import load_encoder, save_encoder
 from trainer.run.directory import ENCODER_FILE, METRICS_FILE, read_metrics
 from trainer.run_dataset import dataset_of, with_pixel_scale
 from trainer.stopping import exit_on_error
-from weightserver.common.atomic_files import atomic_write
+from weightserver.common.atomic_files import atomic_write, lock_file
 from weightserver.common.malloc import keep_large_buffers
 from weightserver.torch import Ranks
 
@@ -180,11 +179,10 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """Raises ValueError if another process runs the cell."""
-    with (directory / ".cell-lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process runs the cell in {directory}: wait for its end") from None
+    path = directory / ".cell-lock"
+    with path.open("w") as lock:
+        if not lock_file(lock.fileno(), path):
+            raise ValueError(f"another process runs the cell in {directory}: wait for its end")
         yield
 
 

@@ -181,13 +181,13 @@ def _emptied(folder: Path) -> Iterator[Path]:
             shutil.rmtree(folder / "files", ignore_errors=True)
 
 
-def place_of(target: Path) -> Disk | Bucket:
+def backend_of(target: Path) -> Disk | Bucket:
     return Bucket() if is_remote(target) else Disk()
 
 
 def notes_in(there: Path) -> list[Path]:
     """Notes of finished tars, of any plan."""
-    return sorted(path for path in place_of(there).found(there / "parts") if _NOTE.fullmatch(path.name))
+    return sorted(path for path in backend_of(there).found(there / "parts") if _NOTE.fullmatch(path.name))
 
 
 def listing_of(there: Path, range_: Range, options: SourceOptions) -> Path:
@@ -201,8 +201,8 @@ def listing_of(there: Path, range_: Range, options: SourceOptions) -> Path:
 
 def check_unused(target: Path) -> None:
     """Raises ValueError if a place for a new pack holds files of another one."""
-    place = place_of(target)
-    found = place.found(target) | place.found(target / "test")
+    backend = backend_of(target)
+    found = backend.found(target) | backend.found(target / "test")
     if any(path.suffix in _FILES_OF_A_PACK for path in found):
         raise ValueError(f"{shown(target)} holds other files: give another place, or remove them")
 
@@ -219,7 +219,7 @@ class FinishedTars:
 
     def __init__(self, there: Path, manifest: Manifest, part: Part = WHOLE) -> None:
         self.there, self.range, self._plan = there, manifest.ranges[-1], manifest.plan
-        self.place = place_of(there)
+        self.backend = backend_of(there)
         notes = notes_in(there)
         strangers = [path for path in notes if path.name[:12] != self._plan]
         if strangers and not is_remote(there):
@@ -227,7 +227,7 @@ class FinishedTars:
                 f"{strangers[0]} is of other images, or of another order, than {there} has: remove it, or pack all "
                 "parts again, into a new directory"
             )
-        found = self.place.found(there).union(notes)
+        found = self.backend.found(there).union(notes)
         tars = self.range.tars(part)
         self._finished = [first for first in tars if {tar_path(there, first), self._note(first)} <= found]
         self.missing = sorted(set(tars).difference(self._finished))
@@ -244,7 +244,7 @@ class FinishedTars:
 
     def _noted(self, first: int) -> tuple[Shard, bytes]:
         path, tar = self._note(first), tar_path(self.there, first)
-        noted = self.place.read(path)
+        noted = self.backend.read(path)
         if noted is None:
             raise joined_meanwhile(self.there)
         line, _, records = noted.partition(b"\n")
@@ -254,7 +254,7 @@ class FinishedTars:
             raise _damaged(path) from None
         if hashlib.sha256(records).hexdigest() != shard.index_sha256:
             raise _damaged(path)
-        if not self.place.holds(tar, shard):
+        if not self.backend.holds(tar, shard):
             raise _damaged(tar)
         return shard, records
 
@@ -265,12 +265,12 @@ class FinishedTars:
             ValueError: another command has finished it with other content.
         """
         target = tar_path(self.there, shard.first)
-        with self.place.adding(self.there):
+        with self.backend.adding(self.there):
             if not self._is_finished(shard):
-                self.place.keep(tar, target, shard.sha256)
-                self.place.note(self._note(shard.first), line_of(shard) + records)
+                self.backend.keep(tar, target, shard.sha256)
+                self.backend.note(self._note(shard.first), line_of(shard) + records)
                 return
-        if self.place.digest(target) != shard.sha256:
+        if self.backend.digest(target) != shard.sha256:
             raise ValueError(
                 f"{shown(target)} was packed by another command meanwhile, with other content, and stays: see "
                 "whether the images have changed since they were listed"
@@ -280,7 +280,7 @@ class FinishedTars:
     def _is_finished(self, shard: Shard) -> bool:
         """Whether another command has packed a tar meanwhile, too, as of a part that was given up."""
         named = (self._note(shard.first), shards_path(self.there, self.range.first))
-        return self.place.exists(tar_path(self.there, shard.first)) and any(map(self.place.exists, named))
+        return self.backend.exists(tar_path(self.there, shard.first)) and any(map(self.backend.exists, named))
 
     def joined(self, folder: Path) -> Range:
         """The range with its tars, whose index and list are written into a folder."""

@@ -18,9 +18,9 @@ from trainer.data.config import SourceOptions
 from trainer.data.finished_tars import (
     FinishedTars,
     Sending,
+    backend_of,
     joined_meanwhile,
     listing_of,
-    place_of,
 )
 from trainer.data.index import damage_of_index
 from trainer.data.manifest import (
@@ -59,10 +59,10 @@ def pack(source: Path, target: Path, options: PackOptions) -> Manifest:
     part = options.part or WHOLE
     with planned_pack(source, target, options) as plan:
         unfinished = {there: each for there, each in plan.manifests.items() if not each.complete}
-        place = place_of(target)
+        backend = backend_of(target)
         if unfinished:
             with (
-                place.work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder,
+                backend.work_folder(target, f"{part.number}-of-{part.of}", options.source) as folder,
                 counting("packing") as progress,
                 stage("packing"),
                 ThreadPoolExecutor(1) as sender,
@@ -96,7 +96,7 @@ def merge(target: Path, options: SourceOptions | None = None) -> Manifest:
 
 
 def _merged(target: Path, options: SourceOptions) -> Manifest:
-    manifests, place = manifests_in(target), place_of(target)
+    manifests, backend = manifests_in(target), backend_of(target)
     unfinished = [FinishedTars(there, each) for there, each in reversed(manifests.items()) if not each.complete]
     for tars in unfinished:
         if tars.missing:
@@ -108,17 +108,17 @@ def _merged(target: Path, options: SourceOptions) -> Manifest:
                 "with --part I/N for the parts that did not end"
             )
     if unfinished:
-        with place.work_folder(target, "merge", options) as folder:
+        with backend.work_folder(target, "merge", options) as folder:
             joined = [tars.joined(folder / tars.there.relative_to(target)) for tars in unfinished]
             for tars, range_ in zip(unfinished, joined, strict=True):
                 digests = range_.digests(tars.there)
                 for path in (index_path(tars.there, range_.first), shards_path(tars.there, range_.first)):
-                    place.keep(folder / path.relative_to(target), path, digests[path])
+                    backend.keep(folder / path.relative_to(target), path, digests[path])
     finished = manifests_in(target)
     for there, manifest in finished.items():
         if manifest.complete:  # else another command packs more images by now, and has notes of these there
-            place.clear(there)
-        place.check(there, manifest)
+            backend.clear(there)
+        backend.check(there, manifest)
     return finished[target].finished
 
 

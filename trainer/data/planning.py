@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainer.data.bucket_packs import claimed, send, unclaim
 from trainer.data.bucket_sources import local_source
-from trainer.data.finished_tars import check_unused, listing_of, notes_in, place_of
+from trainer.data.finished_tars import backend_of, check_unused, listing_of, notes_in
 from trainer.data.manifest import LOCK, Manifest, is_packed, listing_path, manifests_in, shards_path
 from trainer.data.pack_plan import PackOptions, begun, planned
 from trainer.data.reading import Reading, read_source
@@ -117,7 +117,7 @@ def plan_in_bucket(source: Path, target: Path, options: PackOptions) -> Plan:
         unclaim(target, claim)  # of the same command with --extend, if it was killed
         return plan
     source = absolute(source)
-    with place_of(target).work_folder(target, "plan", options.source) as folder, claimed(target, claim):
+    with backend_of(target).work_folder(target, "plan", options.source) as folder, claimed(target, claim):
         if plan := _begun(source, target, options):  # planned meanwhile, or begun to be extended
             return plan
         before = manifests_in(target)

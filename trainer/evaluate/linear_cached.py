@@ -39,9 +39,9 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
             more features than MAX_BYTES.
     """
     ranks = evaluation.ranks
+    splits = _splits(evaluation.labelled().train_labels, config.folds)  # refused before the features are computed
     found = json.dumps(asdict(_fitted(evaluation, config))) if ranks.is_first else None
     result = ProbeResult(**json.loads(ranks.broadcast_text(found)))
-    splits = _splits(evaluation.labelled().train_labels, config.folds)
     on = f"{len(splits[0][1])} training images that the probe was not fitted to"
     if len(splits) > 1:
         on = f"all training images: each by a probe that was fitted to the other {len(splits) - 1} parts"
@@ -51,7 +51,6 @@ def linear_cached(evaluation: Evaluation, config: LinearCachedConfig) -> Outcome
 
 def _fitted(evaluation: Evaluation, config: LinearCachedConfig) -> ProbeResult:
     dataset, frozen = evaluation.labelled(), evaluation.frozen()
-    _splits(dataset.train_labels, config.folds)  # refused before the features are computed
     every = [torch.arange(len(images)) for images in (dataset.train_images, dataset.test_images)]
     side, most = dataset.evaluated_side, max(map(len, every))
     if (num_bytes := 4 * most * frozen.of_images(dataset.train_images, side, every[0][:1]).shape[1]) > MAX_BYTES:
