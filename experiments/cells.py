@@ -28,7 +28,7 @@ class Evaluation:
     """A protocol of `python -m trainer.evaluate`, applied to a cell's encoder."""
 
     name: str
-    """Of its result; measures are named "NAME.top1". Other arguments need another name: a result is known by it."""
+    """Name of the result; its measures are "NAME.top1". Other arguments need another name: a result is known by it."""
     arguments: tuple[str, ...]
     """Protocol and options, without the encoder, the images and the name."""
     quick: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ IMAGENET_1K, IMAGENET_11K = 1_281_167, 7_470_000
 _SAME_AS_IMAGENET_1K = 1_000
 """Images of the cells that stand for it; those with more stand for ImageNet-11K."""
 _MOST_CLASSES = 18
-"""Its tables' sizes are powers of two, of at most this exponent, or all images."""
+"""The paper's tables have sizes that are powers of two, of at most this exponent, or all images."""
 _SYMBOLS = {
     "first_turn": "first turn",
     "total_turn": "total turn",

@@ -31,7 +31,7 @@ METHODS_PICTURE = "images/methods.svg"
 MILLION_PICTURE = "images/million.svg"
 _APPENDIX = {table.name for table in FASHION_MNIST}
 _FEW_CLAIMS = 10
-"""Of a table of middling length, as an example."""
+"""Number of claims of a table of middling length, as an example."""
 _GENERATED = "<!-- Written by python -m experiments page: change experiments/ instead. -->\n"
 _HEAD = f"""\
 {_GENERATED}
@@ -266,7 +266,7 @@ def _section(table: Table, runs: Runs) -> str:
 
 
 def _texts(table: Table) -> list[str]:
-    """Of its claims; those of one text are told apart by their measures."""
+    """Texts of the table's claims; those of one text are told apart by their measures."""
     often = Counter(claim.text for claim in table.claims)
     return [
         f"{claim.text}, {table.measures[claim.measure]}" if often[claim.text] > 1 else claim.text

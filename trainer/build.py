@@ -59,7 +59,7 @@ class Run:
     encoder: nn.Module
     """The model; with several ranks wrapped, so that its gradients are averaged over them."""
     optimizer: torch.optim.Optimizer
-    """Of the encoder and its projection; the head applies an SGD of its own to the rows."""
+    """Optimizer of the encoder and its projection; the head applies an SGD of its own to the rows."""
     head: ClassifierHead
     rates: Float32Array
     """The learning rate of each update."""

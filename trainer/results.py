@@ -309,7 +309,7 @@ def _tested(dataset: Dataset) -> Dataset:
 
 
 def _part(dataset: Dataset, most: int) -> Dataset:
-    """The same test images, and as many of the training images, drawn at random; only these are decoded."""
+    """Draws `most` training images at random, and keeps all test images; only these are decoded."""
     if len(dataset.train_images) <= most:
         return dataset
     chosen = torch.randperm(len(dataset.train_images), generator=torch.Generator().manual_seed(0))[:most].sort().values

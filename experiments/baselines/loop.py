@@ -39,7 +39,7 @@ class Training:
     """What a baseline trains with."""
 
     config: TrainConfig
-    """Its --views are the method's."""
+    """Settings of the run; --views is the number of views that the method has."""
     ranks: Ranks
     """The single one, with its device."""
     method: Method

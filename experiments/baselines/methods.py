@@ -198,7 +198,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def _parts(batch: Tensor, size: int) -> Sequence[Tensor]:
-    """As many nearly equal parts as make them `size` or smaller; BatchNorm fails on a part of one image."""
+    """Splits a batch into nearly equal parts of at most `size`; BatchNorm fails on a part of one image."""
     return batch.tensor_split(-(-len(batch) // size))
 
 

@@ -100,7 +100,7 @@ class Batch:
     targets: list[dict[str, Tensor]]
     """The objects' boxes, edges float32 [n, 4], and labels int64 [n], from 1."""
     seed: int
-    """Of the images' sizes and the sampled regions."""
+    """Seed of the images' sizes and of the sampled regions."""
 
 
 class _Loss(nn.Module):
@@ -191,7 +191,7 @@ def detect_objects(
 
 
 def learning_rate_factor(config: DetectConfig, step: int) -> float:
-    """Of the initial rate at a step, counted from 0: a linear warm-up and drops to a tenth."""
+    """Factor of the initial rate at a step, counted from 0: a linear warm-up and drops to a tenth."""
     warmth = min(1.0, step / config.warmup_iterations) if config.warmup_iterations else 1.0
     num_drops = sum(step >= drop for drop in config.learning_rate_drops)
     return float((_WARMUP_FACTOR * (1 - warmth) + warmth) * _DROP_FACTOR**num_drops)

@@ -18,8 +18,8 @@ class ResNetStages(NamedTuple):
     """Stages of a ResNet (He et al., 1512.03385, table 1), which share no weights with the encoder they come from."""
 
     backbone: nn.Sequential
-    """Of normalised images [B, 3, H, W]: conv1 with its norm, activation and max pooling, conv2 and conv3, and conv4,
-    whose maps have stride 16."""
+    """Takes normalised images [B, 3, H, W]: conv1 with norm, activation and max pooling, conv2 and conv3, and conv4, of
+    stride 16."""
     conv5: nn.Module
     """Stride 32."""
     conv4_channels: int

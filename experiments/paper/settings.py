@@ -41,13 +41,13 @@ class DetectConfig(NetworkConfig):
     batch_size: int = 16
     """Images in a step, of all ranks together."""
     learning_rate: float = 0.02
-    """Of SGD, for a batch of 16."""
+    """Learning rate of SGD, for a batch of 16."""
     learning_rate_drops: tuple[int, ...] = (18_000, 22_000)
     """Steps at which the learning rate is multiplied by 0.1."""
     warmup_iterations: int = 100
     """Steps over which the learning rate rises linearly from a thousandth."""
     weight_decay: float = 1e-4
-    """Of all parameters but those of BatchNorm, which have none in Detectron2."""
+    """λ of all parameters but those of BatchNorm, which have none in Detectron2."""
     train_sides: tuple[int, ...] = tuple(range(480, 801, 32))
     """Shorter sides of training images in pixels; one is drawn for each image."""
     test_side: int = 800

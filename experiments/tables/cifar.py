@@ -31,11 +31,11 @@ _VALIDATION = tuple(
 _EPOCH_ORDER: dict[str, Any] = {"window_size": IMAGES, "window_stride": IMAGES}
 _WINDOW: dict[str, Any] = {"window_size": 104, "window_stride": 13}
 _CURVE: dict[str, Any] = {"knn_every": 10.0}
-"""For the picture of accuracy over time."""
+"""Evaluations during training, for the picture of accuracy over time."""
 
 
 def settings(method: str = PIC, learning_rate: float | None = None, **changes: Any) -> dict[str, Any]:
-    """Those of a cell in epoch order: the paper's proportions, apart from what PLAN.md names."""
+    """Settings of a cell in epoch order: the paper's proportions, apart from what PLAN.md names."""
     rate = learning_rate or LEARNING_RATES.get(method, LEARNING_RATES[PIC])
     base: dict[str, Any] = {
         "num_images": IMAGES,
@@ -63,7 +63,7 @@ def _cell(name: str, method: str = PIC, **changes: Any) -> Cell:
 
 
 def _claims(*claims: tuple[str, ...], beyond: tuple[str, str] | None = None) -> tuple[Claim, ...]:
-    """Each of a text, the better cell, the worse one, and what the paper reports of its linear accuracies."""
+    """Makes claims on both measures of texts, each with the better cell, the worse one and the paper's accuracies."""
     return tuple(
         Claim(
             text=text,

@@ -63,6 +63,6 @@ class AugmentationConfig:
             raise ArgumentError("blur_sigma", f"is {self.blur_sigma}: give 0 < smallest <= largest, and finite numbers")
 
     def at_size(self, image_size: int) -> AugmentationConfig:
-        """The same augmentation for views of `image_size` pixels if this one is for 224: the blur is scaled."""
+        """Scales the blur from views of 224 pixels to those of `image_size` pixels."""
         smallest, largest = (float(f"{sigma * image_size / _PAPERS_SIZE:.2g}") for sigma in self.blur_sigma)
         return replace(self, blur_sigma=(smallest, largest))

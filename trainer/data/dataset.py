@@ -33,7 +33,7 @@ class TrainImages(Protocol):
         """N, C, H, W."""
 
     def to(self, device: torch.device, /) -> "TrainImages":
-        """The same images on `device`; ids are on `device` too."""
+        """Copies the images to `device`, where ids have to be too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Dataset:
     digests: tuple[str, ...] = ()
     """One for each of `ranges`, which identifies its images; empty if the settings alone do."""
     test_digests: tuple[str, ...] = ()
-    """The same for the test images."""
+    """Digests of the ranges of test images."""
     class_names: tuple[str, ...] = ()
     """Name of each label; empty if the labels have no names."""
     order_seed: int | None = None
@@ -122,7 +122,7 @@ class Dataset:
         self.check_labelled(tested=trained_on_labels or not self.can_hold_out)
 
     def strict(self) -> "Dataset":
-        """The same images for evaluations: a broken test image is an error, training images are as in training.
+        """Makes a broken test image an error, for evaluations; training images are as in training.
 
         Raises:
             ValueError: a test image was broken when it was packed.

@@ -51,8 +51,7 @@ class EncodedImages(Protocol):
         """The images at positions start … stop−1, ascending: int64 [n]."""
 
     def replaced(self, images: Int64Array, /) -> Int64Array:
-        """Those of images (int64 [n]) that others stand for, because they were broken when they were packed; ascending,
-        int64 [m]."""
+        """Finds which of `images` (int64 [n]) others stand for, as packing found them broken: ascending int64 [m]."""
 
 
 class Chosen:
@@ -263,7 +262,7 @@ class DecodedImages:
         return self._with(_images=Chosen(self._images, images)).first(len(images))
 
     def strict(self) -> DecodedImages:
-        """The same images, all of which count: a broken one is an error. Raises ValueError if packing replaced one."""
+        """Makes a broken image an error when it is read. Raises ValueError if packing replaced one."""
         replaced = self._images.replaced(np.arange(len(self)))
         if len(replaced):
             raise ValueError(

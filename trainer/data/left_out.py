@@ -72,7 +72,7 @@ class LeftOut:
         self.counts: dict[Reason, int] = {}
         self._firsts: dict[Reason, str] = {}
         self.suffixes = set[str]()
-        """Those of files beside samples' images, which may have the labels."""
+        """Suffixes of the files beside samples' images, which may hold labels."""
         self.by_content = False
         """Whether any file was found to be an image by its content."""
 

@@ -21,7 +21,7 @@ class PixelScale(NamedTuple):
         return _factors(self, device)
 
     def channels(self, number: int) -> PixelScale:
-        """The same scale with a number for each of `number` channels; a grey image is repeated for a colour encoder."""
+        """Repeats a scale of grey images for each of `number` channels of a colour encoder."""
         mean, std = (numbers * number if len(numbers) == 1 else numbers for numbers in self)
         return PixelScale(mean, std)
 

@@ -89,7 +89,7 @@ def default_epochs(num_labelled: int, num_images: int) -> int:
 
 
 def balanced_share(labels: Tensor, ids: Tensor, share: float, seed: int, *, leave: int = 0) -> Tensor:
-    """Of each class a `share` of the images `ids` (int64 [n]), rounded, at least one; ids int64 in rising order.
+    """Draws a rounded `share` of each class's images among `ids` (int64 [n]), at least one; returns rising ids.
 
     At least `leave` images of each class are left.
     """

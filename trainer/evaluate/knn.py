@@ -100,7 +100,7 @@ def stored_features(
 
 
 def knn_top1(features: FeatureSet) -> ProbeResult:
-    """The same for features in memory, for the demo, the report and evaluations during training."""
+    """Evaluates features in memory, for the demo, the report and evaluations during training."""
     images, labels = features.train, features.train_labels
     best, held_out_top1 = _best(
         [

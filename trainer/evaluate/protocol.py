@@ -22,7 +22,7 @@ class ProbeResult:
     setting: float
     """The setting chosen on held-out training images: k, or the strength of regularisation."""
     top5: float
-    """The same for the five likeliest classes."""
+    """Percentage of test images whose class is among the five likeliest."""
     held_out_top1: float
     """Accuracy with that setting on the held-out training images, in percent."""
 
@@ -40,12 +40,12 @@ def split_held_out(num_images: int) -> tuple[Tensor, Tensor]:
 
 
 def splits_held_out(num_images: int) -> list[tuple[Tensor, Tensor]]:
-    """The same as a list: of fewer than 10 images each is held out in turn."""
+    """The split of `split_held_out` alone, or, of fewer than 10 images, one split for each image."""
     return [split_held_out(num_images)] if num_images >= _FEWEST else split_folds(num_images, num_images)
 
 
 def split_folds(num_images: int, num_folds: int) -> list[tuple[Tensor, Tensor]]:
-    """The same for cross-validation: each image is held out in one of `num_folds` splits."""
+    """Splits for cross-validation, in which each image is held out once."""
     if num_images < num_folds:
         raise ValueError(f"{num_images} training images are too few for {num_folds} folds: each needs one")
     parts = _shuffled(num_images).tensor_split(num_folds)

@@ -75,7 +75,7 @@ class Opened:
 
     images: RunImages
     step: int | None = None
-    """That of the checkpoint from which it is resumed; None for a new run."""
+    """Step of the checkpoint from which the run resumes; None for a new run."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """The checkpoint's tensors, by their names in its file."""
     has_grown: bool = False

@@ -42,7 +42,8 @@ _STATUSES_OF_FAILURES = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     status_of(WrongShardError),
 )
-"""Those of attempts that are repeated. Their series exist from the first call on, so that the first is an increase."""
+"""Statuses after which a call is repeated. Their series exist from the first call on, so that the first repetition is
+an increase."""
 
 _log = logging.getLogger(__name__)
 

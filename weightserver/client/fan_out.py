@@ -40,7 +40,7 @@ class Shards:
         self._connections: list[ShardConnection] | None = None
         self._closed = False
         self.identity, self.table = b"", 0
-        """Of the table, and the number that names it in requests; empty and 0 while none is known."""
+        """The table's identity, and its number in requests; empty and 0 while none is known."""
         self._process = os.getpid()
 
     # ---- calls

@@ -88,7 +88,7 @@ class RowWrite:
         return self.step + self.adds
 
     def num_steps_at(self, positions: slice | Int64Array) -> int:
-        """The same of the rows at `positions` alone."""
+        """The number of steps whose learning rates the rows at `positions` use."""
         return self.num_steps if self.adds else int(self.arrays["last_step"][positions].max())
 
     @property

@@ -38,7 +38,7 @@ class Session(NamedTuple):
     epoch: int
     session_id: bytes
     timeline: bytes
-    """That of the shards at the time."""
+    """Timeline of the shards when the session began, or after its last rollback."""
 
 
 @dataclass

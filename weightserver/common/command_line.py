@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # one signature for its four overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As `ArgumentParser` does, which tells of a missing argument first; an option that is unknown may be it."""
+        """Refuses unknown options before missing arguments, which a mistyped option may be."""
         given = sys.argv[1:] if args is None else list(args)
         known = [option for action in self._actions for option in action.option_strings]
         for argument in itertools.takewhile(self._is_own, given):

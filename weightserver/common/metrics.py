@@ -84,7 +84,7 @@ class _Series(ABC):
         return map(str.__add__, texts, map(repr, self._values()))
 
     def samples(self, constant: dict[str, str]) -> Iterator[Sample]:
-        """The same for prometheus_client."""
+        """Samples of the same lines, as prometheus_client has them."""
         return (Sample(*names, value) for names, value in zip(self._names(constant), self._values(), strict=True))
 
 

@@ -87,7 +87,7 @@ class TouchedBlocks(NamedTuple):
             yield BlockRun(block, where, slice(start, end))
 
     def split(self, num_blocks: int) -> Iterator[TouchedBlocks]:
-        """The same in parts of at most `num_blocks` blocks."""
+        """Splits the rows into parts of at most `num_blocks` blocks."""
         for first in range(0, len(self.blocks), num_blocks):
             starts = self.starts[first : first + num_blocks + 1]
             part = slice(starts[0], starts[-1])

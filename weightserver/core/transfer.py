@@ -123,7 +123,7 @@ class TransferTree:
         return self._of_distinct(distinct, stop).take(place, axis=0)
 
     def _of_distinct(self, start: Int64Array, stop: int) -> Float64Array:
-        """The same for distinct starts, ascending."""
+        """Products for distinct starts, ascending."""
         if len(start) <= _FEW:
             return self._one_by_one(start, stop)
         place, end = start, len(start)
@@ -142,7 +142,7 @@ class TransferTree:
         return products.T
 
     def _one_by_one(self, start: Int64Array, stop: int) -> Float64Array:
-        """The same for starts in any order."""
+        """Products for starts in any order, which need not be distinct; fast for a few."""
         products, down = list[Matrix](), self._to(stop).down
         for place in start.tolist():
             level, made = 0, _IDENTITY
@@ -155,7 +155,7 @@ class TransferTree:
         return np.array(products).reshape(-1, 4)
 
     def coefficients(self, start: Int64Array, stop: int) -> Float32Array:
-        """The same rounded to float32: [n, 4], contiguous."""
+        """Products rounded to float32: [n, 4], contiguous."""
         edges = np.flatnonzero(start[1:] != start[:-1]) + 1
         if len(start) > 0 and len(edges) < _FEW:  # rows that are neighbours mostly start together
             products = self._one_by_one(start[[0, *edges]], stop)

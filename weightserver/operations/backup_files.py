@@ -103,7 +103,7 @@ def read_backup(place: Place) -> Backup:
 
 
 def _damaged(place: Place, problem: object) -> ValueError:
-    """Its fields may change until the format is released."""
+    """An error for a manifest that cannot be read; its fields may change until the format is released."""
     return ValueError(
         f"{place}/{MANIFEST} is damaged ({problem}), or was made by another commit before the release of {FORMAT}.0: "
         "use another backup"

@@ -25,7 +25,8 @@ _SLOT_BYTES = 41
 _SHARDS_AT_ONCE = 8
 """Shards that one machine backs up at once (weightserver/operations/backup.py)."""
 _START_SECONDS = 3.3
-"""Of a shard of 32 million rows, from its process to its first answer (benchmarks/results/large_shard.md)."""
+"""Time from the start of the process of a shard of 32 million rows to its first answer
+(benchmarks/results/large_shard.md)."""
 _SEGMENT_BYTES, _LARGEST_GROUP, _GROUPS_OF_NODE = 1 << 21, 1 << 10, 8
 """What a machine reads from a bucket at once, and the neighbours that it is dealt (trainer/data/pack_files.py,
 weightserver/torch/windows.py)."""

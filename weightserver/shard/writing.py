@@ -142,7 +142,7 @@ def _changed_by_kernel(
 def _changed_by_numpy(
     table: Table, touched: TouchedBlocks, stored: Blocks, update: Push | Replacement, part: slice, write_id: int
 ) -> tuple[list[Buffer], int]:
-    """The same, which every other implementation has to equal.
+    """Applies an update by NumPy: the reference, which every other implementation has to equal.
 
     Raises:
         DamagedBlockError: a stored block is damaged.
@@ -188,7 +188,7 @@ class Push:
         stored.momentum_buffer = precision.rounded(momentum, rows, last_step, MOMENTUM_BUFFER)
 
     def for_kernel(self, last_step: Int64Array, part: slice) -> kernel.Gradients | None:
-        """The same for the kernel; None where `change` has to decide: for rows that saw later updates.
+        """Gradients for the kernel; None where `change` has to decide: for rows that saw later updates.
 
         Args:
             last_step: of the stored rows, int64 [n], not checked yet.

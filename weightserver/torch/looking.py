@@ -39,7 +39,7 @@ class Compared(NamedTuple):
     """Embeddings compared with classes; B images of all ranks."""
 
     mine: slice
-    """Those of this rank among them."""
+    """Positions of this rank's images in the batch."""
     nearest: Int64Array
     """Rows (B, k) with the largest logits, in descending order."""
     log_sum: Tensor

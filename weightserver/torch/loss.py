@@ -29,7 +29,7 @@ class Loss:
     """
 
     softmax: Literal["cosine", "plain"] = "cosine"
-    """Of cosines, or of inner products ("plain")."""
+    """Logits are cosines divided by τ, or inner products ("plain")."""
     temperature: float = DEFAULT_TEMPERATURE
     """τ, which divides cosines."""
     margin: MarginKind = "none"

@@ -91,11 +91,11 @@ class Rows:
     correction: bool | Literal["exact", "paper", "none"] = True
     """How inactive rows move, see `TableSpec`."""
     seed: int = 0
-    """Of the random initial rows, and of sampled negatives."""
+    """Seed of the random initial rows and of sampled negatives."""
     init_std: float = 0.01
     """Standard deviation of random initial rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the stored rows, see `TableSpec`; they are float32 while they are resident."""
+    """Type of the stored rows, see `TableSpec`; they are float32 while they are resident."""
     rows_per_block: int | None = None
     """Rows that the servers store together; by default as in the servers' table, or in a new one 63 if a sampler's
     window orders the classes, otherwise 7."""

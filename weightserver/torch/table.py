@@ -85,8 +85,9 @@ class Table:
         self._set_unopened()
 
     def leave_for(self, saved: SavedRows) -> None:
-        """As `disconnect`, if it is open and may then be opened as it was when `saved` was taken. Raises ValueError for
-        dense rows, or, if it is open, other servers than those of `saved`."""
+        """Disconnects, if the table is open, so that it may be opened as it was when `saved` was taken.
+
+        Raises ValueError for dense rows, or, if it is open, other servers than those of `saved`."""
         self._require_servers()
         if self.is_open:
             self.ranks.of_first(partial(saved.check_held, self.connect(self.ranks.device)))
@@ -98,7 +99,7 @@ class Table:
         return self._rows.where == "resident" and self.spec.dtype != "float32"
 
     def close(self) -> None:
-        """As `disconnect`, for good; does nothing in a process that was forked from its owner."""
+        """Disconnects for good; does nothing in a process that was forked from its owner."""
         if os.getpid() == self._process_id:
             self.disconnect()
             self._is_closed = True

@@ -24,7 +24,7 @@ class _Rows(NamedTuple):
     weight: Tensor
     """float32 (N, D)."""
     momentum_buffer: Tensor
-    """The same shape."""
+    """float32 (N, D)."""
     num_updates: int
 
 
