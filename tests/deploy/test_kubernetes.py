@@ -301,7 +301,8 @@ def test_images_and_backups_may_be_in_a_bucket(overlay: str, tmp_path: Path) -> 
     settings = dict(re.findall(r"^      ([A-Z]+): (.*)$", DEPLOYMENT, re.MULTILINE))
     assert "kubectl create secret generic bucket --from-literal=AWS_REGION=" in DEPLOYMENT
     backup = dict(pods(found))["weightserver-backup"]
-    for template in (*of_trainer(found), backup, dict(pods(manifests(PARTS)))["parts"]):
+    tools = {"spec": yaml.safe_load((KUBERNETES / "tools.yaml").read_text())["spec"]}
+    for template in (*of_trainer(found), backup, dict(pods(manifests(PARTS)))["parts"], tools):
         assert {"secretRef": {"name": "bucket", "optional": True}} in container(template)["envFrom"]
     assert "Secret" not in {each["kind"] for each in found}
     for template in of_trainer(found):
