@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,8 @@ def test_all_frozen_shards_are_tried_at_once_and_named(
         for method, call in (("Fetch", lambda: client.fetch(ROWS, step=1)), ("Describe", client.describe)):
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(call)
-                wait_until(lambda: all(value("waiting_calls", shard=str(n), method=method) for n in range(3)))
+                waits = [partial(value, "waiting_calls", shard=str(shard), method=method) for shard in range(3)]
+                wait_until(lambda waits=waits: all(each() for each in waits))
                 with pytest.raises(ShardUnavailableError, match=r"^shard 0 at .* for \d+\.") as raised:
                     waiting.result(60)
             others = ", ".join(f"shard {shard} at {cluster.addresses[shard]}" for shard in (1, 2))

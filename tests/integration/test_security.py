@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 import re
+import shutil
 import socket
 import ssl
 import stat
@@ -44,7 +45,7 @@ from weightserver import (
     WeightServerError,
 )
 from weightserver.client.security import ClientSecurity
-from weightserver.common.security import TOKEN_VARIABLE, Followed, read_token
+from weightserver.common.security import TOKEN_VARIABLE, Followed, read_pair, read_token
 from weightserver.operations.certificates import write_certificates
 from weightserver.protocol._generated import weight_server_pb2 as pb
 from weightserver.server.config import ServerConfig
@@ -532,6 +533,24 @@ def test_the_client_rejects_invalid_files(place: Place, changes: dict[str, str],
     with pytest.raises(ValueError, match=message) as raised:
         security.client_arguments()
     assert "\n" not in str(raised.value)
+
+
+def test_a_pair_that_is_replaced_while_it_is_read_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried would not be what is used."""
+    cert, key = (Path(shutil.copy(place.own / name, tmp_path)) for name in ("client.pem", "client-key.pem"))
+    load_cert_chain = ssl.SSLContext.load_cert_chain
+
+    def replaced(context: ssl.SSLContext, *arguments: Any, **options: Any) -> None:
+        for path in (cert, key):
+            shutil.copy(place.own / path.name.replace("client", "server"), path)
+        load_cert_chain(context, *arguments, **options)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", replaced)
+    with pytest.raises(ValueError, match="is being replaced"):
+        read_pair(cert, key, "--tls-cert", "--tls-key")
+    read_pair(cert, key, "--tls-cert", "--tls-key")
 
 
 def issued(directory: Path, key: Any) -> tuple[Path, Path]:

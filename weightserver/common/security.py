@@ -164,6 +164,8 @@ def read_pair(cert: Path, key: Path, cert_option: str, key_option: str) -> tuple
             f"{cert_option} {cert} and {key_option} {key} are not a certificate and its key in PEM: "
             f"{error.reason or 'unreadable'}"
         ) from error
+    if pair != (key.read_bytes(), cert.read_bytes()):  # so that it was another one that was tried
+        raise ValueError(f"{cert_option} {cert} is being replaced: try again")
     if not _has_usable_key(pair[1]):
         raise ValueError(
             f"gRPC cannot use the kind of key of {cert_option} {cert}: give one of RSA, P-256 or P-384, such as "

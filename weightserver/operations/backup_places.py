@@ -140,14 +140,16 @@ class BucketFolder:
     def _complete(self, manifest: bytes, written: list[Path]) -> None:
         """Makes the manifest, and removes what killed commands have left. Raises ValueError if another command was
         first, or has removed what this one has written."""
-        path = self.path / MANIFEST
+        path, mine = self.path / MANIFEST, [*written]
+        written.clear()  # from here on the manifest may be there, which needs them, however this ends
         is_first = object_store.create(path, manifest) == manifest
         if is_first:
-            written.append(path)
+            mine.append(path)
         found = set(object_store.below(self.path))
-        if not is_first or not found.issuperset(written):
+        if not is_first or not found.issuperset(mine):
+            object_store.remove(mine)
             raise ValueError(f"another command wrote to {self} meanwhile: give another folder")
-        object_store.remove(list(found.difference(written)))
+        object_store.remove(list(found.difference(mine)))
 
     def remove(self) -> None:
         found = object_store.below(self.path)  # what is written from now on is another backup's

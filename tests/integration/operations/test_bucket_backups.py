@@ -29,6 +29,7 @@ from weightserver import LocalCluster, WeightClient
 from weightserver.common import object_store as objects
 from weightserver.operations import backup as backups
 from weightserver.operations.backup_places import place_at
+from weightserver.operations.restore import restore
 
 BACKUPS = Path("s3://backups/a run")
 
@@ -160,6 +161,24 @@ def test_ctrl_c_ends_a_backup_that_waits_for_a_silent_store(
         process.kill()
     assert process.returncode == 130
     assert errors.decode().endswith("weightserver backup: interrupted\n")
+
+
+def test_ctrl_c_while_the_manifest_is_made_leaves_a_whole_backup(
+    cluster: LocalCluster, client: WeightClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or none: the store may have it although its answer did not come."""
+    make_table(client)
+    create = objects.create
+
+    def interrupted(*arguments: Any) -> bytes:
+        create(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(objects, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backups.backup(client, BACKUPS / "mon", checkpoint="one")
+    for shard in range(len(cluster.addresses)):
+        restore(BACKUPS / "mon", tmp_path / str(shard), shard=shard)
 
 
 @pytest.mark.guard
