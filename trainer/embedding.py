@@ -25,7 +25,7 @@ from trainer.display import counting, shown, stage
 from trainer.evaluate.features import Advance, Frozen
 from trainer.evaluate.options import SubjectOptions
 from trainer.evaluate.subjects import Subject, load_subject
-from trainer.feature_files import Batch, check_output, part_output, write_features
+from trainer.feature_files import Batch, check_output, part_output, vectors_in_parts, write_features
 from trainer.ray_tasks import MOST_PARTS, on_ray
 from trainer.run.directory import is_run
 from trainer.stopping import exit_on_error
@@ -64,7 +64,8 @@ def _embed(options: argparse.Namespace) -> str:
         of = min(MOST_PARTS, -(-total // _IMAGES_OF_A_TASK))
         part_output(options.output, Part(0, of), _digest(found, images, options))
         _on_ray(options, of)
-        return f"wrote {of:,} parts of {total:,} images to {options.output}{splits}"
+        left_out = _left_out(total - vectors_in_parts(options.output))
+        return f"wrote {of:,} parts of {total:,} images to {options.output}{splits}{left_out}"
     part, digest, output = options.part or WHOLE, "", options.output
     if options.part:
         if not (total := len(part.range(total))):
@@ -76,8 +77,11 @@ def _embed(options: argparse.Namespace) -> str:
     with counting("features", total) as progress:
         device = ComputeConfig(device=options.device).torch_device()
         number, dim = write_features(output, embedded(found, images, device, progress.advance, part), digest)
-    left_out = f", {total - number:,} could not be read" if number < total else ""
-    return f"wrote {number:,} vectors of {dim:,} numbers to {output}{splits}{left_out}"
+    return f"wrote {number:,} vectors of {dim:,} numbers to {output}{splits}{_left_out(total - number)}"
+
+
+def _left_out(number: int) -> str:
+    return f", {number:,} could not be read" if number else ""
 
 
 def _check_parts_of_bucket(options: argparse.Namespace) -> None:
@@ -145,6 +149,7 @@ def embedded(
         first += len(images)
         for ids in np.split(chosen, range(_BATCH_SIZE, len(chosen), _BATCH_SIZE)):
             intact, squares, broken = images.intact(ids)
+            images.broken.list(broken)
             for line in broken:
                 say(Remark(f"left out: {line}", **line.values), logging.WARNING)
             if len(intact):

@@ -59,6 +59,12 @@ def part_output(folder: Path, part: Part, digest: str) -> Path:
     return folder / f"part-{part.number:05d}-of-{part.of:05d}.parquet"
 
 
+def vectors_in_parts(folder: Path) -> int:
+    """The number of vectors in all parts of a folder."""
+    _, parquet = _pyarrow()
+    return sum(parquet.read_metadata(path).num_rows for path in folder.glob("part-*.parquet"))
+
+
 def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tuple[int, int]:
     """Writes batches to a new file, which appears when it is complete; returns the number of vectors and their length.
 
@@ -78,7 +84,10 @@ def write_features(path: Path, batches: Iterable[Batch], digest: str = "") -> tu
             number, dim = number + len(batch.paths), batch.vectors.shape[1]
             yield batch
         if not number:
-            raise ValueError("none of the images can be read: repair them")
+            of_part = f" of {path.stem}" if digest else ""
+            raise ValueError(
+                f"none of the images{of_part} can be read: repair them{', or give fewer parts' * bool(digest)}"
+            )
 
     atomic_write(path, lambda partial: _WRITERS[path.suffix](partial, counted(), digest))
     return number, dim

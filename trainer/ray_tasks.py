@@ -13,6 +13,8 @@ from weightserver.common.installing import install_advice
 
 MOST_PARTS = 1_024
 """Parts are as many on any cluster, so that a command that is repeated on another one finds what is done."""
+_REPEATS = 20
+"""How often a part is repeated whose process or machine died."""
 _CONNECT_SECONDS = 20
 _LOOK_SECONDS = 5
 
@@ -26,7 +28,7 @@ def on_ray(
     gpu: bool = False,
 ) -> None:
     """Does each of `of` parts in a task of one core, and with `gpu` of one GPU if there is any; repeats it if its
-    process or machine dies.
+    process or machine dies, but not for ever: an image that ends its process would do so each time.
 
     Args:
         advance: called after each part.
@@ -34,7 +36,7 @@ def on_ray(
 
     Raises:
         ValueError: Ray is not installed, or there is no such cluster.
-        OSError: the cluster went away.
+        OSError: the cluster went away, or a part died too often.
         Exception: what a part raised first; other parts are given up.
     """
     ray = _ray()
@@ -51,7 +53,7 @@ def on_ray(
         ) from None
     try:
         gpus = min(1, ray.cluster_resources().get("GPU", 0)) if gpu else 0
-        do = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=-1)(task)
+        do = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=_REPEATS)(task)
         running = [do.remote(Part(number, of)) for number in range(of)]
         cluster = ray.get_runtime_context().gcs_address
         while running:
@@ -63,6 +65,11 @@ def on_ray(
                 _connect(cluster)  # Ray itself ends the process, some time after its cluster
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except ray.exceptions.WorkerCrashedError:
+        raise OSError(
+            f"the process of a part died {_REPEATS + 1} times: look for its end in Ray's logs, and repeat the command, "
+            "which continues"
+        ) from None
     except (ray.exceptions.RayError, OSError) as error:
         reason = " ".join(str(error).split())
         raise OSError(f"the Ray cluster went away ({reason}): repeat the command, which continues") from None

@@ -59,8 +59,10 @@ def test_features_are_those_of_an_evaluation_with_the_paths_of_their_images(
 ) -> None:
     tree = odd_tree(tmp_path / "tree", 140)  # more than a batch
     run = run_with(CONFIG, tmp_path / "run", tree)
-    assert embed(run, tree, "--output", tmp_path / "features.npz") == 0
+    assert embed(run, tree, "--output", tmp_path / "features.npz", "--broken-list", tmp_path / "list.txt") == 0
     printed = capsys.readouterr()
+    listed = [line.partition("\t")[0] for line in (tmp_path / "list.txt").read_text().splitlines()]
+    assert sorted(listed) == [str(tree / name) for name in sorted(BROKEN)]
     file = loaded(tmp_path / "features.npz")
     number = len(file["path"])
     assert printed.out == f"wrote {number} vectors of 8 numbers to {tmp_path / 'features.npz'}, 4 could not be read\n"
@@ -172,6 +174,11 @@ def test_parts_are_files_of_one_folder(tmp_path: Path, capsys: pytest.CaptureFix
         written = [path.read_bytes() for path in files]
         assert embed(run, tmp_path / source, "--output", folder, "--part", "1/3") == 0
         assert f"{files[1]} is written already" in capsys.readouterr().out
+        if source == "tree":
+            number = sorted((tree / "train").rglob("*.jpg")).index(tree / "train/b/broken.jpg")
+            assert embed(run, tree, "--output", tmp_path / "single", "--part", f"{number}/26") == 1
+            message = f"none of the images of part-{number:05d}-of-00026 can be read: repair them, or give fewer parts"
+            assert message in capsys.readouterr().err
         assert [path.read_bytes() for path in files] == written
         read = parquet.read_table(folder)
         assert read.column_names == whole.column_names == ["path", "split", "vector"]

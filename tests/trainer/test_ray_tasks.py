@@ -71,6 +71,15 @@ for path in below(output):
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(read(path))
 """
+DIES = """
+import os, sys
+from trainer import ray_tasks
+from trainer.stopping import exit_on_error
+
+ray_tasks._REPEATS = 1
+with exit_on_error("parts"):
+    ray_tasks.on_ray(lambda part: os._exit(1), 1, lambda: None, address=sys.argv[1])
+"""
 EMBED = """
 import sys
 from trainer import embed, embedding
@@ -206,16 +215,29 @@ def test_parts_are_packed_into_a_bucket(
     assert files(tmp_path / "packed") == files(tmp_path / "whole")
 
 
-def test_features_are_computed_in_parts(folder: Path, inside: list[str], tmp_path: Path) -> None:
+def test_features_are_computed_in_parts(
+    folder: Path, inside: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be read is counted and listed; a part that ends its process each time is given up."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     tree = plain_tree(tmp_path / "tree", 20)
+    (tree / "a/broken.jpg").write_bytes(b"x")
     run = run_with(CONFIG, tmp_path / "run", tree)
     whole, parts = tmp_path / "whole.parquet", tmp_path / "parts"
     with cluster(folder, inside) as (_, address):
         command = [*inside, sys.executable, "-c", EMBED, str(run), str(tree), "--device", "cpu", "--output"]
         subprocess.run([*command, str(whole)], check=True, cwd=ROOT, timeout=300)
         on_ray = ["--engine", "ray", "--address", address]
-        subprocess.run([*command, str(parts), *on_ray], check=True, cwd=ROOT, timeout=300)
+        on_ray += ["--broken-list", "broken.txt"]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        done = subprocess.run([*command, str(parts), *on_ray], check=True, capture_output=True, text=True, timeout=300)
+        ends = [*inside, sys.executable, "-c", DIES, address]
+        ended = subprocess.run(ends, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"wrote 3 parts of 21 images to {parts}, 1 could not be read\n"
+    assert (tmp_path / "broken.txt").read_text().startswith(f"{tree / 'a/broken.jpg'}\t")
+    assert ended.returncode == 1
+    assert "the process of a part died 2 times: look for its end in Ray's logs" in ended.stderr
     assert len(list(parts.iterdir())) == 3
     read, expected = parquet.read_table(parts), parquet.read_table(whole)
     assert read["path"].to_pylist() == expected["path"].to_pylist()

@@ -21,8 +21,9 @@ def pack_on_ray(source: Path, output: Path, options: PackOptions, address: str |
         ValueError, OSError: as `pack`, `merge` and `on_ray`.
     """
     source, output = absolute(source), absolute(output)
-    if cache := options.source.cache_dir:  # a worker has another working directory
-        options = replace(options, source=replace(options.source, cache_dir=cache.resolve()))
+    paths = {name: getattr(options.source, name) for name in ("cache_dir", "broken_list")}
+    there = {name: path.resolve() for name, path in paths.items() if path}  # a worker has another working directory
+    options = replace(options, source=replace(options.source, **there))
     with stage("listing the images"), planned_pack(source, output, replace(options, part=WHOLE)) as plan:
         manifests = plan.manifests.values()
     if all(manifest.complete for manifest in manifests):
