@@ -33,7 +33,7 @@ from trainer.run.checkpoint_file import HEAD, checkpoint_name, saved_steps
 from trainer.run.directory import read_encoder, read_settings, read_summary
 from trainer.run.recorder import Recorder
 from trainer.stopping import Interrupted
-from weightserver import FencedError, LocalCluster, WeightClient
+from weightserver import FencedError, LocalCluster, SessionInUseError, WeightClient
 from weightserver.client.connection import ShardConnection
 from weightserver.common import processes
 from weightserver.common.atomic_files import sync
@@ -402,6 +402,31 @@ def test_a_live_run_that_has_written_nothing_yet_is_not_superseded(
         assert train(begin.with_settings(take_over=True)).summary["steps"] == 4
         with pytest.raises(FencedError):
             other.checkpoint("late", step=4)
+
+
+@pytest.mark.guard  # seconds
+def test_a_command_submitted_twice_does_not_drop_the_rows_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has opened its session and written nothing yet, apart from the directory."""
+    monkeypatch.setattr(processes, "process_id", lambda: os.urandom(16))  # as if each client were in its own
+    with LocalCluster(1) as cluster, WeightClient(cluster.addresses) as first:
+        run = small_run(tmp_path / "run", servers=cluster.addresses[0], steps=4, checkpoint_every=0)
+
+        def fail(self: WeightClient, name: str, *, step: int) -> None:
+            raise OSError("the power went out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightClient, "checkpoint", fail)
+            with pytest.raises(OSError, match="power"):
+                train(run)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run/config.json").write_text(run.to_json())
+        first.open_session("run")
+        with pytest.raises(SessionInUseError):
+            train(run.with_settings(resume=True))
+        first.checkpoint("first", step=0)
+        assert train(run.with_settings(resume=True, take_over=True)).summary["steps"] == 4
 
 
 @pytest.mark.guard  # seconds

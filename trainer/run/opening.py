@@ -123,6 +123,9 @@ def _to_resume(client: WeightClient, config: TrainConfig, images: RunImages, ran
         has_grown = images != saved
     else:
         with contextlib.suppress(NoTableError):
-            if client.describe().run == config.run.output.name:  # nothing was written; it begins again
+            if client.describe().run == (name := config.run.output.name):  # nothing was written; it begins again
+                client.open_session(
+                    name, force=True, take_over=config.servers.take_over
+                )  # refused while that run lives
                 client.drop_table()
     return {"step": step, "images": images.to_json(), "has_grown": has_grown}
